@@ -1,0 +1,184 @@
+"""The sigmoid contrastive loss (SigLIP) without the similarity matrix. Formula: reference.siglip_loss.
+
+It has no normaliser: value and gradients come from one pass over the tiles, one tour of the ring, and backward only scales them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import softplus
+
+from ..tiles.contract import Pairs, merge
+from .autograd import add_positives, first_derivative_only
+from .diagnostics import Diagnostics, diagnose
+from .inputs import Batch, Group, Sharing, check_duplicates, join_backward, keep_options, prepare, scalar
+
+
+def siglip_loss(
+    x: Tensor,
+    y: Tensor,
+    scale: Tensor | float,
+    bias: Tensor | float,
+    *,
+    ids: Tensor | None = None,
+    duplicates: str = "mask",
+    weights: Tensor | None = None,
+    group: Group = ...,
+    equal_shards: bool = False,
+    backend: str | None = None,
+    tile: int | None = None,
+    diagnostics: bool = False,
+) -> Any:
+    """The sum over all pairs of `-logsigmoid(±(scale * x @ y.T + bias))`, + for positives, divided by the number of rows of x.
+
+    bias: added to the logits; a float, or a tensor that may require a gradient. y may have more rows than x: extra negatives.
+    weights: (M,) weight of each row of x: the weighted mean over rows of the sum over their pairs.
+    Everything else as in `clip_loss`; pairs with equal ids that are not the positive itself are left out or, with
+    duplicates="positive", have the label +1.
+
+    >>> import torch, megabatch
+    >>> x, y = torch.nn.functional.normalize(torch.randn(2, 1024, 64), dim=-1).unbind()
+    >>> loss = megabatch.siglip_loss(x.requires_grad_(), y, scale=10.0, bias=-10.0)
+    >>> loss.backward()
+    """
+    rules = Rules(duplicates, diagnostics)
+    batch = prepare(
+        x,
+        y,
+        {"scale": scale, "bias": bias},
+        ids=ids,
+        weights=weights,
+        sharing=Sharing(group, equal_shards, backend, tile),
+        options=rules,
+        same_rows=False,
+    )
+    scale, bias = scalar(scale, x, batch), scalar(bias, x, batch)
+    if batch.wanted is None:
+        loss, found, _ = _solve(batch.read(x), batch.read(y), scale, bias, batch, rules)
+    else:
+        loss, found = _SigLipLoss.apply(join_backward(batch, x, y, scale, bias), y, scale, bias, batch, rules)
+    return (loss, found) if diagnostics else loss
+
+
+class SigLipLoss(nn.Module):
+    """`siglip_loss` with its options kept: `SigLipLoss(group=None)(x, y, scale, bias, ids=..., weights=...)`."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = keep_options(siglip_loss, options)
+
+    def forward(
+        self,
+        x: Tensor,
+        y: Tensor,
+        scale: Tensor | float,
+        bias: Tensor | float,
+        *,
+        ids: Tensor | None = None,
+        weights: Tensor | None = None,
+    ) -> Any:
+        return siglip_loss(x, y, scale, bias, ids=ids, weights=weights, **self.options)
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The options that say which pairs count, and how."""
+
+    duplicates: str
+    diagnostics: bool
+
+    def check(self) -> None:
+        check_duplicates(self.duplicates)
+
+
+class Documents(NamedTuple):
+    """A block on its way round the ring: embeddings, ids, and for diagnostics the similarities of the positives."""
+
+    y_ND: Tensor
+    ids_N: Tensor | None
+    positive_N: Tensor | None
+
+
+class Gradients(NamedTuple):
+    """The gradients of the whole batch's loss in this rank's embeddings and in scale and bias."""
+
+    dx: Tensor | None
+    dy: Tensor | None
+    dscale: Tensor
+    dbias: Tensor
+
+
+class _SigLipLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, batch: Batch, rules: Rules
+    ) -> tuple[Tensor, Diagnostics | None]:
+        loss, diagnostics, ctx.gradients = _solve(batch.read(x), batch.read(y), scale, bias, batch, rules)
+        ctx.ring = batch.ring
+        ctx.save_for_backward(x, y, scale, bias)
+        return loss, diagnostics
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, g: Tensor, _: None) -> tuple[Tensor | None, ...]:
+        x, y, *_ = ctx.saved_tensors
+        dx, dy, dscale, dbias = ctx.gradients
+        # The ranks hold one loss: its gradient takes what every rank's graph sends down, and all share one gradient in the scale.
+        g = ctx.ring.sum(g.to(dscale.dtype, copy=True))
+        need_x, need_y, need_scale, need_bias, *_ = ctx.needs_input_grad
+        return (
+            (dx * g).to(x.dtype) if need_x else None,
+            (dy * g).to(y.dtype) if need_y else None,
+            dscale * g / ctx.ring.size if need_scale else None,
+            dbias * g / ctx.ring.size if need_bias else None,
+            None,
+            None,
+        )
+
+
+def _solve(
+    x_MD: Tensor, y_ND: Tensor, scale: Tensor, bias: Tensor, batch: Batch, rules: Rules
+) -> tuple[Tensor, Diagnostics | None, Gradients | None]:
+    """The loss of the whole batch, this rank's diagnostics and, if wanted, the gradients."""
+    positive_M = batch.tiles.positives(x_MD, y_ND)
+
+    def visit(block: Documents, owner: int) -> tuple[Any, Any]:
+        pairs = Pairs(
+            home=owner == batch.ring.rank,
+            ids_M=None if batch.ids_N is None else batch.ids_N[: batch.rows],
+            ids_N=block.ids_N,
+            several=rules.duplicates == "positive",
+            positive_M=positive_M,
+            positive_N=block.positive_N,
+            ranked=rules.diagnostics,
+        )
+        found = batch.tiles.sigmoid_sums(
+            x_MD, block.y_ND, scale, bias, pairs, batch.weights_M, wanted=batch.wanted, tile=batch.tile
+        )
+        return (found.value_M, found.slope_M, found.gx_MD, found.row_ranking), (found.gy_ND, found.column_ranking)
+
+    # A document without a row of its own has no positive to compare with, and NaN is above and below nothing.
+    extra = positive_M.new_full((len(y_ND) - len(x_MD),), torch.nan)
+    block = Documents(y_ND, batch.ids_N, torch.cat((positive_M, extra)) if rules.diagnostics else None)
+    (value_M, slope_M, gx_MD, row_ranking), (gy_ND, column_ranking) = batch.ring.tour(
+        block, batch.lengths, visit, merge
+    )
+    own_logit_M = scale * positive_M + bias
+    weight_M = torch.ones_like(own_logit_M) if batch.weights_M is None else batch.weights_M
+    sums = [(weight_M * (value_M + softplus(-own_logit_M))).sum(), batch.weight_sum(x_MD)]
+    if slope_M is not None:
+        own_M = -torch.sigmoid(-own_logit_M)
+        sums += [add_positives(x_MD, y_ND, weight_M * own_M, gx_MD, gy_ND), (weight_M * (slope_M + own_M)).sum()]
+    loss, weight, *slopes = batch.ring.sum(torch.stack(sums))
+    diagnostics = diagnose(positive_M, row_ranking, column_ranking) if rules.diagnostics else None
+    if not slopes:
+        return loss / weight, diagnostics, None
+    dx, dy = (None if t is None else t.mul_(scale / weight) for t in (gx_MD, gy_ND))
+    return loss / weight, diagnostics, Gradients(dx, dy, *(slope / weight for slope in slopes))

@@ -1,0 +1,107 @@
+"""Every loss as its plain formula, with the whole similarity matrix: the definition that tests, docs and benchmarks share.
+
+M rows of x, N rows of y, D their width; row i of x has its positive in row i of y, so N >= M.
+Memory is O(M·N) and autograd does the way back: right, readable, and only for batches whose matrix fits.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def clip_loss(
+    x: Tensor,
+    y: Tensor,
+    scale: Tensor | float,
+    *,
+    symmetric: bool = True,
+    ids: Tensor | None = None,
+    duplicates: str = "mask",
+    label_smoothing: float = 0.0,
+    drop_above: float | None = None,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """The weighted mean over rows (and, symmetric, over columns, halved) of the cross-entropy of `scale * x @ y.T`.
+
+    Row i counts the pairs A_i, among them its positives P_i:
+
+        loss_i = logsumexp_{j in A_i} s_ij - (1 - label_smoothing) * mean_{j in P_i} s_ij
+                                           - label_smoothing * mean_{j in A_i} s_ij
+
+    P_i is {i}, and with `duplicates="positive"` every j with ids_j = ids_i. A_i is everything except pairs with equal
+    ids (`duplicates="mask"`) and negatives with x_i·y_j > x_i·y_i + drop_above; a column is treated as a row of the
+    transposed matrix.
+    """
+    similarity = x @ y.T
+    loss = _cross_entropy(similarity, scale, _same(similarity, ids), duplicates, label_smoothing, drop_above)
+    if symmetric:
+        same = _same(similarity, ids)
+        columns = _cross_entropy(similarity.T, scale, same, duplicates, label_smoothing, drop_above)
+        loss = (loss + columns) / 2
+    return loss.mean() if weights is None else (weights * loss).sum() / weights.sum()
+
+
+def siglip_loss(
+    x: Tensor,
+    y: Tensor,
+    scale: Tensor | float,
+    bias: Tensor | float,
+    *,
+    ids: Tensor | None = None,
+    duplicates: str = "mask",
+    weights: Tensor | None = None,
+) -> Tensor:
+    """The weighted mean over rows of the sum over all pairs of `-logsigmoid(±(scale * x @ y.T + bias))`.
+
+    The sign is + for positives and - for negatives. Pairs with equal ids that are not the positive itself are left
+    out (`duplicates="mask"`) or are positives too (`duplicates="positive"`).
+    """
+    similarity = x @ y.T
+    logits = scale * similarity + bias
+    same, own = _same(similarity, ids), _own(similarity)
+    positive = same if duplicates == "positive" else own
+    pair_loss = -F.logsigmoid(torch.where(positive, logits, -logits))
+    loss = pair_loss.masked_fill(same & ~positive, 0).sum(1)
+    return loss.mean() if weights is None else (weights * loss).sum() / weights.sum()
+
+
+def ranks(x: Tensor, y: Tensor, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The rank of each row's positive among its negatives (0 is best, ties count against it), and the hardest negative.
+
+    Negatives are all pairs that are neither the positive nor share its id. Without negatives the hardest is -inf.
+    For columns: `ranks(y[:len(x)], x, ids)`.
+    """
+    similarity = x @ y.T
+    negative = similarity.masked_fill(_same(similarity, ids), -torch.inf)
+    return (negative >= similarity.diagonal()[:, None]).sum(1), negative.amax(1)
+
+
+def _own(similarity: Tensor) -> Tensor:
+    return torch.eye(*similarity.shape, dtype=torch.bool, device=similarity.device)
+
+
+def _same(similarity: Tensor, ids: Tensor | None) -> Tensor:
+    rows, columns = similarity.shape
+    return _own(similarity) if ids is None else ids[:rows, None] == ids[None, :columns]
+
+
+def _cross_entropy(
+    similarity: Tensor,
+    scale: Tensor | float,
+    same: Tensor,
+    duplicates: str,
+    label_smoothing: float,
+    drop_above: float | None,
+) -> Tensor:
+    own = _own(similarity)
+    positive = same if duplicates == "positive" else own
+    counts = positive | ~same
+    if drop_above is not None:
+        limit = similarity.diagonal()[:, None] + drop_above
+        counts = counts & (positive | (similarity <= limit))
+    log_p = (scale * similarity).masked_fill(~counts, -torch.inf).log_softmax(1).masked_fill(~counts, 0)
+    hard = (log_p * positive).sum(1) / positive.sum(1)
+    soft = log_p.sum(1) / counts.sum(1)
+    return -(1 - label_smoothing) * hard - label_smoothing * soft

@@ -1,0 +1,106 @@
+"""WHOSE rows: the ranks of a process group in a ring, each visiting every rank's block once, the next block in flight.
+
+One process is a ring of one: the same code, no messages. Hops are outside autograd; what is sent are detached tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# Blocks and results travel at the same time; where a backend matches messages by tag, they must not be mistaken for each other.
+BLOCK, RESULT = 1, 2
+
+
+class Ring:
+    """The ranks that share one batch. `group=None` is this process alone."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self.size = 1 if group is None else dist.get_world_size(group)
+        self.rank = 0 if group is None else dist.get_rank(group)
+
+    def gather(self, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
+        """Every rank's numbers, in the order of ranks: the one exchange that the host waits for."""
+        if self.group is None:
+            return [list(numbers)]
+        # A group that also serves the CPU answers without a wait for the device.
+        on = torch.device("cpu") if "cpu" in dist.get_backend_config(self.group) else device
+        mine = torch.tensor(numbers, dtype=torch.int64, device=on)
+        every = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(every, mine, group=self.group)
+        return [numbers.tolist() for numbers in every]
+
+    def sum(self, numbers: Tensor) -> Tensor:
+        """The sum over ranks, in place."""
+        if self.group is not None:
+            dist.all_reduce(numbers, group=self.group)
+        return numbers
+
+    def tour(
+        self,
+        block: Any,
+        lengths: Sequence[int],
+        visit: Callable[[Any, int], tuple[Any, Any]],
+        merge: Callable[[Any, Any], Any],
+    ) -> tuple[Any, Any]:
+        """What all visits found for this rank's rows, and what all ranks found for this rank's block.
+
+        block: nested tuples of tensors (or None) with a row for each of this rank's documents; `lengths` are every rank's rows.
+        visit(block, owner) -> (mine, theirs), theirs with a row for each row of the block; results are combined with merge(a, b),
+        of which a is None at first.
+
+        While a block is visited, the next one arrives, and so does what the ranks before have found for this one.
+        Memory is that of a few blocks, whatever the size of the ring.
+        """
+        mine: Any = None
+        wait_result: Callable[[], Any] | None = None
+        for hop in range(self.size):
+            owner = (self.rank - hop) % self.size
+            upstream = lengths[(owner - 1) % self.size]
+            wait_block = self._pass_on(block, upstream, BLOCK) if hop + 1 < self.size else None
+            here, theirs = visit(block, owner)
+            mine = merge(mine, here)
+            if wait_result is not None:
+                theirs = merge(wait_result(), theirs)
+            if self.size > 1:
+                wait_result = self._pass_on(theirs, upstream, RESULT)
+            if wait_block is not None:
+                block = wait_block()
+        return mine, theirs if wait_result is None else wait_result()
+
+    def _pass_on(self, tree: Any, length: int, tag: int) -> Callable[[], Any]:
+        """Starts sending to the next rank and receiving the like of it, `length` rows, from the one before; returns the wait."""
+        assert self.group is not None
+        after = dist.get_global_rank(self.group, (self.rank + 1) % self.size)
+        before = dist.get_global_rank(self.group, (self.rank - 1) % self.size)
+        tree = _map(tree, lambda t: t.contiguous())
+        coming = _map(tree, lambda t: t.new_empty(length, *t.shape[1:]))
+        operations = [dist.P2POp(dist.isend, t, after, self.group, tag) for t in _leaves(tree) if t.numel()]
+        operations += [dist.P2POp(dist.irecv, t, before, self.group, tag) for t in _leaves(coming) if t.numel()]
+        works = dist.batch_isend_irecv(operations) if operations else []
+
+        def wait() -> Any:
+            for work in works:
+                work.wait()
+            operations.clear()  # until here they keep what is being sent alive
+            return coming
+
+        return wait
+
+
+def _map(tree: Any, f: Callable[[Tensor], Tensor]) -> Any:
+    if tree is None or isinstance(tree, Tensor):
+        return None if tree is None else f(tree)
+    branches = (_map(branch, f) for branch in tree)
+    return tree._make(branches) if hasattr(tree, "_make") else tuple(branches)
+
+
+def _leaves(tree: Any) -> list[Tensor]:
+    if tree is None or isinstance(tree, Tensor):
+        return [] if tree is None else [tree]
+    return [leaf for branch in tree for leaf in _leaves(branch)]

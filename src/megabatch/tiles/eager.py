@@ -1,0 +1,380 @@
+"""The tile contract in PyTorch operations: any device, any dtype. Contract and legend: contract.py.
+
+A tile is a rectangle of the similarity matrix, R rows by C columns, sized to the working memory: two buffers of its size are
+allocated once a pass and overwritten by every tile. A function with a trailing underscore in its name overwrites them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .contract import (
+    Pairs,
+    Ranking,
+    SigmoidPass,
+    Softmax,
+    SoftmaxPass,
+    Stats,
+    Wanted,
+    accumulator,
+    merge,
+)
+
+# While no |s| exceeds this, neither an exponential nor a sum of 2^30 of them leaves fp32's normal range: no maximum is needed, and
+# rows and columns share one exponential.
+SAFE_LOGIT = 60.0
+LOG2_E = 1 / math.log(2)
+
+
+class Tile(NamedTuple):
+    """Where a tile is, its operands as the products read them, its similarities, and a buffer of the same shape."""
+
+    rows: slice
+    columns: slice
+    x_RD: Tensor
+    y_CD: Tensor
+    z_RC: Tensor
+    work_RC: Tensor
+
+
+class Masks(NamedTuple):
+    """The pairs of a tile that rows and columns leave out (the same object where they agree), and those with equal ids."""
+
+    row_out: Tensor | None
+    column_out: Tensor | None
+    same: Tensor | None
+
+
+def positives(x_MD: Tensor, y_ND: Tensor) -> Tensor:
+    """The similarity of each row's positive (M)."""
+    acc = accumulator(x_MD.dtype)
+    positive_M = x_MD.new_empty(len(x_MD), dtype=acc)
+    # The diagonals of small products instead of row-wise dots: summed in the order of a tile, so that equal rows tie.
+    for rows in _slices(len(x_MD), 128):
+        positive_M[rows] = (x_MD[rows].to(acc) @ y_ND[rows].to(acc).T).diagonal()
+    return positive_M
+
+
+def softmax_stats(x_MD: Tensor, y_ND: Tensor, scale: Tensor, pairs: Pairs, *, columns: bool, tile: int) -> SoftmaxPass:
+    """Stats and rankings of rows, and of columns if asked for; at home the positives."""
+    bounded = pairs.drop_above is None and _bounded(x_MD, y_ND, scale)
+    result = SoftmaxPass(
+        _no_stats(x_MD, pairs),
+        _no_stats(y_ND, pairs) if columns else None,
+        x_MD.new_empty(len(x_MD), dtype=accumulator(x_MD.dtype)) if pairs.home else None,
+        _no_ranking(x_MD) if pairs.ranked else None,
+        _no_ranking(y_ND) if pairs.ranked and columns else None,
+    )
+    for t in _walk(x_MD, y_ND, pairs, tile):
+        if result.positive_M is not None:
+            own, own_rows = _own(t)
+            result.positive_M[own_rows] = own
+            own.zero_()
+        masks = _masks(t, pairs)
+        _rank(t, pairs, masks.same, result.row_ranking, result.column_ranking)
+        sums = [_plain_sums(t, pairs, masks, dim) for dim in ((1, 0) if columns else (1,))]
+        totals = _shared_totals_(t, scale, pairs, masks) if bounded else _anchored_totals_(t, scale, pairs, masks, columns)
+        _absorb(result.rows, t.rows, Stats(*totals[0], *sums[0]))
+        if result.columns is not None:
+            _absorb(result.columns, t.columns, Stats(*totals[1], *sums[1]))
+    return result._replace(rows=_anchored(result.rows), columns=result.columns and _anchored(result.columns))
+
+
+def softmax_grads(
+    x_MD: Tensor,
+    y_ND: Tensor,
+    scale: Tensor,
+    pairs: Pairs,
+    rows: Softmax,
+    columns: Softmax | None,
+    *,
+    wanted: Wanted,
+    tile: int,
+) -> tuple[Tensor | None, Tensor | None]:
+    """gx_MD and gy_ND of the others."""
+    bounded = pairs.drop_above is None and rows.counted is None and _bounded(x_MD, y_ND, scale)
+    gx_MD, gy_ND = _no_gradient(x_MD, wanted.x), _no_gradient(y_ND, wanted.y)
+    for t in _walk(x_MD, y_ND, pairs, tile):
+        masks = _masks(t, pairs)
+        row, column = _at(rows, t.rows), None if columns is None else _at(columns, t.columns)
+        g_RC = (_shared_gradient_ if bounded else _anchored_gradient_)(t, scale, masks, row, column)
+        if masks.same is not None and row.further is not None:
+            further = row.further[:, None] if column is None else row.further[:, None] + column.further
+            g_RC.sub_(masks.same * further)
+        if pairs.home:
+            _own(t, g_RC)[0].zero_()
+        _add_products(t, g_RC, gx_MD, gy_ND)
+    return gx_MD, gy_ND
+
+
+def sigmoid_sums(
+    x_MD: Tensor,
+    y_ND: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    pairs: Pairs,
+    weights_M: Tensor | None,
+    *,
+    wanted: Wanted | None,
+    tile: int,
+) -> SigmoidPass:
+    """Values of the others and, if wanted, their slopes and gradients from the same pass."""
+    result = SigmoidPass(
+        x_MD.new_zeros(len(x_MD), dtype=accumulator(x_MD.dtype)),
+        None if wanted is None else x_MD.new_zeros(len(x_MD), dtype=accumulator(x_MD.dtype)),
+        _no_gradient(x_MD, wanted is not None and wanted.x),
+        _no_gradient(y_ND, wanted is not None and wanted.y),
+        _no_ranking(x_MD) if pairs.ranked else None,
+        _no_ranking(y_ND) if pairs.ranked else None,
+    )
+    for t in _walk(x_MD, y_ND, pairs, tile):
+        masks = _masks(t, pairs)
+        _rank(t, pairs, masks.same, result.row_ranking, result.column_ranking)
+        logits = t.z_RC.mul_(scale).add_(bias)
+        # A further positive costs softplus(-s) where a negative costs softplus(s); a pair that does not count is a logit of -inf.
+        if pairs.several and masks.same is not None:
+            torch.where(masks.same, -logits, logits, out=logits)
+        if masks.row_out is not None:
+            logits.masked_fill_(masks.row_out, -torch.inf)
+        if pairs.home:
+            _own(t, logits)[0].fill_(-torch.inf)
+        result.value_M[t.rows] += _softplus_sum(logits, t.work_RC)
+        if result.slope_M is not None:
+            g_RC = logits.sigmoid_()
+            if pairs.several and masks.same is not None:
+                torch.where(masks.same, -g_RC, g_RC, out=g_RC)
+            result.slope_M[t.rows] += g_RC.sum(1)
+            if weights_M is not None:
+                g_RC.mul_(weights_M[t.rows, None])
+            _add_products(t, g_RC, result.gx_MD, result.gy_ND)
+    return result
+
+
+def _walk(x_MD: Tensor, y_ND: Tensor, pairs: Pairs, tile: int) -> Iterator[Tile]:
+    """Every tile, row by row of tiles, with its similarities computed."""
+    acc = accumulator(x_MD.dtype)
+    # Masks and what is built from them add about two floats a cell.
+    floats = 2 if pairs.ids_M is None and pairs.drop_above is None and not pairs.ranked else 4
+    cells = max(1, tile // (floats * acc.itemsize))
+    height = max(1, min(len(x_MD), math.isqrt(cells)))
+    width = max(1, min(len(y_ND), cells // height))
+    z, work = x_MD.new_empty(2, height * width, dtype=acc)
+    for rows in _slices(len(x_MD), height):
+        x_RD = _operand(x_MD[rows])
+        for columns in _slices(len(y_ND), width):
+            y_CD = _operand(y_ND[columns])
+            shape = len(x_RD), len(y_CD)
+            z_RC, work_RC = (buffer[: math.prod(shape)].view(shape) for buffer in (z, work))
+            if x_RD.dtype == acc:
+                torch.mm(x_RD, y_CD.T, out=z_RC)
+            else:
+                torch.mm(x_RD, y_CD.T, out_dtype=acc, out=z_RC)
+            yield Tile(rows, columns, x_RD, y_CD, z_RC, work_RC)
+
+
+def _operand(t: Tensor) -> Tensor:
+    """What a product reads: never a dtype whose products would be rounded before they are summed up."""
+    reads_as_is = t.device.type == "cuda" and t.dtype in (torch.bfloat16, torch.float16)
+    return t if reads_as_is else t.to(accumulator(t.dtype))
+
+
+def _add_products(t: Tile, g_RC: Tensor, gx_MD: Tensor | None, gy_ND: Tensor | None) -> None:
+    if gx_MD is not None:
+        _add_product(gx_MD[t.rows], g_RC, t.y_CD)
+    if gy_ND is not None:
+        _add_product(gy_ND[t.columns], g_RC.T, t.x_RD)
+
+
+def _add_product(into: Tensor, g: Tensor, operand: Tensor) -> None:
+    if operand.dtype == torch.bfloat16:
+        into.add_(torch.mm(g.to(torch.bfloat16), operand, out_dtype=into.dtype))
+    else:
+        # fp16 cannot hold a gradient that is small against the largest: its products are fp32.
+        into.addmm_(g, operand.to(into.dtype))
+
+
+def _own(t: Tile, of: Tensor | None = None) -> tuple[Tensor, slice]:
+    """A view of the positives' entries in a tile of the home block, and their rows in x."""
+    start, stop = max(t.rows.start, t.columns.start), min(t.rows.stop, t.columns.stop)
+    stop = max(start, stop)
+    matrix = t.z_RC if of is None else of
+    square = matrix[start - t.rows.start : stop - t.rows.start, start - t.columns.start : stop - t.columns.start]
+    return square.diagonal(), slice(start, stop)
+
+
+def _masks(t: Tile, pairs: Pairs) -> Masks:
+    same = None
+    if pairs.ids_M is not None and pairs.ids_N is not None:
+        same = pairs.ids_M[t.rows, None] == pairs.ids_N[t.columns]
+        if pairs.home:
+            _own(t, same)[0].fill_(False)
+    if pairs.drop_above is None:
+        out = None if pairs.several else same
+        return Masks(out, out, same)
+
+    def out_of(positive: Tensor) -> Tensor:
+        above = t.z_RC > positive + pairs.drop_above
+        if same is None:
+            return above
+        return above & ~same if pairs.several else above | same
+
+    assert pairs.positive_M is not None
+    column_out = None if pairs.positive_N is None else out_of(pairs.positive_N[t.columns])
+    return Masks(out_of(pairs.positive_M[t.rows, None]), column_out, same)
+
+
+def _rank(t: Tile, pairs: Pairs, same: Tensor | None, rows: Ranking | None, columns: Ranking | None) -> None:
+    if rows is None:
+        return
+    negative = t.work_RC.copy_(t.z_RC)
+    if same is not None:
+        negative.masked_fill_(same, -torch.inf)
+    if pairs.home:
+        _own(t, negative)[0].fill_(-torch.inf)
+    assert pairs.positive_M is not None
+    ahead = (negative >= pairs.positive_M[t.rows, None]).sum(1)
+    _absorb(rows, t.rows, Ranking(ahead, negative.amax(1)))
+    if columns is not None:
+        assert pairs.positive_N is not None
+        ahead = (negative >= pairs.positive_N[t.columns]).sum(0)
+        _absorb(columns, t.columns, Ranking(ahead, negative.amax(0)))
+
+
+def _plain_sums(t: Tile, pairs: Pairs, masks: Masks, dim: int) -> tuple[Tensor | None, ...]:
+    """Σ z and number of further positives, Σ z and number of the others that count; the positives' own z are zero here."""
+    further = further_count = counted = counted_count = None
+    if pairs.several and masks.same is not None:
+        further, further_count = (t.z_RC * masks.same).sum(dim), masks.same.sum(dim)
+    if pairs.smoothed:
+        out = masks.row_out if dim else masks.column_out
+        counts = torch.ones_like(t.z_RC, dtype=torch.bool) if out is None else ~out
+        if pairs.home:
+            _own(t, counts)[0].fill_(False)
+        counted, counted_count = (t.z_RC * counts).sum(dim), counts.sum(dim)
+    return further, further_count, counted, counted_count
+
+
+def _logits_(t: Tile, factor: Tensor, pairs: Pairs, masks: Masks) -> Tensor:
+    """The logits times a factor, -inf where neither rows nor columns count a pair."""
+    s_RC = t.z_RC.mul_(factor)
+    if pairs.home:
+        _own(t, s_RC)[0].fill_(-torch.inf)
+    if masks.row_out is not None and masks.row_out is masks.column_out:
+        s_RC.masked_fill_(masks.row_out, -torch.inf)
+    return s_RC
+
+
+def _shared_totals_(t: Tile, scale: Tensor, pairs: Pairs, masks: Masks) -> list[tuple[Tensor, Tensor]]:
+    """(peak, total) of rows and of columns from one exponential an element; right for bounded logits only."""
+    # exp2 is the cheaper function on CPUs.
+    exponential = _logits_(t, scale * LOG2_E, pairs, masks).exp2_()
+    return [(torch.zeros_like(total), total) for total in (exponential.sum(1), exponential.sum(0))]
+
+
+def _anchored_totals_(
+    t: Tile, scale: Tensor, pairs: Pairs, masks: Masks, columns: bool
+) -> list[tuple[Tensor, Tensor]]:
+    """(peak, total) of rows and of columns, each with its own maximum taken out; right for any logits."""
+    s_RC = _logits_(t, scale, pairs, masks)
+    totals = []
+    for dim, out in ((1, masks.row_out), (0, masks.column_out))[: 1 + columns]:
+        one_sided = masks.row_out is not masks.column_out and out is not None
+        counted = t.work_RC.copy_(s_RC).masked_fill_(out, -torch.inf) if one_sided else s_RC
+        peak = counted.amax(dim, keepdim=True)
+        anchor = peak.masked_fill(peak == -torch.inf, 0)
+        total = torch.sub(counted, anchor, out=t.work_RC).exp_().sum(dim)
+        totals.append((peak.squeeze(dim), total))
+    return totals
+
+
+def _anchored(stats: Stats) -> Stats:
+    """The same stats with the peak at the log-sum-exp, so that totals are of the order of one."""
+    peak = stats.peak + stats.total.log()
+    anchor = peak.masked_fill(peak == -torch.inf, 0)
+    return stats._replace(peak=peak, total=stats.total * (stats.peak - anchor).exp())
+
+
+def _shared_gradient_(t: Tile, scale: Tensor, masks: Masks, row: Softmax, column: Softmax | None) -> Tensor:
+    """Gradient in the logits from one exponential an element; right for bounded logits only."""
+    g_RC = t.z_RC.mul_(scale * LOG2_E).exp2_()
+    factor = (row.gain * (-row.peak).exp())[:, None]
+    if column is not None:
+        factor = torch.add(factor, column.gain * (-column.peak).exp(), out=t.work_RC)
+    g_RC.mul_(factor)
+    return g_RC if masks.row_out is None else g_RC.masked_fill_(masks.row_out, 0)
+
+
+def _anchored_gradient_(t: Tile, scale: Tensor, masks: Masks, row: Softmax, column: Softmax | None) -> Tensor:
+    """Gradient in the logits, rows and columns each with their own maximum taken out; right for any logits."""
+    s_RC = t.z_RC.mul_(scale)
+    g_RC = torch.sub(s_RC, row.peak[:, None], out=t.work_RC).exp_().mul_(row.gain[:, None])
+    if row.counted is not None:
+        g_RC.sub_(row.counted[:, None])
+    if masks.row_out is not None:
+        g_RC.masked_fill_(masks.row_out, 0)
+    if column is not None:
+        s_RC.sub_(column.peak).exp_().mul_(column.gain)
+        if column.counted is not None:
+            s_RC.sub_(column.counted)
+        if masks.column_out is not None:
+            s_RC.masked_fill_(masks.column_out, 0)
+        g_RC.add_(s_RC)
+    return g_RC
+
+
+def _softplus_sum(logits_RC: Tensor, work_RC: Tensor) -> Tensor:
+    """Σ log(1 + exp(s)) of each row (R), accurate for any s, with one logarithm for up to 64 elements."""
+    value_R = torch.clamp(logits_RC, min=0, out=work_RC).sum(1)
+    rest = torch.abs(logits_RC, out=work_RC).neg_().exp_()
+    # log1p(a) + log1p(b) = log1p(a + b + a·b): all terms are positive, and 64 factors of at most 2 do not overflow.
+    for _ in range(6):
+        half = rest.shape[1] // 2
+        left, right = rest[:, :half], rest[:, rest.shape[1] - half :]
+        left.addcmul_(left, right).add_(right)
+        rest = rest[:, : rest.shape[1] - half]
+    return value_R.add_(rest.log1p().sum(1))
+
+
+def _bounded(x_MD: Tensor, y_ND: Tensor, scale: Tensor) -> bool:
+    """Whether all logits are known to be safe to exponentiate as they are. Only a CPU's memory can be asked without a wait."""
+    if x_MD.device.type != "cpu" or not len(x_MD) or not len(y_ND):
+        return False
+    norms = (torch.linalg.vector_norm(t, dim=1, dtype=scale.dtype).max() for t in (x_MD, y_ND))
+    return bool(math.prod(norms, start=scale.abs()) <= SAFE_LOGIT)
+
+
+def _no_stats(t: Tensor, pairs: Pairs) -> Stats:
+    """The stats of no others, for each row of t."""
+    zero, none = t.new_zeros(len(t), dtype=accumulator(t.dtype)), t.new_zeros(len(t), dtype=torch.int64)
+    further = (zero.clone(), none.clone()) if pairs.several and pairs.ids_M is not None else (None, None)
+    counted = (zero.clone(), none) if pairs.smoothed else (None, None)
+    return Stats(torch.full_like(zero, -torch.inf), zero, *further, *counted)
+
+
+def _no_ranking(t: Tensor) -> Ranking:
+    lowest = t.new_full((len(t),), -torch.inf, dtype=accumulator(t.dtype))
+    return Ranking(t.new_zeros(len(t), dtype=torch.int64), lowest)
+
+
+def _no_gradient(t: Tensor, wanted: bool) -> Tensor | None:
+    return torch.zeros_like(t, dtype=accumulator(t.dtype)) if wanted else None
+
+
+def _at(vectors: Any, where: slice) -> Any:
+    return type(vectors)(*(None if v is None else v[where] for v in vectors))
+
+
+def _absorb(into: Any, where: slice, more: Any) -> None:
+    """Merges a tile's results into the block's, in place."""
+    for vector, merged in zip(into, merge(_at(into, where), more), strict=True):
+        if vector is not None:
+            vector[where] = merged
+
+
+def _slices(length: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, length)) for start in range(0, length, size))
