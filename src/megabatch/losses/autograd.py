@@ -1,13 +1,23 @@
-"""What the losses' autograd Functions share: a backward pass that is differentiable once, and the positives' part of a gradient."""
+"""What the losses share towards autograd and the compiler."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
+
+Loss = TypeVar("Loss", bound=Callable[..., Any])
+
+
+def outside_graphs(loss: Loss) -> Loss:
+    """The loss as one clean graph break under torch.compile, which would otherwise unroll its tiles into the graph."""
+    # torch.compiler.disable would import the compiler, which takes seconds, together with megabatch; what torch.optim uses waits for
+    # the first call.
+    return cast(Loss, _disable_dynamo(loss))
 
 
 def first_derivative_only(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:

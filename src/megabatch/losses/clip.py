@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from ..tiles.contract import Pairs, Softmax, Stats, merge
-from .autograd import add_positives, first_derivative_only
+from .autograd import add_positives, first_derivative_only, outside_graphs
 from .diagnostics import Diagnostics, diagnose
 from .inputs import Batch, Group, Sharing, check_duplicates, check_number, join_backward, keep_options, prepare, scalar
 
 
+@outside_graphs
 def clip_loss(
     x: Tensor,
     y: Tensor,

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from ..tiles.contract import Pairs, merge
-from .autograd import add_positives, first_derivative_only
+from .autograd import add_positives, first_derivative_only, outside_graphs
 from .diagnostics import Diagnostics, diagnose
 from .inputs import Batch, Group, Sharing, check_duplicates, join_backward, keep_options, prepare, scalar
 
 
+@outside_graphs
 def siglip_loss(
     x: Tensor,
     y: Tensor,

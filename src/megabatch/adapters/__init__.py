@@ -1,0 +1,1 @@
+"""Other people's call signatures for our losses, nothing else."""

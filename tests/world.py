@@ -1,0 +1,77 @@
+"""A world of worker processes for distributed tests: started once, given a fresh gloo process group for every task."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+TIMEOUT = timedelta(seconds=60)
+
+
+class World:
+    """Processes that run one function as the ranks of a group, and hand back what it returns on each."""
+
+    def __init__(self) -> None:
+        self.workers: list[tuple[Any, Connection]] = []
+
+    def run(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """The results of function(rank, size, *args) on ranks 0 to size - 1."""
+        while len(self.workers) < size:
+            self._start()
+        with tempfile.TemporaryDirectory() as folder:
+            for rank, (_, pipe) in enumerate(self.workers[:size]):
+                pipe.send_bytes(pickle.dumps((function, rank, size, f"{folder}/store", args)))
+            replies = [pickle.loads(pipe.recv_bytes()) for _, pipe in self.workers[:size]]
+        failures = [f"rank {rank}: {text}" for rank, (fine, text) in enumerate(replies) if not fine]
+        assert not failures, "\n".join(failures)
+        return [result for _, result in replies]
+
+    def close(self) -> None:
+        for process, pipe in self.workers:
+            pipe.close()
+            process.join(10)
+            process.kill()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        here, there = context.Pipe()
+        process = context.Process(target=_work, args=(there,), daemon=True)
+        process.start()
+        there.close()
+        self.workers.append((process, here))
+
+
+def _work(pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    while True:
+        try:
+            function, rank, size, store, args = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        try:
+            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=TIMEOUT)
+            reply = True, function(rank, size, *args)
+        except BaseException:
+            reply = False, traceback.format_exc()
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        pipe.send_bytes(pickle.dumps(reply))
+
+
+def error_of(function: Callable[[], Any]) -> str:
+    """The message of the ValueError that function raises, or a remark that it raised none."""
+    try:
+        function()
+    except ValueError as error:
+        return str(error)
+    return "no error"
