@@ -10,7 +10,7 @@ import torch
 from cases import embeddings
 
 import megabatch
-from megabatch.tiles import eager
+from megabatch.tiles import products
 
 LOSSES = {
     "clip": lambda x, y, **options: megabatch.clip_loss(x, y, 5.0, **options),
@@ -54,7 +54,7 @@ def test_without_gradients_their_work_is_skipped(loss, mode, monkeypatch):
     x, y = embeddings(6)
     x.requires_grad_()
     expected = loss(x, y).detach()
-    monkeypatch.setattr(eager, "_add_product", lambda *_: pytest.fail("a gradient was computed"))
+    monkeypatch.setattr(products, "_add_product", lambda *_: pytest.fail("a gradient was computed"))
     with mode():
         value = loss(x, y)
     assert torch.equal(value, expected) and not value.requires_grad
@@ -65,10 +65,10 @@ def test_without_gradients_their_work_is_skipped(loss, mode, monkeypatch):
 def test_a_frozen_side_costs_no_product(monkeypatch):
     x, y = embeddings(6)
     x.requires_grad_()
-    products, add_product = [], eager._add_product
-    monkeypatch.setattr(eager, "_add_product", lambda *args: products.append(1) or add_product(*args))
+    calls, add_product = [], products._add_product
+    monkeypatch.setattr(products, "_add_product", lambda *args: calls.append(1) or add_product(*args))
     megabatch.clip_loss(x, y, 5.0).backward()
-    assert len(products) == 1
+    assert len(calls) == 1
 
 
 def test_similarities_are_computed_once_forward_and_once_backward(monkeypatch):

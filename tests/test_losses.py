@@ -45,16 +45,25 @@ def assert_exact(case: Case, **more) -> None:
         assert e < 1e-10, (name, e)
 
 
-@pytest.mark.parametrize("options", [dict(itertools.chain(*(o.items() for o in combination)))
-                                     for combination in itertools.product(*CLIP_OPTIONS.values())], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [dict(itertools.chain(*(o.items() for o in combination))) for combination in itertools.product(*CLIP_OPTIONS.values())],
+    ids=str,
+)
 def test_every_combination_of_options_of_the_softmax_loss_is_the_formula(options):
     assert_exact(build("clip_loss", 21, (7.0,), options), tile=1000)
 
 
-@pytest.mark.parametrize("options", [
-    {**ids, **weights, **extra}
-    for ids in CLIP_OPTIONS["ids"] for weights in CLIP_OPTIONS["weights"] for extra in ({}, {"extra": 7})
-], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {**ids, **weights, **extra}
+        for ids in CLIP_OPTIONS["ids"]
+        for weights in CLIP_OPTIONS["weights"]
+        for extra in ({}, {"extra": 7})
+    ],
+    ids=str,
+)
 def test_every_combination_of_options_of_the_sigmoid_loss_is_the_formula(options):
     assert_exact(build("siglip_loss", 21, (7.0, -3.0), options), tile=1000)
 
@@ -91,12 +100,13 @@ def test_any_case_is_the_formula_in_fp64(case, tile):
 def test_any_case_is_as_exact_as_fp32_sums_allow(case, tile, dtype):
     case = case.rounded(dtype)
     true, found = formula(case), ours(case, dtype, tile=tile)
-    # A logit of size S is rounded by up to S·eps/2 in each of the few sums it passes through, and moves all that follows by as much;
+    # A logit of size S is rounded by up to S·eps/2 in each of the few sums it passes through, and moves what follows by as much;
     # sums of up to 50 terms add their own rounding. A gradient is then rounded once to the dtype of its input.
     sums = 32 * torch.finfo(torch.float32).eps * (1 + largest_logit(case))
     for name, e in errors(case, found, true).items():
         fits = name not in ("x", "y") or true[name].abs().max() < torch.finfo(dtype).max
-        rounding = torch.finfo(dtype).eps if name in ("x", "y") else 0
+        # The gradient in the scale is summed up from those in x, whose products may read bf16 operands.
+        rounding = torch.finfo(dtype).eps if name in ("x", "y") or (name, dtype) == ("scale", torch.bfloat16) else 0
         assert e <= sums + rounding or not fits or sums > 1, (name, e)
 
 
@@ -111,7 +121,7 @@ def test_the_error_is_not_larger_than_pytorchs_own(loss, scale, kind, dtype):
     own, theirs = errors(case, ours(case, dtype, tile=2**17), true), errors(case, formula(case, dtype), true)
     for name in true:
         # Both round; a factor of 1.5 and a few units of fp32 are luck. A gradient cannot be better than its dtype.
-        slack = 8 * torch.finfo(torch.float32).eps + (0.5 * torch.finfo(dtype).eps if name in ("x", "y") else 0)
+        slack = 8 * torch.finfo(torch.float32).eps + (torch.finfo(dtype).eps if name in ("x", "y") else 0)
         assert own[name] <= 1.5 * theirs[name] + slack, (name, own[name], theirs[name])
 
 
@@ -196,7 +206,9 @@ def test_diagnostics_rank_every_positive(loss, extra, with_ids, tile):
     if loss == "clip_loss" and extra:
         assert found.column_rank is None and found.recall()[1] is None
     else:
-        negatives = (y[:33] @ x.T).masked_fill(torch.eye(33, dtype=torch.bool) if ids is None else ids[:33, None] == ids[:33], -math.inf)
+        negatives = (y[:33] @ x.T).masked_fill(
+            torch.eye(33, dtype=torch.bool) if ids is None else ids[:33, None] == ids[:33], -math.inf
+        )
         assert torch.equal(found.column_rank, (negatives >= found.positive[:, None]).sum(1))
         assert torch.allclose(found.column_hardest, negatives.amax(1))
     assert torch.allclose(value, getattr(megabatch, loss)(x, y, *scalars, ids=ids, **options))
@@ -211,17 +223,21 @@ def test_dropping_negatives_does_not_flatter_the_ranks_and_collapse_is_not_a_hit
     assert megabatch.clip_loss(same, same, 5.0, diagnostics=True)[1].recall(1)[0] == 0
 
 
-def test_autocast_rounds_the_embeddings_and_nothing_else():
+@pytest.mark.parametrize("loss", ["clip_loss", "siglip_loss"])
+@pytest.mark.parametrize("scale", [50.0, 200.0])
+def test_autocast_rounds_the_embeddings_and_nothing_else(loss, scale):
     x, y = embeddings(40, width=16)
-    rounded = Case("clip_loss", x, y, (50.0,)).rounded(torch.bfloat16)
-    true = formula(rounded)
+    case = Case(loss, x, y, (scale, -3.0)[: 1 if loss == "clip_loss" else 2]).rounded(torch.bfloat16)
+    true = formula(case)
     a, b = x.float().requires_grad_(), y.float().requires_grad_()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = megabatch.clip_loss(a, b, 50.0)
-    loss.backward()
-    assert loss.dtype == a.grad.dtype == torch.float32
-    assert abs(loss.item() - true["value"].item()) < 1e-5
-    assert torch.allclose(a.grad.double(), true["x"], atol=1e-6, rtol=1e-4)
+        value, found = getattr(megabatch, loss)(a, b, *case.scalars, diagnostics=True)
+        value.backward()
+    assert value.dtype == a.grad.dtype == torch.float32
+    assert value.item() == pytest.approx(true["value"].item(), rel=1e-6)
+    # Where a CPU has bf16 units, the products with the gradient use them.
+    assert (a.grad.double() - true["x"]).norm() < 4e-3 * true["x"].norm()
+    assert torch.allclose(found.positive.double(), (case.x * case.y).sum(1), atol=1e-6)
 
 
 @pytest.mark.parametrize("loss", ["clip_loss", "siglip_loss"])

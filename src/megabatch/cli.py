@@ -27,9 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="megabatch", description="Exact contrastive losses at any batch size for PyTorch."
-    )
+    parser = argparse.ArgumentParser(prog="megabatch", description="Exact contrastive losses at any batch size for PyTorch.")
     parser.add_argument("--version", action="version", version=f"megabatch {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", title="verbs")
 

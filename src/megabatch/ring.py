@@ -57,20 +57,23 @@ class Ring:
         While a block is visited, the next one arrives, and so does what the ranks before have found for this one.
         Memory is that of a few blocks, whatever the size of the ring.
         """
-        mine: Any = None
-        wait_result: Callable[[], Any] | None = None
+        mine = here = theirs = None
+        wait_block = wait_result = None
         for hop in range(self.size):
             owner = (self.rank - hop) % self.size
             upstream = lengths[(owner - 1) % self.size]
-            wait_block = self._pass_on(block, upstream, BLOCK) if hop + 1 < self.size else None
+            if hop + 1 < self.size:
+                wait_block = self._pass_on(block, upstream, BLOCK)
             here, theirs = visit(block, owner)
             mine = merge(mine, here)
             if wait_result is not None:
                 theirs = merge(wait_result(), theirs)
             if self.size > 1:
                 wait_result = self._pass_on(theirs, upstream, RESULT)
+                # What is merged or on its way must not live through the next visit.
+                here = theirs = None
             if wait_block is not None:
-                block = wait_block()
+                block, wait_block = wait_block(), None
         return mine, theirs if wait_result is None else wait_result()
 
     def _pass_on(self, tree: Any, length: int, tag: int) -> Callable[[], Any]:
@@ -82,12 +85,14 @@ class Ring:
         coming = _map(tree, lambda t: t.new_empty(length, *t.shape[1:]))
         operations = [dist.P2POp(dist.isend, t, after, self.group, tag) for t in _leaves(tree) if t.numel()]
         operations += [dist.P2POp(dist.irecv, t, before, self.group, tag) for t in _leaves(coming) if t.numel()]
-        works = dist.batch_isend_irecv(operations) if operations else []
+        works = list(dist.batch_isend_irecv(operations)) if operations else []
 
         def wait() -> Any:
             for work in works:
                 work.wait()
-            operations.clear()  # until here they keep what is being sent alive
+            # Until here they keep alive what is being sent.
+            operations.clear()
+            works.clear()
             return coming
 
         return wait

@@ -15,9 +15,22 @@ Loss = TypeVar("Loss", bound=Callable[..., Any])
 
 def outside_graphs(loss: Loss) -> Loss:
     """The loss as one clean graph break under torch.compile, which would otherwise unroll its tiles into the graph."""
-    # torch.compiler.disable would import the compiler, which takes seconds, together with megabatch; what torch.optim uses waits for
-    # the first call.
+    # torch.compiler.disable would import the compiler, which takes seconds, together with megabatch; this one, which torch.optim
+    # uses, waits for the first call.
     return cast(Loss, _disable_dynamo(loss))
+
+
+def outside_autocast(computation: Loss) -> Loss:
+    """A computation on x (its first argument) and others in the dtypes that they have, whatever autocast is in force."""
+
+    @functools.wraps(computation)
+    def call(x: Tensor, *args: Any) -> Any:
+        if not torch.is_autocast_enabled(x.device.type):
+            return computation(x, *args)
+        with torch.autocast(x.device.type, enabled=False):
+            return computation(x, *args)
+
+    return cast(Loss, call)
 
 
 def first_derivative_only(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
@@ -47,8 +60,8 @@ class _NoSecondDerivative(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         raise RuntimeError(
-            "megabatch's losses have first derivatives only, and this asks for a second one (create_graph=True, a gradient penalty, "
-            "a Hessian); use the formula in megabatch.reference for that, at a batch whose matrix fits"
+            "megabatch's losses have first derivatives only, and this asks for a second one (a gradient penalty, a Hessian): "
+            "use the formula in megabatch.reference for that, at a batch whose matrix fits"
         )
 
 

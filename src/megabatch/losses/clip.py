@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..tiles.contract import Pairs, Softmax, Stats, merge
-from .autograd import add_positives, first_derivative_only, outside_graphs
+from .autograd import add_positives, first_derivative_only, outside_autocast, outside_graphs
 from .diagnostics import Diagnostics, diagnose
 from .inputs import Batch, Group, Sharing, check_duplicates, check_number, join_backward, keep_options, prepare, scalar
 
@@ -134,9 +134,7 @@ class WayBack(NamedTuple):
 
 class _ClipLoss(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, y: Tensor, scale: Tensor, batch: Batch, rules: Rules
-    ) -> tuple[Tensor, Diagnostics | None]:
+    def forward(ctx: Any, x: Tensor, y: Tensor, scale: Tensor, batch: Batch, rules: Rules) -> tuple[Tensor, Diagnostics | None]:
         loss, diagnostics, ctx.way_back = _solve(batch.read(x), batch.read(y), scale, batch, rules)
         ctx.batch, ctx.rules = batch, rules
         ctx.save_for_backward(x, y, scale)
@@ -153,37 +151,30 @@ class _ClipLoss(torch.autograd.Function):
         g = g * way_back.share
         need_x, need_y, need_scale, *_ = ctx.needs_input_grad
         return (
-            gx_MD.mul_(g * scale).to(x.dtype) if need_x else None,
-            gy_ND.mul_(g * scale).to(y.dtype) if need_y else None,
+            gx_MD.mul_(g * scale).to(x.dtype) if need_x and gx_MD is not None else None,
+            gy_ND.mul_(g * scale).to(y.dtype) if need_y and gy_ND is not None else None,
             slope * g / batch.ring.size if need_scale else None,
             None,
             None,
         )
 
 
-def _solve(
-    x_MD: Tensor, y_ND: Tensor, scale: Tensor, batch: Batch, rules: Rules
-) -> tuple[Tensor, Diagnostics | None, WayBack]:
+@outside_autocast
+def _solve(x_MD: Tensor, y_ND: Tensor, scale: Tensor, batch: Batch, rules: Rules) -> tuple[Tensor, Diagnostics | None, WayBack]:
     """The loss of the whole batch, this rank's diagnostics, and what backward needs."""
     compared_M = batch.tiles.positives(x_MD, y_ND) if rules.drop_above is not None or rules.diagnostics else None
 
     def visit(block: Documents, owner: int) -> tuple[Any, Any]:
         pairs = _pairs(block, owner, batch, rules, compared_M)
-        found = batch.tiles.softmax_stats(
-            x_MD, block.y_ND, scale, pairs, columns=rules.symmetric, tile=batch.tile
-        )
+        found = batch.tiles.softmax_stats(x_MD, block.y_ND, scale, pairs, columns=rules.symmetric, tile=batch.tile)
         return (found.rows, found.row_ranking, found.positive_M), (found.columns, found.column_ranking)
 
     block = Documents(y_ND, batch.ids_N, compared_M if rules.symmetric else None, None)
-    (row_stats, row_ranking, positive_M), (column_stats, column_ranking) = batch.ring.tour(
-        block, batch.lengths, visit, merge
-    )
+    (row_stats, row_ranking, positive_M), (column_stats, column_ranking) = batch.ring.tour(block, batch.lengths, visit, merge)
     loss_M, rows, own_M = _finish(row_stats, positive_M, scale, batch.weights_M, rules.label_smoothing)
     columns = None
     if rules.symmetric:
-        column_loss_M, columns, column_own_M = _finish(
-            column_stats, positive_M, scale, batch.weights_M, rules.label_smoothing
-        )
+        column_loss_M, columns, column_own_M = _finish(column_stats, positive_M, scale, batch.weights_M, rules.label_smoothing)
         loss_M, own_M = loss_M + column_loss_M, own_M + column_own_M
     if batch.weights_M is not None:
         loss_M = loss_M * batch.weights_M
@@ -193,10 +184,11 @@ def _solve(
     return loss * share, diagnostics, WayBack(rows, columns, own_M, share, compared_M)
 
 
+@outside_autocast
 def _gradients(
     x_MD: Tensor, y_ND: Tensor, scale: Tensor, batch: Batch, rules: Rules, way_back: WayBack
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """gx_MD, gy_ND and this rank's part of the gradient in the scale, without the mean's share and, for the first two, the scale."""
+    """gx_MD, gy_ND (without the scale) and this rank's part of the gradient in the scale, all without the mean's share."""
     wanted = batch.wanted
     assert wanted is not None
 
@@ -242,11 +234,11 @@ def _finish(
     # log(total), exact also where the positive is all there is and total is nearly one.
     loss = torch.log1p(others + torch.expm1(s - peak)) + (peak - s)
     target, further, counted = torch.full_like(s, 1 - label_smoothing), None, None
-    if stats.further is not None:
+    if stats.further is not None and stats.further_count is not None:
         target = target / (1 + stats.further_count)
         further = weight * target
         loss = loss - scale * target * (stats.further - stats.further_count * positive_M)
-    if stats.counted is not None:
+    if stats.counted is not None and stats.counted_count is not None:
         uniform = torch.full_like(s, label_smoothing) / (1 + stats.counted_count)
         counted = weight * uniform
         loss = loss - scale * uniform * (stats.counted - stats.counted_count * positive_M)

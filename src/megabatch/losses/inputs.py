@@ -24,7 +24,6 @@ Group: TypeAlias = dist.ProcessGroup | DeviceMesh | EllipsisType | None
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 DUPLICATES = ("mask", "positive")
-DEFAULT_TILE = 32 * 2**20
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Batch:
     """What is known of the batch besides its embeddings.
 
     rows: this rank's rows of x; dtype: in which the products read the embeddings; acc: in which everything is summed up.
-    ids_N, weights_M: this rank's, or None; lengths: each rank's documents; total_rows: rows of x over all ranks.
+    ids_N, weights_M: this rank's, or None; lengths: each rank's documents.
     wanted: the gradients that some rank needs (for scale and bias alone, x's product serves), or None if no rank needs any.
     """
 
@@ -59,7 +58,6 @@ class Batch:
     weights_M: Tensor | None
     ring: Ring
     lengths: tuple[int, ...]
-    total_rows: int
     tiles: Tiles
     tile: int
     wanted: Wanted | None
@@ -100,7 +98,7 @@ def prepare(
         for name, value in scalars.items():
             _check_scalar(name, value)
         tiles = backend_for(x.device, sharing.backend)
-        tile = _check_tile(sharing.tile)
+        _check_tile(sharing.tile)
     except ValueError as error:
         if ring.size == 1 or sharing.equal_shards:
             raise
@@ -121,9 +119,8 @@ def prepare(
         weights_M=None if weights is None else weights.to(accumulator(dtype)),
         ring=ring,
         lengths=lengths,
-        total_rows=total_rows,
         tiles=tiles,
-        tile=tile,
+        tile=tiles.DEFAULT_TILE if sharing.tile is None else sharing.tile,
         wanted=Wanted(wants[0] or not wants[1], wants[1]) if any(wants) else None,
     )
 
@@ -154,7 +151,7 @@ def keep_options(function: Callable[..., Any], options: dict[str, Any]) -> dict[
 
 def check_number(name: str, value: object, *, low: float = -math.inf, high: float = math.inf) -> None:
     """Raises unless value is a finite number in [low, high]."""
-    if not isinstance(value, numbers.Real) or not math.isfinite(value) or not low <= value <= high:
+    if not isinstance(value, numbers.Real) or not math.isfinite(value) or not low <= float(value) <= high:
         limits = "" if math.isinf(low) else f" in [{low:g}, {high:g}]"
         raise ValueError(f"{name}={value!r}: must be a finite number{limits}")
 
@@ -169,8 +166,8 @@ def _group(group: Group) -> dist.ProcessGroup | None:
     if group is ...:
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError(
-                f"group is not given, and this is one of {dist.get_world_size()} processes: pass group=torch.distributed.group.WORLD "
-                "for the loss over all ranks' rows, or group=None for this rank's rows alone"
+                f"group is not given, and this is one of {dist.get_world_size()} processes: pass "
+                "group=torch.distributed.group.WORLD for the loss over all ranks' rows, or group=None for this rank's rows alone"
             )
         return None
     if isinstance(group, DeviceMesh):
@@ -181,9 +178,7 @@ def _group(group: Group) -> dist.ProcessGroup | None:
             )
         return group.get_group()
     if group is not None and not isinstance(group, dist.ProcessGroup):
-        raise ValueError(
-            f"group={group!r}: must be None, a process group that this rank is in, or a device mesh of one dimension"
-        )
+        raise ValueError(f"group={group!r}: must be None, a process group that this rank is in, or a device mesh of one dimension")
     return group
 
 
@@ -236,12 +231,9 @@ def _check_scalar(name: str, value: Tensor | float) -> None:
         raise ValueError(f"{name} has shape {tuple(value.shape)} and is {value.dtype}: must be one floating-point number")
 
 
-def _check_tile(tile: int | None) -> int:
-    if tile is None:
-        return DEFAULT_TILE
-    if not isinstance(tile, int) or isinstance(tile, bool) or tile <= 0:
+def _check_tile(tile: int | None) -> None:
+    if tile is not None and (not isinstance(tile, int) or isinstance(tile, bool) or tile <= 0):
         raise ValueError(f"tile={tile!r}: must be a positive number of bytes of working memory, for example 64 * 2**20")
-    return tile
 
 
 def _product_dtype(t: Tensor) -> torch.dtype:

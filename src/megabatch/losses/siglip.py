@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from ..tiles.contract import Pairs, merge
-from .autograd import add_positives, first_derivative_only, outside_graphs
+from .autograd import add_positives, first_derivative_only, outside_autocast, outside_graphs
 from .diagnostics import Diagnostics, diagnose
 from .inputs import Batch, Group, Sharing, check_duplicates, join_backward, keep_options, prepare, scalar
 
@@ -144,6 +144,7 @@ class _SigLipLoss(torch.autograd.Function):
         )
 
 
+@outside_autocast
 def _solve(
     x_MD: Tensor, y_ND: Tensor, scale: Tensor, bias: Tensor, batch: Batch, rules: Rules
 ) -> tuple[Tensor, Diagnostics | None, Gradients | None]:
@@ -168,9 +169,7 @@ def _solve(
     # A document without a row of its own has no positive to compare with, and NaN is above and below nothing.
     extra = positive_M.new_full((len(y_ND) - len(x_MD),), torch.nan)
     block = Documents(y_ND, batch.ids_N, torch.cat((positive_M, extra)) if rules.diagnostics else None)
-    (value_M, slope_M, gx_MD, row_ranking), (gy_ND, column_ranking) = batch.ring.tour(
-        block, batch.lengths, visit, merge
-    )
+    (value_M, slope_M, gx_MD, row_ranking), (gy_ND, column_ranking) = batch.ring.tour(block, batch.lengths, visit, merge)
     own_logit_M = scale * positive_M + bias
     weight_M = torch.ones_like(own_logit_M) if batch.weights_M is None else batch.weights_M
     sums = [(weight_M * (value_M + softplus(-own_logit_M))).sum(), batch.weight_sum(x_MD)]

@@ -105,6 +105,8 @@ class Tiles(Protocol):
     Sums and gradients are fp32, or fp64 for fp64 inputs; the scale is not yet in gx_MD and gy_ND.
     """
 
+    DEFAULT_TILE: int
+
     def positives(self, x_MD: Tensor, y_ND: Tensor) -> Tensor: ...
 
     def softmax_stats(
@@ -161,4 +163,4 @@ def _merge_stats(a: Stats, b: Stats) -> Stats:
     # Where neither side has counted a pair both peaks are -inf, and -inf - -inf would be NaN.
     anchor = peak.masked_fill(peak == -torch.inf, 0)
     total = a.total * (a.peak - anchor).exp() + b.total * (b.peak - anchor).exp()
-    return Stats(peak, total, *(None if s is None else s + t for s, t in zip(a[2:], b[2:], strict=True)))
+    return Stats(peak, total, *(None if s is None or t is None else s + t for s, t in zip(a[2:], b[2:], strict=True)))

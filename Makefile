@@ -1,0 +1,50 @@
+# Everything runs inside .venv; the stamp in it says that the install of these very versions went through to its end.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -q
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format bench clean
+
+help:  ## show this list
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+	@echo "  PYTHON=... chooses the interpreter that creates $(VENV) (now: $(PYTHON)); rm -r $(VENV) starts afresh."
+
+demo: $(STAMP)  ## install into .venv and run the demonstration
+	$(BIN)/python -m benchmarks.demo
+
+test: lint  ## everything that has to pass: lint, types, tests
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)  ## ruff and mypy, nothing is changed
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: $(STAMP)  ## let ruff fix and format the code
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+bench: $(STAMP)  ## time and memory of the losses
+	$(BIN)/python -m benchmarks.loss
+
+clean:  ## remove caches and builds, not .venv
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+# PIP_BUILD_CONSTRAINT holds hatchling to its tested version too; a pip that does not know it yet ignores it.
+$(STAMP): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo "$(PYTHON) was not found: install Python 3.10 or newer, or name one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "$$($(PYTHON) --version 2>&1) is too old: megabatch needs 3.10 or newer; name one: make PYTHON=python3.12 ..." >&2; \
+	  exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "$(PYTHON) has no venv module: install it (Debian, Ubuntu: apt install python3-venv) and try again." >&2; exit 1; }
+	@echo "Installing into $(VENV): some minutes the first time."
+	@rm -f $@
+	$(PYTHON) -m venv $(VENV)
+	PIP_BUILD_CONSTRAINT=constraints.txt $(PIP_INSTALL) -c constraints.txt -e '.[dev,bench]'
+	@touch $@

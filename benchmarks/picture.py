@@ -1,0 +1,213 @@
+"""Pictures of rows: time and memory against the batch size, one line an implementation, and the bars of the demo."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from benchmarks.measure import Row
+from benchmarks.report import device_name, three_digits, title
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+OURS = "#0b6e4f"
+OTHERS = ("#c8553d", "#5b6c9e", "#a07c1e", "#8a4f9e", "#3b8ea5", "#9c5a6b", "#6b7d3a", "#777777")
+INK, FAINT = "#222222", "#9a9a9a"
+MIB = 2**20
+STYLE = {
+    "font.size": 10,
+    "axes.edgecolor": "#bbbbbb",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.labelcolor": INK,
+    "text.color": INK,
+    "xtick.color": "#555555",
+    "ytick.color": "#555555",
+    "svg.fonttype": "none",
+}
+
+
+class Point(NamedTuple):
+    """One mark of a line: the implementation, the name it is shown under, and where it lies."""
+
+    name: str
+    title: str
+    batch: int
+    value: float
+
+
+class End(NamedTuple):
+    """Where a line ends and how its name is written there."""
+
+    batch: int
+    value: float
+    label: str
+    colour: str
+    weight: str
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    """Writes the picture of measured rows: for each loss a panel of seconds and a panel of extra MiB, both log-log."""
+    too_large = [row for row in rows if "needed_bytes" in row]
+    rows = [row for row in rows if "total_s" in row]
+    if not rows:
+        raise ValueError("no row holds a measurement: run `python -m benchmarks.loss` first")
+    losses = list(dict.fromkeys(row["loss"] for row in rows))
+    names = [name for name in dict.fromkeys(row["implementation"] for row in rows) if name != "ours"]
+    colours = {"ours": OURS} | {name: OTHERS[place % len(OTHERS)] for place, name in enumerate(names)}
+
+    plt = _pyplot()
+    with plt.rc_context(STYLE):
+        figure, panels = plt.subplots(len(losses), 2, figsize=(11.5, 4.6 * len(losses) + 0.4), squeeze=False)
+        for (time_panel, memory_panel), loss in zip(panels, losses, strict=True):
+            here = [row for row in rows if row["loss"] == loss]
+            beyond = [row for row in too_large if row["loss"] == loss]
+            # Lines of time stop where memory ends, in the way of others: their names go into the empty corner.
+            ends = _lines(time_panel, _series(here, "total_s", 1), [], colours)
+            _axes(time_panel, here, 0)
+            _corner_names(time_panel, ends)
+            ends = _lines(memory_panel, _series(here, "extra_bytes", MIB), _series(beyond, "needed_bytes", MIB), colours)
+            _axes(memory_panel, here + beyond, max(len(end.label) for end in ends))
+            _names(memory_panel, ends)
+            time_panel.set_title(f"{loss}: forward + backward, seconds", loc="left", fontsize=11, fontweight="bold")
+            memory_panel.set_title(f"{loss}: extra memory, MiB", loc="left", fontsize=11, fontweight="bold")
+            _limit(memory_panel, here[0]["machine"]["memory_bytes"] / MIB)
+        figure.tight_layout(rect=(0, 0.035, 1, 1), h_pad=2.0, w_pad=2.5)
+        hollow = " · hollow: what it would need, not run" if too_large else ""
+        figure.text(0.01, 0.008, _where(rows[0]) + hollow, fontsize=8, color="#666666")
+        _save(figure, path)
+        plt.close(figure)
+
+
+def draw_bars(rows: list[Row], path: Path, heading: str) -> None:
+    """Writes the demo's picture: extra memory and time of each row as horizontal bars with their numbers."""
+    plt = _pyplot()
+    with plt.rc_context(STYLE | {"axes.spines.bottom": False, "axes.spines.left": False}):
+        figure, panels = plt.subplots(1, 2, figsize=(10, 1.5 + 0.75 * len(rows)))
+        for panel, name, values, unit in (
+            (panels[0], "extra memory", [row["extra_bytes"] / MIB for row in rows], "MiB"),
+            (panels[1], "forward + backward", [row["total_s"] for row in rows], "s"),
+        ):
+            places = range(len(rows) - 1, -1, -1)
+            colours = [OURS if row["implementation"] == "ours" else OTHERS[0] for row in rows]
+            panel.barh(places, values, color=colours, height=0.55)
+            for place, value in zip(places, values, strict=True):
+                panel.text(value + max(values) * 0.02, place, f"{three_digits(value)} {unit}", va="center")
+            panel.set_yticks(places, [title(row) for row in rows])
+            panel.tick_params(length=0, labelbottom=False)
+            panel.set_xlim(0, max(values) * 1.3)
+            panel.set_title(name, loc="left", fontsize=11)
+        figure.suptitle(heading, x=0.02, ha="left", fontsize=12.5, fontweight="bold")
+        figure.tight_layout(rect=(0, 0.06, 1, 0.98), w_pad=3)
+        figure.text(0.02, 0.02, _where(rows[0]), fontsize=8, color="#666666")
+        _save(figure, path)
+        plt.close(figure)
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def _save(figure: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=160, facecolor="white")
+
+
+def _series(rows: list[Row], field: str, unit: float) -> list[Point]:
+    return [Point(row["implementation"], title(row), row["batch"], max(row[field] / unit, 1e-6)) for row in rows]
+
+
+def _lines(panel: Axes, points: list[Point], beyond: list[Point], colours: dict[str, str]) -> list[End]:
+    """Draws a line for each implementation, hollow where it would need more than there is, and returns their ends."""
+    panel.set_xscale("log", base=2)
+    panel.set_yscale("log")
+    values = [point.value for point in points + beyond]
+    panel.set_ylim(min(values) / 6, max(values) * 2)
+    ends = []
+    for name, colour in colours.items():
+        line = sorted((point.batch, point.value) for point in points if point.name == name)
+        more = sorted((point.batch, point.value) for point in beyond if point.name == name)
+        if not line:
+            continue
+        ours = name == "ours"
+        panel.plot(*zip(*line, strict=True), color=colour, marker="o", ms=5, lw=2.6 if ours else 1.6, zorder=4 if ours else 3)
+        if more:
+            panel.plot(*zip(line[-1], *more, strict=True), color=colour, lw=1.2, ls=(0, (1, 2)), zorder=2)
+            panel.plot(*zip(*more, strict=True), color=colour, marker="o", ms=5, mfc="white", ls="none", zorder=3)
+        label = next(point.title for point in points if point.name == name)
+        ends.append(End(*(line + more)[-1], label, colour, "bold" if ours else "normal"))
+    return ends
+
+
+def _axes(panel: Axes, rows: list[Row], letters: int) -> None:
+    """Ticks, grid and limits, with room on the right for names of so many letters."""
+    sizes = sorted({row["batch"] for row in rows})
+    panel.set_xticks(sizes, [f"{size:,}" for size in sizes], fontsize=8 if len(sizes) > 6 else 9)
+    panel.yaxis.set_major_formatter(lambda value, _: f"{value:,.12g}")
+    panel.minorticks_off()
+    panel.set_xlabel("batch")
+    panel.grid(axis="y", color="#eeeeee", lw=0.8)
+    panel.set_axisbelow(True)
+    # A letter is about 0.08 inch wide, a panel 4.8.
+    share = (0.3 + 0.08 * letters) / 4.8
+    span = max(sizes[-1] / sizes[0], 2)
+    panel.set_xlim(sizes[0] / span**0.04, sizes[-1] * span ** (share / (1 - share)))
+    _slopes(panel)
+
+
+def _slopes(panel: Axes) -> None:
+    """Draws a key in the lower right corner, which growing lines leave empty: the slopes of N and of N²."""
+    low, high = panel.get_xlim()
+    left, right = low * (high / low) ** 0.83, low * (high / low) ** 0.92
+    base = panel.get_ylim()[0] * 1.3
+    for power, label, lift in ((1, "∝ N", -3), (2, "∝ N²", 3)):
+        top = base * (right / left) ** power
+        panel.plot([left, right], [base, top], color=FAINT, lw=1.2, zorder=1)
+        panel.annotate(label, (right, top), xytext=(4, lift), textcoords="offset points", va="center", color=FAINT, fontsize=8.5)
+
+
+def _corner_names(panel: Axes, ends: list[End]) -> None:
+    """Writes the names in the upper left corner, which growing lines leave empty, the highest line first."""
+    for place, end in enumerate(sorted(ends, key=lambda end: (-end.batch, -end.value))):
+        style = {"color": end.colour, "fontweight": end.weight, "va": "top", "textcoords": "offset points"}
+        panel.annotate(f"● {end.label}", (0, 1), xytext=(12, -6 - 15 * place), xycoords="axes fraction", **style)
+
+
+def _names(panel: Axes, ends: list[End]) -> None:
+    """Writes each line's name beside its end, pushed apart where two would overlap."""
+    low, high = (math.log(limit) for limit in panel.get_ylim())
+    gap = (high - low) * 0.055
+    ends = sorted(ends, key=lambda end: end.value)
+    places = [math.log(end.value) for end in ends]
+    for _ in range(200):
+        for lower in range(len(places) - 1):
+            short = gap - (places[lower + 1] - places[lower])
+            if short > 0:
+                places[lower] -= short / 2
+                places[lower + 1] += short / 2
+    for place, end in zip(places, ends, strict=True):
+        style = {"color": end.colour, "fontweight": end.weight, "va": "center"}
+        panel.annotate(end.label, (end.batch, math.exp(place)), xytext=(9, 0), textcoords="offset points", **style)
+
+
+def _limit(panel: Axes, mib: float) -> None:
+    low, high = panel.get_ylim()
+    # Far above every line it would only squeeze them.
+    if mib > high * 8:
+        return
+    panel.set_ylim(low, max(high, mib * 2.5))
+    panel.axhline(mib, color=INK, lw=1, ls=(0, (6, 3)), zorder=1)
+    text = f"all memory of this machine, {mib / 1024:,.0f} GiB"
+    panel.annotate(text, (panel.get_xlim()[0], mib), xytext=(6, 4), textcoords="offset points", fontsize=8.5)
+
+
+def _where(row: Row) -> str:
+    machine = row["machine"]
+    return f"{device_name(machine)} · torch {machine['torch']} · {row['dtype']} · D = {row['dim']} · {machine['date'][:10]}"
