@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..tiles.contract import Pairs, Softmax, Stats, merge
 from .autograd import add_positives, first_derivative_only, outside_autocast, outside_graphs
 from .diagnostics import Diagnostics, diagnose
-from .inputs import Batch, Group, Sharing, check_duplicates, check_number, join_backward, keep_options, prepare, scalar
+from .inputs import Batch, Group, Sharing, check_duplicates, check_number, join_backward, prepare, scalar
+from .module import LossModule
 
 
 @outside_graphs
@@ -79,20 +80,10 @@ def clip_loss(
     return (loss, found) if diagnostics else loss
 
 
-class ClipLoss(nn.Module):
+class ClipLoss(LossModule):
     """`clip_loss` with its options kept: `ClipLoss(symmetric=False, group=None)(x, y, scale, ids=..., weights=...)`."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.options = keep_options(clip_loss, options)
-
-    def forward(
-        self, x: Tensor, y: Tensor, scale: Tensor | float, *, ids: Tensor | None = None, weights: Tensor | None = None
-    ) -> Any:
-        return clip_loss(x, y, scale, ids=ids, weights=weights, **self.options)
-
-    def extra_repr(self) -> str:
-        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+    loss = staticmethod(clip_loss)
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import numbers
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import EllipsisType
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -137,16 +135,6 @@ def join_backward(batch: Batch, x: Tensor, *others: Tensor) -> Tensor:
     if batch.wanted is None or any(t.requires_grad for t in (x, *others)):
         return x
     return x.detach().requires_grad_()
-
-
-def keep_options(function: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The options of a Module, after a check that the function it calls knows them."""
-    parameters = inspect.signature(function).parameters.values()
-    known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in ("ids", "weights")]
-    unknown = sorted(set(options) - set(known))
-    if unknown:
-        raise TypeError(f"unknown options {unknown}: must be among {known}; ids and weights are given with each batch")
-    return options
 
 
 def check_number(name: str, value: object, *, low: float = -math.inf, high: float = math.inf) -> None:

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import softplus
 
 from ..tiles.contract import Pairs, merge
 from .autograd import add_positives, first_derivative_only, outside_autocast, outside_graphs
 from .diagnostics import Diagnostics, diagnose
-from .inputs import Batch, Group, Sharing, check_duplicates, join_backward, keep_options, prepare, scalar
+from .inputs import Batch, Group, Sharing, check_duplicates, join_backward, prepare, scalar
+from .module import LossModule
 
 
 @outside_graphs
@@ -65,27 +66,10 @@ def siglip_loss(
     return (loss, found) if diagnostics else loss
 
 
-class SigLipLoss(nn.Module):
+class SigLipLoss(LossModule):
     """`siglip_loss` with its options kept: `SigLipLoss(group=None)(x, y, scale, bias, ids=..., weights=...)`."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.options = keep_options(siglip_loss, options)
-
-    def forward(
-        self,
-        x: Tensor,
-        y: Tensor,
-        scale: Tensor | float,
-        bias: Tensor | float,
-        *,
-        ids: Tensor | None = None,
-        weights: Tensor | None = None,
-    ) -> Any:
-        return siglip_loss(x, y, scale, bias, ids=ids, weights=weights, **self.options)
-
-    def extra_repr(self) -> str:
-        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+    loss = staticmethod(siglip_loss)
 
 
 @dataclass(frozen=True)

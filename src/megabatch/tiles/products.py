@@ -40,7 +40,7 @@ def walk(x_MD: Tensor, y_ND: Tensor, pairs: Pairs, tile: int) -> Iterator[Tile]:
     z, work = x_MD.new_empty(2, height * width, dtype=acc)
     for columns in slices(len(y_ND), width):
         y_CD = _operand(y_ND[columns])
-        # Laid out anew once a panel: CPUs multiply about 4 % faster with it.
+        # Laid out anew once a panel: CPUs multiply faster with it.
         y_DC = y_CD.T.contiguous()
         for rows in slices(len(x_MD), height):
             x_RD = _operand(x_MD[rows])

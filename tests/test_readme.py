@@ -1,0 +1,49 @@
+"""The README is true: its examples run, its tables are those of the kept rows, its links and pictures exist."""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+import re
+
+import torch
+
+import megabatch.losses.clip
+import megabatch.losses.siglip
+from benchmarks.readme import PLACE, ROOT, with_tables
+
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_tables_are_those_of_the_kept_rows():
+    assert len(PLACE.findall(README)) == 3
+    assert with_tables(README) == README
+
+
+def test_the_first_example_runs():
+    example = re.search(r"```python\n(import torch.*?)```", README, re.DOTALL)[1]
+    names: dict = {}
+    exec(example, names)
+    assert names["x"].grad.isfinite().all() and names["scale"].grad.isfinite() and names["bias"].grad.isfinite()
+
+
+def test_the_options_that_it_lists_exist():
+    table = README.split("### What else the losses can do")[1].split("## What it costs")[0]
+    listed = re.findall(r"^\| `(\w+)=", table, re.MULTILINE)
+    assert len(listed) == 8 and set(listed) <= set(inspect.signature(megabatch.clip_loss).parameters)
+
+
+def test_links_and_pictures_are_there():
+    for target in re.findall(r"\]\(([^)]+)\)", README):
+        assert "://" in target or (ROOT / target).exists(), target
+
+
+def test_the_examples_in_docstrings_run():
+    torch.manual_seed(0)
+    for module in (megabatch.losses.clip, megabatch.losses.siglip):
+        functions = [f for f in vars(module).values() if getattr(f, "__module__", "") == module.__name__ and f.__doc__]
+        parser, runner = doctest.DocTestFinder(), doctest.DocTestRunner()
+        tests = [t for f in functions for t in parser.find(f, f.__name__, globs={}) if t.examples]
+        assert tests
+        for test in tests:
+            assert runner.run(test).failed == 0
