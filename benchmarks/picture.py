@@ -149,7 +149,7 @@ def _lines(panel: Axes, points: list[Point], beyond: list[Point], colours: dict[
 def _axes(panel: Axes, rows: list[Row], letters: int) -> None:
     """Ticks, grid and limits, with room on the right for names of so many letters."""
     sizes = sorted({row["batch"] for row in rows})
-    panel.set_xticks(sizes, [f"{size:,}" for size in sizes], fontsize=8 if len(sizes) > 6 else 9)
+    panel.set_xticks(sizes, [f"{size:,}" for size in sizes], fontsize=7.5 if len(sizes) > 4 else 9)
     panel.yaxis.set_major_formatter(lambda value, _: f"{value:,.12g}")
     panel.minorticks_off()
     panel.set_xlabel("batch")

@@ -123,11 +123,14 @@ def caption(rows: list[Row]) -> str:
     if row is None:
         raise ValueError("no row holds a measurement: run `python -m benchmarks.loss` first")
     machine = row["machine"]
-    worst = max(each["errors"]["gradient"] for each in _measured(rows))
+    worst: dict[str, float] = {}
+    for each in _measured(rows):
+        worst[title(each)] = max(worst.get(title(each), 0.0), each["errors"]["gradient"])
+    off = ", ".join(f"{error:.0e} ({name})" for name, error in worst.items())
     return (
         f"Forward and backward, {row['dtype']}, D = {row['dim']}, on {device_name(machine)} with torch {machine['torch']}, "
         f"{machine['date'][:10]}. Memory is the peak above the inputs, gradients of both included. Every result agreed with "
-        f"the formula in float64 before it was timed: gradients are off by {worst:.0e} of their largest entry at most."
+        f"the formula in float64 before it was timed; gradients are off by at most {off} of their largest entry."
     )
 
 

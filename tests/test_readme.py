@@ -16,7 +16,7 @@ README = (ROOT / "README.md").read_text()
 
 
 def test_the_tables_are_those_of_the_kept_rows():
-    assert len(PLACE.findall(README)) == 3
+    assert len(PLACE.findall(README)) == 4
     assert with_tables(README) == README
 
 

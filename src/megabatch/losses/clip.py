@@ -50,7 +50,7 @@ def clip_loss(
     group: None for this process alone; a process group or one-dimensional device mesh for the batch of all its ranks. Ranks may
         hold different numbers of rows, even none. Must be given where there are several processes.
     equal_shards: states that every rank passes the same shapes and options, which saves the exchange that checks it.
-    backend: "eager" or "fused"; None chooses by device. tile: working memory in bytes (None: 32 MiB).
+    backend: "eager" or "fused"; None chooses by device. tile: working memory in bytes (None: 32 MiB on a CPU, 256 elsewhere).
     diagnostics: also return a `Diagnostics`, as (loss, diagnostics).
 
     Every rank gets the loss of the whole batch, and DDP's average of gradients is exactly that loss's gradient.

@@ -118,7 +118,7 @@ def prepare(
         ring=ring,
         lengths=lengths,
         tiles=tiles,
-        tile=tiles.DEFAULT_TILE if sharing.tile is None else sharing.tile,
+        tile=tiles.default_tile(x.device) if sharing.tile is None else sharing.tile,
         wanted=Wanted(wants[0] or not wants[1], wants[1]) if any(wants) else None,
     )
 

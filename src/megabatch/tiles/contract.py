@@ -105,7 +105,7 @@ class Tiles(Protocol):
     Sums and gradients are fp32, or fp64 for fp64 inputs; the scale is not yet in gx_MD and gy_ND.
     """
 
-    DEFAULT_TILE: int
+    def default_tile(self, device: torch.device) -> int: ...
 
     def positives(self, x_MD: Tensor, y_ND: Tensor) -> Tensor: ...
 

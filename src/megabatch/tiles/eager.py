@@ -25,8 +25,6 @@ from .contract import (
 )
 from .products import Tile, add_products, no_product, own_entries, slices, walk
 
-DEFAULT_TILE = 32 * 2**20
-
 # While no |s| exceeds this, neither an exponential nor a sum of 2^30 of them leaves fp32's normal range: no maximum is needed, and
 # rows and columns share one exponential.
 SAFE_LOGIT = 60.0
@@ -39,6 +37,11 @@ class Masks(NamedTuple):
     row_out: Tensor | None
     column_out: Tensor | None
     same: Tensor | None
+
+
+def default_tile(device: torch.device) -> int:
+    """The working memory in bytes that serves well: near a CPU's caches, elsewhere large enough to hide the launches of kernels."""
+    return (32 if device.type == "cpu" else 256) * 2**20
 
 
 def positives(x_MD: Tensor, y_ND: Tensor) -> Tensor:

@@ -86,6 +86,8 @@ def no_product(t: Tensor, wanted: bool) -> Tensor | None:
 
 def add_products(embeddings: Tensor, t: Tile, g_RC: Tensor, gx_MD: Tensor | None, gy_ND: Tensor | None) -> None:
     """Adds g @ y and g.T @ x of a tile; the embeddings tell the dtype that they came in."""
+    if t.x_RD.dtype == torch.bfloat16:
+        g_RC = g_RC.to(torch.bfloat16)
     with _bf16_units(embeddings):
         if gx_MD is not None:
             _add_product(gx_MD[t.rows], g_RC, t.y_CD)
@@ -95,7 +97,7 @@ def add_products(embeddings: Tensor, t: Tile, g_RC: Tensor, gx_MD: Tensor | None
 
 def _add_product(into: Tensor, g: Tensor, operand: Tensor) -> None:
     if operand.dtype == torch.bfloat16:
-        into.add_(torch.mm(g.to(torch.bfloat16), operand, out_dtype=into.dtype))
+        into.add_(torch.mm(g, operand, out_dtype=into.dtype))
     else:
         # fp16 cannot hold a gradient that is small against the largest: its products are fp32.
         into.addmm_(g, operand.to(into.dtype))
