@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Case, embeddings, formula, ours
+from world import World
 
 import megabatch
 from benchmarks.memory import peak_of
@@ -69,10 +70,15 @@ def ring_peaks(rank: int, size: int, rows: int, width: int) -> int:
     return peak_of(lambda: step(rows), "cpu").extra_bytes
 
 
-def test_memory_of_a_rank_does_not_grow_with_the_number_of_ranks(world):
-    """Gathering all ranks' embeddings would cost two blocks more for every further rank."""
+def test_memory_of_a_rank_does_not_grow_with_the_number_of_ranks():
+    """Gathering all ranks' embeddings would cost two blocks more for every further rank, and their gradients as much."""
     rows, width = 1200, 512
     block = rows * width * 4
-    # From three ranks on a rank has all its buffers: a block at hand, one leaving, one arriving.
-    three, four = (max(world.run(size, ring_peaks, rows, width)) for size in (3, 4))
-    assert four - three < block, (three / block, four / block)
+    peaks = []
+    # From three ranks on a rank has all its buffers: a block at hand, one leaving, one arriving. New processes each time: what an
+    # allocator has kept from earlier work would hide a part of the peak.
+    for size in (3, 4):
+        world = World()
+        peaks.append(max(world.run(size, ring_peaks, rows, width)) / block)
+        world.close()
+    assert peaks[1] - peaks[0] < 1.5, peaks

@@ -38,8 +38,8 @@ class World:
     def close(self) -> None:
         for process, pipe in self.workers:
             pipe.close()
-            process.join(10)
             process.kill()
+            process.join()
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")

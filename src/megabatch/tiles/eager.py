@@ -27,7 +27,7 @@ from .products import Tile, add_products, no_product, own_entries, slices, walk
 
 # While no |s| exceeds this, neither an exponential nor a sum of 2^30 of them leaves fp32's normal range: no maximum is needed, and
 # rows and columns share one exponential.
-SAFE_LOGIT = 60.0
+SAFE_LOGIT = 50.0
 LOG2_E = 1 / math.log(2)
 
 
