@@ -35,15 +35,15 @@ VARIANTS = {
 
 
 class Towers(nn.Module):
-    """Two small encoders with a learnable temperature and bias, as in CLIP and SigLIP."""
+    """Two small encoders with a learnable temperature and bias, as in CLIP and SigLIP (one-dimensional, as FSDP wants them)."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(7)
         self.image = nn.Sequential(nn.Linear(6, 12), nn.GELU(), nn.Linear(12, 5))
         self.text = nn.Sequential(nn.Linear(4, 12), nn.Tanh(), nn.Linear(12, 5))
-        self.logit_scale = nn.Parameter(torch.tensor(1.5))
-        self.logit_bias = nn.Parameter(torch.tensor(-1.0))
+        self.logit_scale = nn.Parameter(torch.tensor([1.5]))
+        self.logit_bias = nn.Parameter(torch.tensor([-1.0]))
 
     def forward(self, images: Tensor, texts: Tensor) -> tuple[Tensor, ...]:
         x, y = (nn.functional.normalize(t, dim=-1) for t in (self.image(images), self.text(texts)))
@@ -110,6 +110,24 @@ def test_gradients_under_ddp_are_those_of_one_process_on_the_whole_batch(world, 
             assert value == pytest.approx(loss.item(), rel=1e-10), (variant, rank)
             for name, p in model.named_parameters():
                 assert torch.allclose(gradients[name], p.grad, rtol=1e-9, atol=1e-12), (variant, rank, name)
+
+
+def train_fully_sharded(rank: int, size: int) -> dict[str, Tensor]:
+    from torch.distributed.fsdp import fully_shard
+
+    model = Towers().double()
+    mesh = init_device_mesh("cpu", (size,))
+    fully_shard(model, mesh=mesh)
+    step(model, megabatch, shard(rank, size, False), "siglip, ids, weights", group=mesh)
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
+def test_gradients_under_fsdp_are_those_of_one_process_on_the_whole_batch(world):
+    model = Towers().double()
+    step(model, reference, whole(2, False), "siglip, ids, weights")
+    for gradients in world.run(2, train_fully_sharded):
+        for name, p in model.named_parameters():
+            assert torch.allclose(gradients[name], p.grad, rtol=1e-9, atol=1e-12), name
 
 
 def run_everything_else(rank: int, size: int) -> dict[str, object]:
