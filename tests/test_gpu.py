@@ -6,10 +6,12 @@ import itertools
 
 import pytest
 import torch
+import torch.distributed as dist
 from cases import Case, embeddings, errors, formula, largest_logit
 from test_losses import CLIP_OPTIONS, build
 
 import megabatch
+from megabatch import reference
 
 pytestmark = [
     pytest.mark.gpu,
@@ -64,8 +66,6 @@ def test_the_error_is_not_larger_than_that_of_the_formula_in_this_dtype(loss, dt
     true = formula(case)
     plain = Case(case.loss, case.x.cuda(), case.y.cuda(), case.scalars)
     x, y = (t.to(dtype).requires_grad_() for t in (plain.x, plain.y))
-    from megabatch import reference
-
     value = getattr(reference, loss)(x, y, *case.scalars)
     value.backward()
     theirs = errors(
@@ -118,6 +118,19 @@ def test_autocast_rounds_the_embeddings_and_nothing_else():
     assert loss.dtype == a.grad.dtype == torch.float32
     assert abs(loss.item() - true["value"].item()) < 1e-4
     assert (a.grad.double().cpu() - true["x"]).norm() < 4e-3 * true["x"].norm()
+
+
+def test_a_group_of_one_over_nccl_is_one_process(tmp_path):
+    x, y = (t.cuda().requires_grad_() for t in embeddings(50, width=16))
+    alone = megabatch.siglip_loss(x, y, 20.0, -10.0)
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1, device_id=torch.device("cuda:0"))
+    try:
+        together = megabatch.siglip_loss(x, y, 20.0, -10.0, group=dist.group.WORLD)
+        gradients = [torch.autograd.grad(loss, (x, y)) for loss in (alone, together)]
+    finally:
+        dist.destroy_process_group()
+    assert torch.equal(alone, together)
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
 def test_extreme_logits_are_right():
