@@ -26,13 +26,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dim", type=int, default=512)
     parser.add_argument("--out", type=Path, default=Path("demo"), help="folder of the picture")
     options = parser.parse_args(arguments)
+    try:
+        cases = {name: Case("clip", name, options.batch, options.dim, repeats=0) for name in ("ours", "full matrix")}
+    except ValueError as error:
+        parser.error(str(error))
 
     heading = f"The CLIP loss of {options.batch:,} pairs, D = {options.dim}, float32"
     print(f"{heading}, forward and backward, each in a process of its own")
     rows = []
     for name, words in (("ours", "megabatch, tile by tile"), ("full matrix", "the full similarity matrix")):
         with _working(words):
-            rows.append(run_case(Case("clip", name, options.batch, options.dim, repeats=0)))
+            rows.append(run_case(cases[name]))
     measured = [row for row in rows if "total_s" in row]
     if measured:
         report.show(HEADERS, [_cells(row) for row in measured])

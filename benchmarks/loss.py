@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.loss", description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", default="float32", help="of the embeddings, as torch names it")
-    parser.add_argument("--sizes", default="1024,4096,16384", help="batch sizes, with commas")
+    parser.add_argument("--sizes", default="1024,4096,16384", type=_sizes, help="batch sizes, with commas")
     parser.add_argument("--dim", type=int, default=512, help="width of an embedding")
     parser.add_argument("--losses", default=",".join(LOSSES), help="with commas")
     parser.add_argument("--only", help="implementations, with commas; module:function for one of your own")
@@ -73,10 +73,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _sizes(text: str) -> list[int]:
+    try:
+        return [int(size) for size in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: give whole numbers with commas, such as 1024,4096") from None
+
+
 def _cases(options: argparse.Namespace) -> Iterator[Case]:
     """The cases in interleaved order, so that a slow spell of the machine meets every implementation alike."""
     wanted = {loss: _implementations(loss, options) for loss in options.losses.split(",")}
-    for batch in sorted(int(size) for size in options.sizes.split(",")):
+    for batch in sorted(options.sizes):
         for loss, names in wanted.items():
             for name in names:
                 yield Case(

@@ -41,8 +41,10 @@ def build(loss: str, rows: int, scalars: tuple[float, ...], options: dict, seed:
 
 
 def assert_exact(case: Case, **more) -> None:
+    # Two orders of summation round a logit of size S differently by some S·eps; above 1e4 that is more than 1e-10.
+    allowed = max(1e-10, 32 * torch.finfo(torch.float64).eps * largest_logit(case))
     for name, e in errors(case, ours(case, **more), formula(case)).items():
-        assert e < 1e-10, (name, e)
+        assert e < allowed, (name, e)
 
 
 @pytest.mark.parametrize(
@@ -104,10 +106,13 @@ def test_any_case_is_as_exact_as_fp32_sums_allow(case, tile, dtype):
     # sums of up to 50 terms add their own rounding. A gradient is then rounded once to the dtype of its input.
     sums = 32 * torch.finfo(torch.float32).eps * (1 + largest_logit(case))
     for name, e in errors(case, found, true).items():
-        fits = name not in ("x", "y") or true[name].abs().max() < torch.finfo(dtype).max
+        # Of a gradient that its dtype cannot hold, being too large or too small for fp16's range, nothing is asked.
+        largest = true[name].abs().max()
+        fits = name not in ("x", "y") or largest == 0 or torch.finfo(dtype).tiny <= largest < torch.finfo(dtype).max
         # The gradient in the scale is summed up from those in x, whose products may read bf16 operands.
         rounding = torch.finfo(dtype).eps if name in ("x", "y") or (name, dtype) == ("scale", torch.bfloat16) else 0
-        assert e <= sums + rounding or not fits or sums > 1, (name, e)
+        # Beyond logits of some 1e5 fp32 holds no difference between them, but every number is still a number.
+        assert not fits or e <= sums + rounding or (sums > 1 and math.isfinite(e)), (name, e)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
