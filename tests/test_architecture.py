@@ -13,11 +13,12 @@ PACKAGE = Path(__file__).parents[1] / "src" / "megabatch"
 
 # Each room, and the rooms it may import from; within a room, everything may import everything. "." is __init__.py.
 HOUSE = {
-    ".": {"losses", "reference", "tiles"},
+    ".": {"chunks", "losses", "reference", "tiles"},
     "__main__": {"cli"},
     "cli": {".", "environment"},
     "environment": {".", "tiles"},
     "adapters": {"losses"},
+    "chunks": {"losses", "ring"},
     "losses": {"ring", "tiles", "tiles.contract"},
     "ring": set(),
     "tiles": {"tiles.contract", "tiles.eager", "tiles.fused"},

@@ -6,11 +6,16 @@ One process is a ring of one: the same code, no messages. Hops are outside autog
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from types import EllipsisType
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+# An argument that names the ranks: None is this process alone, `...` is "not stated".
+Group: TypeAlias = dist.ProcessGroup | DeviceMesh | EllipsisType | None
 
 # Blocks and results travel at the same time; where a backend matches messages by tag, they must not be mistaken for each other.
 BLOCK, RESULT = 1, 2
@@ -23,6 +28,29 @@ class Ring:
         self.group = group
         self.size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
+
+    @classmethod
+    def of(cls, group: Group) -> Ring:
+        """The ranks that an argument names; a ValueError where it names none and there are several processes."""
+        if group is ...:
+            if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+                raise ValueError(
+                    f"group is not given, and this is one of {dist.get_world_size()} processes: pass "
+                    "group=torch.distributed.group.WORLD for the batch of all ranks' rows, or group=None for this rank's rows alone"
+                )
+            return cls(None)
+        if isinstance(group, DeviceMesh):
+            if group.ndim != 1:
+                raise ValueError(
+                    f"group is a device mesh of {group.ndim} dimensions {group.mesh_dim_names}: the batch is sharded along one; "
+                    "pass that one, for example mesh['data']"
+                )
+            return cls(group.get_group())
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise ValueError(
+                f"group={group!r}: must be None, a process group that this rank is in, or a device mesh of one dimension"
+            )
+        return cls(group)
 
     def gather(self, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
         """Every rank's numbers, in the order of ranks: the one exchange that the host waits for."""

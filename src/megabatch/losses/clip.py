@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..ring import Group
 from ..tiles.contract import Pairs, Softmax, Stats, merge
 from .autograd import add_positives, first_derivative_only, outside_autocast, outside_graphs
 from .diagnostics import Diagnostics, diagnose
-from .inputs import Batch, Group, Sharing, check_duplicates, check_number, join_backward, prepare, scalar
+from .inputs import Batch, Sharing, check_duplicates, check_number, join_backward, prepare, scalar
 from .module import LossModule
 
 

@@ -5,23 +5,23 @@ from __future__ import annotations
 import math
 import numbers
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from types import EllipsisType
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-from ..ring import Ring
+from ..ring import Group, Ring
 from ..tiles import backend_for
 from ..tiles.contract import Tiles, Wanted, accumulator
 
-Group: TypeAlias = dist.ProcessGroup | DeviceMesh | EllipsisType | None
-
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 DUPLICATES = ("mask", "positive")
+
+_accumulating: ContextVar[bool] = ContextVar("accumulating", default=False)
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,8 @@ def prepare(
     same_rows: bool,
 ) -> Batch:
     """The batch, checked on this rank and agreed on between ranks; a ValueError on every rank if any rank's input is wrong."""
-    ring = Ring(_group(sharing.group))
+    _check_not_accumulating()
+    ring = Ring.of(sharing.group)
     problem: ValueError | None = None
     try:
         options.check()
@@ -123,6 +124,16 @@ def prepare(
     )
 
 
+@contextmanager
+def refused_while_accumulating() -> Iterator[None]:
+    """A context in which the losses raise: they compare samples with each other, and there they would see one chunk of them."""
+    token = _accumulating.set(True)
+    try:
+        yield
+    finally:
+        _accumulating.reset(token)
+
+
 def scalar(value: Tensor | float, x: Tensor, batch: Batch) -> Tensor:
     """The scale or bias as a 0-dimensional tensor beside the embeddings; autograd finds its way back to what was given."""
     if isinstance(value, Tensor):
@@ -150,24 +161,12 @@ def check_duplicates(value: object) -> None:
         raise ValueError(f"duplicates={value!r}: must be one of {', '.join(map(repr, DUPLICATES))}")
 
 
-def _group(group: Group) -> dist.ProcessGroup | None:
-    if group is ...:
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            raise ValueError(
-                f"group is not given, and this is one of {dist.get_world_size()} processes: pass "
-                "group=torch.distributed.group.WORLD for the loss over all ranks' rows, or group=None for this rank's rows alone"
-            )
-        return None
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise ValueError(
-                f"group is a device mesh of {group.ndim} dimensions {group.mesh_dim_names}: the batch is sharded along one; "
-                "pass that one, for example mesh['data']"
-            )
-        return group.get_group()
-    if group is not None and not isinstance(group, dist.ProcessGroup):
-        raise ValueError(f"group={group!r}: must be None, a process group that this rank is in, or a device mesh of one dimension")
-    return group
+def _check_not_accumulating() -> None:
+    if _accumulating.get():
+        raise ValueError(
+            "a contrastive loss inside accumulate(): every sample would be compared with its own chunk instead of the whole batch, "
+            "since accumulation adds no negatives; encode with cached(encoder, chunk=…) and take the loss of all embeddings"
+        )
 
 
 def _check_rows(x: Tensor, y: Tensor, *, same_rows: bool) -> None:

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from ..ring import Group
 from ..tiles.contract import Pairs, merge
 from .autograd import add_positives, first_derivative_only, outside_autocast, outside_graphs
 from .diagnostics import Diagnostics, diagnose
-from .inputs import Batch, Group, Sharing, check_duplicates, join_backward, prepare, scalar
+from .inputs import Batch, Sharing, check_duplicates, join_backward, prepare, scalar
 from .module import LossModule
 
 

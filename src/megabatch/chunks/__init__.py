@@ -1,0 +1,7 @@
+"""HOW MUCH at once: a batch through encoders and losses in chunks, with the result of the whole batch."""
+
+from .accumulate import accumulate
+from .cached import cached
+from .repeat import repeat_on_oom
+
+__all__ = ["accumulate", "cached", "repeat_on_oom"]

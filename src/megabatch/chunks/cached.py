@@ -1,0 +1,233 @@
+"""Encoders at any batch: a batch goes through in chunks, whose activations are recomputed in backward instead of kept."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ..losses.autograd import outside_graphs
+from ..ring import Ring
+from . import attempt, rows
+from .keep import Keep, KeepAuto
+from .memory import is_out_of_memory, release
+from .replay import Buffer, Replay, buffers_of, current_accelerator
+from .wrappers import batch_norms, find_ddp, meeting_rings, modules_in, no_sync, run_once, submodules
+
+
+def cached(
+    encoder: Callable[..., Any],
+    *,
+    chunk: int,
+    keep: int | Literal["auto"] = 0,
+    device: torch.device | str | None = None,
+) -> Cached:
+    """The encoder, with the same signature and the same gradients, holding the activations of `chunk` rows at a time.
+
+    encoder: a Module, a method of one, or a function of them. Wrapped in DDP, it exchanges gradients once a step.
+        Inputs and outputs are tensors whose first dimension is the batch, in tuples, lists and dicts of any depth.
+    chunk: rows that go through the encoder at once. Memory is set by it, the result is not.
+    keep: chunks whose graphs are kept instead of recomputed in backward; "auto" fills the free memory from the second step on.
+    device: where chunks go, one at a time, when the inputs stay elsewhere (in pinned host memory); None leaves them where they are.
+
+    Dropout is replayed, autocast and GradScaler are honoured, frozen parts stay frozen. A chunk that does not fit in forward is
+    tried again in halves; `repeat_on_oom` does that for the whole step, backward included.
+
+    >>> import torch, megabatch
+    >>> tower = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 16))
+    >>> encode = megabatch.cached(tower, chunk=128)
+    >>> encode(torch.randn(1000, 32)).shape
+    torch.Size([1000, 16])
+    """
+    return Cached(encoder, chunk, keep, device)
+
+
+class Cached:
+    """What `cached` returns. `chunk` may have become smaller than asked for; `kept` says how many chunks the last call kept."""
+
+    def __init__(
+        self, encoder: Callable[..., Any], chunk: int, keep: int | Literal["auto"], device: torch.device | str | None
+    ) -> None:
+        if not callable(encoder):
+            raise ValueError(f"encoder is a {type(encoder).__name__}: must be a Module or a function that encodes a batch")
+        self.chunk = check_chunk(chunk)
+        self.kept = 0
+        self._keep = _keep(keep)
+        self._ddp = find_ddp(encoder)
+        self._encoder = encoder if self._ddp is None else self._ddp.module
+        self._modules = modules_in(self._encoder)
+        self._device = None if device is None else torch.device(device)
+        if self._ddp is not None and self._ddp.device_ids and device is None:
+            # DDP would move the whole batch there.
+            self._device = torch.device(self._ddp.device_type, self._ddp.device_ids[0])
+        self._modes: list[bool] = []
+        self._stateful: list[Buffer] | None = None
+        self._warned = False
+
+    @outside_graphs
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        meeting = meeting_rings(self._modules)
+        taking_part = attempt.current.get()
+        if taking_part is not None:
+            taking_part.join(self, meeting, self._ddp)
+        if self._ddp is None:
+            return self._encode((args, kwargs), meeting)
+        with nullcontext() if taking_part is None else no_sync(self._ddp):
+            return run_once(self._ddp, lambda: self._encode((args, kwargs), meeting))
+
+    def __repr__(self) -> str:
+        return f"cached({type(self._encoder).__name__}, chunk={self.chunk})"
+
+    def stop_keeping(self) -> bool:
+        return self._keep.stop()
+
+    def _encode(self, inputs: Any, meeting: list[Ring]) -> Any:
+        """The outputs for all rows, in smaller chunks if there is no memory for these."""
+        self._warn_of_batch_norm()
+        start = Replay(self._devices(inputs), self._buffers())
+        taking_part = attempt.current.get()
+        if taking_part is not None:
+            taking_part.starts.append(start)
+        asked, stopped = self.chunk, False
+        while True:
+            try:
+                outputs = self._run(inputs, start, meeting)
+                break
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error) or meeting:
+                    raise
+                if self.stop_keeping():
+                    stopped = True
+                elif self.chunk > 1:
+                    self.chunk //= 2
+                else:
+                    self.chunk = asked
+                    raise
+            # Not in the except clause: while the exception lives, its frames hold the tensors that have to go.
+            release()
+            start.restore()
+        if stopped or self.chunk < asked:
+            warnings.warn(what_changed(asked, self.chunk, stopped), stacklevel=3)
+        return outputs
+
+    def _run(self, inputs: Any, start: Replay, meeting: list[Ring]) -> Any:
+        pieces = rows.split(inputs, self.chunk)
+        sizes = [rows.rows_of(piece) for piece in pieces]
+        device = self._compute_device(inputs)
+        count, kept = len(pieces), self._keep.begin(device) if torch.is_grad_enabled() else len(pieces)
+        for ring in meeting:
+            facts = ring.gather([count, kept], device)
+            count, kept = max(each[0] for each in facts), min(each[1] for each in facts)
+        missing = count - len(pieces)
+        pieces, sizes = pieces + [rows.empty(inputs)] * missing, sizes + [0] * missing
+        self.kept = min(kept, count)
+        outputs = []
+        for index, piece in enumerate(pieces):
+            if index < count - kept:
+                replay = start if index == 0 else Replay(start.generators, self._buffers())
+                outputs.append(self._recomputed(piece, replay, device))
+            else:
+                # Of the kept ones the last is the first that backward needs: it comes and goes without raising the peak.
+                with self._keep.keeping(self._known(piece)) if index == count - 1 else nullcontext():
+                    outputs.append(self._chunk(piece))
+            if self._stateful is None:
+                self._stateful = [buffer for buffer, value in start.buffers.items() if not torch.equal(value, buffer.tensor)]
+        return rows.join(outputs, sizes)
+
+    def _recomputed(self, piece: Any, replay: Replay, device: torch.device) -> Any:
+        """The outputs of one chunk without its activations: backward runs it again from the state that it starts from."""
+
+        def run(piece: Any) -> Any:
+            self._keep.look(device)
+            return self._chunk(piece)
+
+        # Not torch's own replay of generators: it knows those of the inputs' devices, and the inputs may still be on the host.
+        contexts = nullcontext(), replay.again()
+        return checkpoint(run, piece, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: contexts)
+
+    def _chunk(self, piece: Any) -> Any:
+        # Autocast keeps its reduced-precision copies of the weights between chunks; their gradients would then be summed up over
+        # all chunks in that precision. With a copy for each chunk, they are summed up in the weights' own.
+        torch.clear_autocast_cache()
+        versions = [(tensor, tensor._version) for tensor in rows.tensors_of(piece) if not tensor.is_inference()]
+        args, kwargs = piece if self._device is None else rows.map_tensors(piece, self._bring)
+        outputs = self._encoder(*args, **kwargs)
+        if any(tensor._version != version for tensor, version in versions):
+            raise ValueError(
+                "the encoder changes its input in place: recomputed in backward, it would start from the changed one; have it "
+                "work on a copy, for example images / 255 instead of images.div_(255)"
+            )
+        return outputs
+
+    def _bring(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._device, non_blocking=True)
+
+    def _buffers(self) -> list[Buffer]:
+        """The buffers that a forward changes; all of them until that is known for the modes (train, eval) of the modules."""
+        inner = submodules(self._modules)
+        modes = [module.training for module in inner]
+        if modes != self._modes:
+            self._modes, self._stateful = modes, None
+        if self._stateful is not None:
+            return self._stateful
+        return buffers_of(inner)
+
+    def _devices(self, inputs: Any) -> list[torch.device]:
+        """Every device whose generator the encoder may draw from."""
+        known = [tensor.device for tensor in (*self._parameters(), *rows.tensors_of(inputs))]
+        mine = [] if self._device is None else [self._device]
+        every = dict.fromkeys([torch.device("cpu"), *current_accelerator(), *mine, *known])
+        return [device for device in every if device.type != "meta"]
+
+    def _compute_device(self, inputs: Any) -> torch.device:
+        tensors = (*self._parameters(), *rows.tensors_of(inputs))
+        return self._device or (tensors[0].device if tensors else torch.device("cpu"))
+
+    def _known(self, piece: Any) -> list[Tensor]:
+        """What is there whether or not a chunk's graph is kept."""
+        return [*self._parameters(), *rows.tensors_of(piece)]
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for module in self._modules for parameter in module.parameters()]
+
+    def _warn_of_batch_norm(self) -> None:
+        if self._warned or not batch_norms(self._modules):
+            return
+        self._warned = True
+        warnings.warn(
+            f"the encoder holds batch normalisation in training mode: it normalises over each chunk of {self.chunk} rows, not "
+            "over the batch, so the result depends on the chunk. Its running statistics are updated once for every chunk, not "
+            "again when it is "
+            "recomputed. LayerNorm or GroupNorm, or batch normalisation in eval mode, do not depend on it",
+            stacklevel=4,
+        )
+
+
+def check_chunk(chunk: object) -> int:
+    """The chunk, if it is a positive number of rows."""
+    if not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1:
+        raise ValueError(f"chunk={chunk!r}: must be a positive number of rows, for example 256")
+    return chunk
+
+
+def what_changed(asked: int, chunk: int, stopped: bool) -> str:
+    """The sentence for the user after memory ran out."""
+    parts = ["graphs are no longer kept"] if stopped else []
+    parts += [f"chunk {chunk} instead of {asked}"] if chunk < asked else []
+    return (
+        f"out of memory; from here on {' and '.join(parts)}. The batch and what is computed stay the same. "
+        f"Pass {f'chunk={chunk}' if chunk < asked else 'a smaller keep'} to spare the failed attempt"
+    )
+
+
+def _keep(keep: object) -> Keep:
+    if keep == "auto":
+        return KeepAuto()
+    if not isinstance(keep, int) or isinstance(keep, bool) or keep < 0:
+        raise ValueError(f'keep={keep!r}: must be a number of chunks from 0 up, or "auto"')
+    return Keep(keep)

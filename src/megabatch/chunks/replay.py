@@ -1,0 +1,96 @@
+"""A chunk's forward again, in backward, from the state that it started from: generators, autocast and buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Buffer(NamedTuple):
+    """A buffer by its place, so that another tensor can stand there for a while."""
+
+    owner: nn.Module
+    name: str
+
+    @property
+    def tensor(self) -> Tensor:
+        value = self.owner._buffers[self.name]
+        assert value is not None
+        return value
+
+
+def buffers_of(modules: Iterable[nn.Module]) -> list[Buffer]:
+    """The buffers that the modules themselves own, not those inside them."""
+    return [Buffer(module, name) for module in modules for name, value in module._buffers.items() if value is not None]
+
+
+class Replay:
+    """The state at this moment of the generators of `devices`, of autocast there and of the `buffers`."""
+
+    def __init__(self, devices: Iterable[torch.device], buffers: Iterable[Buffer]) -> None:
+        self.generators = {device: get_generator(device) for device in devices}
+        self.buffers = {buffer: buffer.tensor.clone() for buffer in buffers}
+        # torch's checkpoint keeps autocast's state for the CPU and for the device that it sees among the inputs; these may be on
+        # the host and travel to another one.
+        types = {device.type for device in self.generators if device.type != "cpu"}
+        self.autocast = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+            for kind in types
+            if torch.amp.is_autocast_available(kind)
+        ]
+        self.autocast_cache = torch.is_autocast_cache_enabled()
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """This state, and afterwards the one before: what is drawn or counted in between leaves no trace."""
+        before = {device: get_generator(device) for device in self.generators}
+        originals = {buffer: buffer.tensor for buffer in self.buffers}
+        with ExitStack() as contexts:
+            for kind, dtype, enabled in self.autocast:
+                contexts.enter_context(torch.autocast(kind, dtype, enabled, self.autocast_cache))
+            try:
+                _set_generators(self.generators)
+                # Other tensors take the buffers' places: writing into the buffers would disturb graphs that saved them.
+                for buffer, value in self.buffers.items():
+                    buffer.owner._buffers[buffer.name] = value.clone()
+                yield
+            finally:
+                _set_generators(before)
+                for buffer, original in originals.items():
+                    buffer.owner._buffers[buffer.name] = original
+
+    def restore(self) -> None:
+        """Makes this state the present one, for another try."""
+        _set_generators(self.generators)
+        for buffer, value in self.buffers.items():
+            buffer.tensor.copy_(value)
+
+
+def current_accelerator() -> list[torch.device]:
+    """The accelerator that is in use, or none: an encoder may move its inputs there itself."""
+    kind = torch.accelerator.current_accelerator()
+    if kind is None or not getattr(torch.get_device_module(kind), "is_initialized", lambda: True)():
+        return []
+    return [torch.device(kind.type, torch.accelerator.current_device_index())]
+
+
+def get_generator(device: torch.device) -> Tensor:
+    """The state of the device's default generator."""
+    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(*_index(device))
+
+
+def _set_generators(states: dict[torch.device, Tensor]) -> None:
+    for device, state in states.items():
+        if device.type == "cpu":
+            torch.set_rng_state(state)
+        else:
+            torch.get_device_module(device).set_rng_state(state, *_index(device))
+
+
+def _index(device: torch.device) -> tuple[torch.device, ...]:
+    # There is one MPS device, and its functions take none.
+    return () if device.type == "mps" else (device,)

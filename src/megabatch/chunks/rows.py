@@ -1,0 +1,140 @@
+"""Trees of inputs and outputs, split and joined along the batch: the first dimension of every tensor in them."""
+
+from __future__ import annotations
+
+import copy
+import numbers
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def rows_of(tree: Any) -> int:
+    """The rows that all tensors in the tree share; a ValueError where they differ or where there is nothing to count."""
+    sizes = {name: len(leaf) for name, leaf in _leaves(tree, "the inputs") if _is_batched(leaf)}
+    if not sizes:
+        raise ValueError("the inputs hold no tensor with a batch dimension and no list of samples: there is nothing to split")
+    if len(set(sizes.values())) > 1:
+        listed = ", ".join(f"{name} has {size}" for name, size in sizes.items())
+        raise ValueError(
+            f"the inputs differ in rows: {listed}; every tensor is split along its first dimension, so bind what belongs to the "
+            "whole batch to the encoder, for example with functools.partial"
+        )
+    return next(iter(sizes.values()))
+
+
+def split(tree: Any, rows: int) -> list[Any]:
+    """The tree in pieces of `rows` rows, the last one smaller where it must be; one empty piece if there are no rows.
+
+    Tuples, lists, dicts and other mappings are structure; tensors are split, and so are lists of samples (texts, pictures);
+    numbers, tensors without dimensions and everything else go to every piece.
+    """
+    return _pieces(tree, rows, max(1, -(-rows_of(tree) // rows)))
+
+
+def empty(tree: Any) -> Any:
+    """The tree without its rows."""
+    return _map(tree, lambda leaf: leaf[:0] if _is_batched(leaf) else leaf)
+
+
+def join(pieces: Sequence[Any], rows: Sequence[int]) -> Any:
+    """The tree that the pieces are parts of; each of their tensors must have its piece's number of rows."""
+    first = pieces[0]
+    if isinstance(first, Tensor):
+        return _join_tensors(pieces, rows)
+    if isinstance(first, Mapping):
+        return _rebuild(first, [join([piece[key] for piece in pieces], rows) for key in first])
+    if isinstance(first, (tuple, list)):
+        return _rebuild(first, [join(parts, rows) for parts in zip(*pieces, strict=True)])
+    if all(type(piece) is type(first) and piece == first for piece in pieces):
+        return first
+    raise ValueError(
+        f"the encoder returned a {type(first).__name__} that differs between chunks: it cannot be joined; return tensors with a "
+        "row for each sample, in tuples, lists or dicts"
+    )
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """All tensors in the tree."""
+    return [leaf for _, leaf in _leaves(tree, "") if isinstance(leaf, Tensor)]
+
+
+def map_tensors(tree: Any, f: Callable[[Tensor], Tensor]) -> Any:
+    """The tree with f applied to its tensors."""
+    return _map(tree, lambda leaf: f(leaf) if isinstance(leaf, Tensor) else leaf)
+
+
+def _map(tree: Any, f: Callable[[Any], Any]) -> Any:
+    if isinstance(tree, Mapping):
+        return _rebuild(tree, [_map(tree[key], f) for key in tree])
+    if isinstance(tree, (tuple, list)) and not _is_samples(tree):
+        return _rebuild(tree, [_map(branch, f) for branch in tree])
+    return f(tree)
+
+
+def _leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(tree, Mapping):
+        for key in tree:
+            yield from _leaves(tree[key], f"{name}[{key!r}]")
+    elif isinstance(tree, (tuple, list)) and not _is_samples(tree):
+        for index, branch in enumerate(tree):
+            yield from _leaves(branch, f"{name}[{index}]")
+    else:
+        yield name, tree
+
+
+def _is_samples(node: Any) -> bool:
+    """Whether the list holds the samples themselves: texts, pictures, any objects that are no numbers, tensors or containers."""
+    structure = (Tensor, Mapping, tuple, list, numbers.Number, type(None))
+    return isinstance(node, list) and bool(node) and not any(isinstance(item, structure) for item in node)
+
+
+def _is_batched(leaf: Any) -> bool:
+    return leaf.ndim > 0 if isinstance(leaf, Tensor) else _is_samples(leaf)
+
+
+def _pieces(tree: Any, rows: int, count: int) -> list[Any]:
+    if isinstance(tree, Tensor) and tree.ndim:
+        # One split rather than slices: its backward joins the pieces' gradients in one go.
+        return list(tree.split(rows))
+    if _is_samples(tree):
+        return [tree[start : start + rows] for start in range(0, len(tree), rows)]
+    if isinstance(tree, (Mapping, tuple, list)) and len(tree):
+        branches = [tree[key] for key in tree] if isinstance(tree, Mapping) else tree
+        return [_rebuild(tree, parts) for parts in zip(*(_pieces(branch, rows, count) for branch in branches), strict=True)]
+    return [tree] * count
+
+
+def _rebuild(like: Any, branches: Sequence[Any]) -> Any:
+    """A container of the same type with other branches, in the same order."""
+    if isinstance(like, Mapping):
+        new = copy.copy(like)
+        for key, branch in zip(like, branches, strict=True):
+            new[key] = branch  # type: ignore[index]
+        return new
+    return like._make(branches) if hasattr(like, "_make") else type(like)(branches)
+
+
+def _join_tensors(pieces: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
+    if pieces[0].ndim == 0:
+        same = torch.stack([piece.detach() for piece in pieces])
+        if not torch.equal(same.nan_to_num(), same[:1].expand_as(same).nan_to_num()):
+            raise ValueError(
+                "the encoder returned a number that differs between chunks (a loss, a mean over the batch?): return embeddings, "
+                "one row for each sample, and compute what concerns the whole batch outside"
+            )
+        return pieces[0]
+    for piece, expected in zip(pieces, rows, strict=True):
+        if len(piece) != expected:
+            raise ValueError(
+                f"the encoder returned a tensor of shape {tuple(piece.shape)} for a chunk of {expected} rows: the first "
+                "dimension of every output must be the batch"
+            )
+    if len({piece.shape[1:] for piece in pieces}) > 1:
+        raise ValueError(
+            f"the encoder returned shapes {sorted({tuple(piece.shape) for piece in pieces})}: only the first dimension may "
+            "differ between chunks; pad to one length, or return pooled embeddings"
+        )
+    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))

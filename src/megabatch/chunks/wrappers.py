@@ -1,0 +1,155 @@
+"""What an encoder is made of, how its wrappers exchange gradients, and which of them a chunk cannot run in."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+
+from ..ring import Ring
+
+
+def modules_in(call: Callable[..., Any]) -> list[nn.Module]:
+    """The modules that a callable is, belongs to or refers to: a Module, its method, a partial, a function around them."""
+    if isinstance(call, nn.Module):
+        return [call]
+    if isinstance(call, functools.partial):
+        bound = [value for value in (*call.args, *call.keywords.values()) if isinstance(value, nn.Module)]
+        return modules_in(call.func) + bound
+    if inspect.ismethod(call):
+        return [call.__self__] if isinstance(call.__self__, nn.Module) else modules_in(call.__func__)
+    if inspect.isfunction(call):
+        names = inspect.getclosurevars(call)
+        seen = [*names.nonlocals.values(), *names.globals.values()]
+        return [module for value in seen for module in ([value] if isinstance(value, nn.Module) else _owner(value))]
+    return []
+
+
+def _owner(value: Any) -> list[nn.Module]:
+    owner = getattr(value, "__self__", None) if inspect.ismethod(value) else None
+    return [owner] if isinstance(owner, nn.Module) else []
+
+
+def submodules(modules: list[nn.Module]) -> list[nn.Module]:
+    """All modules inside, each once."""
+    return list({id(inner): inner for module in modules for inner in module.modules()}.values())
+
+
+def find_ddp(encoder: Callable[..., Any]) -> DistributedDataParallel | None:
+    """The encoder if it is wrapped in DDP; a ValueError if a wrapper hides inside it that chunks cannot go through."""
+    for module in submodules(modules_in(encoder)):
+        package, name = type(module).__module__.partition(".")[0], type(module).__name__
+        if package == "deepspeed" or any(hasattr(p, "ds_id") for p in module.parameters(recurse=False)):
+            raise ValueError(
+                f"the encoder holds a {name} of DeepSpeed: its ZeRO stages take weights and gradients apart in hooks that expect "
+                "one forward a step; shard with torch.distributed.fsdp.fully_shard or replicate with DDP instead"
+            )
+        if name == "FullyShardedDataParallel":
+            raise ValueError(
+                "the encoder holds a FullyShardedDataParallel (FSDP1): which ranks share its weights does not show, so they "
+                "could not agree on the number of chunks; shard with torch.distributed.fsdp.fully_shard (FSDP2) instead"
+            )
+        if isinstance(module, DistributedDataParallel) and module is not encoder:
+            raise ValueError(
+                "DistributedDataParallel is called inside the encoder, so once for every chunk: it would prepare to exchange "
+                "gradients as often; pass the DDP model itself, cached(ddp, chunk=…), or let DDP wrap the module that calls the "
+                "cached encoder"
+            )
+    return encoder if isinstance(encoder, DistributedDataParallel) else None
+
+
+def meeting_rings(modules: list[nn.Module]) -> list[Ring]:
+    """The ranks that meet inside the modules' forward, so that they must run equally many chunks: shards, synchronised norms."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return []
+    from torch.distributed.tensor import DTensor
+
+    meshes = [p.device_mesh for module in modules for p in module.parameters() if isinstance(p, DTensor)]
+    groups: list[Any] = [mesh.get_group(dim) for mesh in dict.fromkeys(meshes) for dim in range(mesh.ndim)]
+    norms = [module for module in submodules(modules) if isinstance(module, nn.SyncBatchNorm)]
+    groups += [norm.process_group or dist.group.WORLD for norm in norms]
+    return [ring for ring in map(Ring, dict.fromkeys(groups)) if ring.size > 1]
+
+
+def batch_norms(modules: list[nn.Module]) -> list[nn.Module]:
+    """The batch normalisations that are in training."""
+    return [module for module in submodules(modules) if isinstance(module, _BatchNorm) and module.training]
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Gradients stay on this rank: nothing is exchanged in the backward passes of what runs in here."""
+    if isinstance(model, DistributedDataParallel):
+        with model.no_sync():
+            yield
+        return
+    sharded = fsdp_roots(model)
+    for root in sharded:
+        root.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        for root in sharded:
+            root.set_requires_gradient_sync(True)
+
+
+def fsdp_roots(model: nn.Module) -> list[Any]:
+    """The outermost modules that fully_shard has sharded."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return []
+    from torch.distributed.fsdp import FSDPModule
+
+    if isinstance(model, FSDPModule):
+        return [model]
+    return [root for child in model.children() for root in fsdp_roots(child)]
+
+
+def run_once(ddp: DistributedDataParallel, work: Callable[[], Any]) -> Any:
+    """What `work` returns, run as DDP's one forward of this step: one preparation, one exchange of each gradient."""
+
+    class Stand(nn.Module):
+        # DDP looks up the buffers that it broadcasts before a forward.
+        named_buffers = ddp.module.named_buffers
+
+        def forward(self) -> Any:
+            return work()
+
+    original = ddp.module
+    ddp.module = Stand()
+    try:
+        return ddp()
+    finally:
+        ddp.module = original
+
+
+def exchange_gradients(ddp: DistributedDataParallel) -> None:
+    """Averages over ranks the gradients that were collected under no_sync, in place and in DDP's own buckets."""
+    ignored = getattr(ddp, "parameters_to_ignore", ())
+    parameters = [p for name, p in ddp.module.named_parameters() if p.requires_grad and name not in ignored]
+    used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=parameters[0].device)
+    Ring(ddp.process_group).sum(used)
+    run_once(ddp, lambda: _Touch.apply(*parameters)).backward()
+    for p, ranks in zip(parameters, used.tolist(), strict=True):
+        if ranks == 0:
+            p.grad = None
+
+
+class _Touch(torch.autograd.Function):
+    """A zero whose gradient in every parameter is zero: its backward passes them all by and changes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: Tensor) -> Tensor:
+        ctx.save_for_backward(*parameters)
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return tuple(p.new_zeros(()).expand_as(p) for p in ctx.saved_tensors)
