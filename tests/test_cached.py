@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import megabatch
 from megabatch.chunks import replay
 from megabatch.chunks.replay import Replay
+from megabatch.chunks.wrappers import modules_in
 
 CHUNK = 4
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -78,6 +79,25 @@ def two_forwards_before_a_backward(wrap: Wrap) -> list[Tensor]:
     (second**2).sum().backward()
     (first**3).sum().backward()
     return [first, second, *gradients(model)]
+
+
+def two_backwards_through_one_forward(wrap: Wrap) -> list[Tensor]:
+    model = tower()
+    z = wrap(model)(batch())
+    (z**2).sum().backward(retain_graph=True)
+    (z**3).sum().backward()
+    return [z, *gradients(model)]
+
+
+def checkpointing_inside_the_encoder(wrap: Wrap) -> list[Tensor]:
+    model = tower()
+
+    def encoder(x: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(model[3:], model[:3](x), use_reentrant=False)
+
+    z = wrap(encoder)(batch())
+    (z**3).sum().backward()
+    return [z, *gradients(model)]
 
 
 def two_steps_without_zeroing(wrap: Wrap) -> list[Tensor]:
@@ -172,6 +192,8 @@ RECIPES = [
     learnable_temperature,
     shared_tower,
     two_forwards_before_a_backward,
+    two_backwards_through_one_forward,
+    checkpointing_inside_the_encoder,
     two_steps_without_zeroing,
     frozen_tower,
     frozen_parameters,
@@ -360,6 +382,23 @@ def test_buffers_are_updated_once_for_every_chunk_and_batch_norm_is_warned_of():
     assert found[-1] == 3, "num_batches_tracked: one for each chunk"
 
 
+def test_warnings_point_at_the_line_that_called_the_encoder():
+    encode = megabatch.cached(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)), chunk=5)
+    with pytest.warns(UserWarning) as said:
+        encode(batch())
+        encode(batch())
+    assert len(said) == 1 and said[0].filename == __file__
+
+
+def test_half_precision_weights_with_many_chunks_are_warned_of():
+    model = nn.Linear(6, 4).bfloat16()
+    encode = megabatch.cached(model, chunk=1)
+    encode(batch(15).bfloat16())
+    with pytest.warns(UserWarning, match=r"weights in torch.bfloat16 have their gradients of 16 chunks") as said:
+        encode(batch(16).bfloat16())
+    assert said[0].filename == __file__
+
+
 def test_batch_norm_in_eval_mode_needs_no_warning():
     model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)).eval()
     z = megabatch.cached(model, chunk=3)(batch())
@@ -497,6 +536,36 @@ def test_wrappers_that_chunks_cannot_go_through_are_refused_with_the_reason(wrap
     for encoder in (wrapped, wrapped.forward, lambda x: wrapped(x), functools.partial(torch.add, wrapped)):
         with pytest.raises(ValueError, match=words):
             megabatch.cached(encoder, chunk=4)
+
+
+class Trainer:
+    """Not a Module, but it holds one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.model(x)
+
+    __call__ = encode
+
+
+def test_modules_are_found_behind_methods_objects_partials_and_functions():
+    model = tower()
+    trainer = Trainer(model)
+    forward = model.forward
+    for call in (
+        model,
+        model.forward,
+        trainer.encode,
+        trainer,
+        lambda x: model(x),
+        lambda x: forward(x),
+        functools.partial(model, 1),
+    ):
+        assert modules_in(call) == [model]
+    assert modules_in(functools.partial(torch.add, model)) == [model]
+    assert modules_in(lambda x: x) == [] and modules_in(len) == []
 
 
 def test_zero_3_parameters_are_refused_too():

@@ -95,6 +95,7 @@ def test_an_encoder_that_moves_its_inputs_itself_is_replayed_too():
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_compiled_with_inductor(dtype):
     model, x = tower(), torch.randn(32, 64, device="cuda")
@@ -200,6 +201,7 @@ def test_keep_auto_that_was_too_bold_is_corrected(monkeypatch):
     assert encode.kept == 0 and encode.chunk == 256
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_nothing_waits_for_the_device():
     model, x = tower(), torch.randn(32, 64, device="cuda")
     encode = megabatch.cached(model, chunk=8, keep=1)

@@ -19,6 +19,11 @@ from .memory import is_out_of_memory, release
 from .replay import Buffer, Replay, buffers_of, current_accelerator
 from .wrappers import batch_norms, find_ddp, meeting_rings, modules_in, no_sync, run_once, submodules
 
+# From so many chunks on, a sum of their gradients in half precision is worth a word.
+MANY = 16
+# How far above a warning's helper the caller's line is, the frames of outside_graphs included.
+CALLER = 7
+
 
 def cached(
     encoder: Callable[..., Any],
@@ -67,7 +72,7 @@ class Cached:
             self._device = torch.device(self._ddp.device_type, self._ddp.device_ids[0])
         self._modes: list[bool] = []
         self._stateful: list[Buffer] | None = None
-        self._warned = False
+        self._warned: set[str] = set()
 
     @outside_graphs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -89,6 +94,7 @@ class Cached:
     def _encode(self, inputs: Any, meeting: list[Ring]) -> Any:
         """The outputs for all rows, in smaller chunks if there is no memory for these."""
         self._warn_of_batch_norm()
+        self._warn_of_rounding(rows.rows_of(inputs))
         start = Replay(self._devices(inputs), self._buffers())
         taking_part = attempt.current.get()
         if taking_part is not None:
@@ -112,14 +118,14 @@ class Cached:
             release()
             start.restore()
         if stopped or self.chunk < asked:
-            warnings.warn(what_changed(asked, self.chunk, stopped), stacklevel=3)
+            warnings.warn(what_changed(asked, self.chunk, stopped), stacklevel=CALLER - 2)
         return outputs
 
     def _run(self, inputs: Any, start: Replay, meeting: list[Ring]) -> Any:
         pieces = rows.split(inputs, self.chunk)
         sizes = [rows.rows_of(piece) for piece in pieces]
-        device = self._compute_device(inputs)
-        count, kept = len(pieces), self._keep.begin(device) if torch.is_grad_enabled() else len(pieces)
+        device, recording = self._compute_device(inputs), torch.is_grad_enabled()
+        count, kept = len(pieces), self._keep.begin(device) if recording else 0
         for ring in meeting:
             facts = ring.gather([count, kept], device)
             count, kept = max(each[0] for each in facts), min(each[1] for each in facts)
@@ -128,7 +134,9 @@ class Cached:
         self.kept = min(kept, count)
         outputs = []
         for index, piece in enumerate(pieces):
-            if index < count - kept:
+            if not recording:
+                outputs.append(self._chunk(piece))
+            elif index < count - kept:
                 replay = start if index == 0 else Replay(start.generators, self._buffers())
                 outputs.append(self._recomputed(piece, replay, device))
             else:
@@ -141,14 +149,17 @@ class Cached:
 
     def _recomputed(self, piece: Any, replay: Replay, device: torch.device) -> Any:
         """The outputs of one chunk without its activations: backward runs it again from the state that it starts from."""
+        again = False
 
         def run(piece: Any) -> Any:
+            nonlocal again
             self._keep.look(device)
-            return self._chunk(piece)
+            with replay.again() if again else nullcontext():
+                again = True
+                return self._chunk(piece)
 
         # Not torch's own replay of generators: it knows those of the inputs' devices, and the inputs may still be on the host.
-        contexts = nullcontext(), replay.again()
-        return checkpoint(run, piece, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: contexts)
+        return checkpoint(run, piece, use_reentrant=False, preserve_rng_state=False)
 
     def _chunk(self, piece: Any) -> Any:
         # Autocast keeps its reduced-precision copies of the weights between chunks; their gradients would then be summed up over
@@ -180,13 +191,15 @@ class Cached:
     def _devices(self, inputs: Any) -> list[torch.device]:
         """Every device whose generator the encoder may draw from."""
         known = [tensor.device for tensor in (*self._parameters(), *rows.tensors_of(inputs))]
-        mine = [] if self._device is None else [self._device]
-        every = dict.fromkeys([torch.device("cpu"), *current_accelerator(), *mine, *known])
+        every = dict.fromkeys([torch.device("cpu"), *current_accelerator(), self._compute_device(inputs), *known])
         return [device for device in every if device.type != "meta"]
 
     def _compute_device(self, inputs: Any) -> torch.device:
         tensors = (*self._parameters(), *rows.tensors_of(inputs))
-        return self._device or (tensors[0].device if tensors else torch.device("cpu"))
+        if self._device is None:
+            return tensors[0].device if tensors else torch.device("cpu")
+        # "cuda" is the device that is current now, with its number.
+        return torch.empty(0, device=self._device).device
 
     def _known(self, piece: Any) -> list[Tensor]:
         """What is there whether or not a chunk's graph is kept."""
@@ -196,16 +209,28 @@ class Cached:
         return [parameter for module in self._modules for parameter in module.parameters()]
 
     def _warn_of_batch_norm(self) -> None:
-        if self._warned or not batch_norms(self._modules):
-            return
-        self._warned = True
-        warnings.warn(
-            f"the encoder holds batch normalisation in training mode: it normalises over each chunk of {self.chunk} rows, not "
-            "over the batch, so the result depends on the chunk. Its running statistics are updated once for every chunk, not "
-            "again when it is "
-            "recomputed. LayerNorm or GroupNorm, or batch normalisation in eval mode, do not depend on it",
-            stacklevel=4,
-        )
+        if batch_norms(self._modules):
+            self._warn(
+                f"the encoder holds batch normalisation in training mode: it normalises over each chunk of {self.chunk} rows, not "
+                "over the batch, so the result depends on the chunk. Its running statistics are updated once for every chunk, not "
+                "again when it is recomputed. LayerNorm or GroupNorm, or batch normalisation in eval mode, do not depend on it"
+            )
+
+    def _warn_of_rounding(self, total: int) -> None:
+        count = -(-total // self.chunk) if torch.is_grad_enabled() else 1
+        dtypes = {p.dtype for p in self._parameters() if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)}
+        if dtypes and count >= MANY:
+            self._warn(
+                f"weights in {' and '.join(sorted(map(str, dtypes)))} have their gradients of {count} chunks summed up in that "
+                "precision, so the result depends on the chunk: keep the weights in float32 and use autocast, or a larger chunk"
+            )
+
+    def _warn(self, sentence: str) -> None:
+        """Says it once, at the line that called the encoder."""
+        kind = sentence[:20]
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warnings.warn(sentence, stacklevel=CALLER)
 
 
 def check_chunk(chunk: object) -> int:

@@ -17,25 +17,21 @@ from torch.nn.parallel import DistributedDataParallel
 from ..ring import Ring
 
 
-def modules_in(call: Callable[..., Any]) -> list[nn.Module]:
-    """The modules that a callable is, belongs to or refers to: a Module, its method, a partial, a function around them."""
+def modules_in(call: Any) -> list[nn.Module]:
+    """The modules that a callable is, belongs to or refers to: a Module, its method, a partial, a function or object with them."""
     if isinstance(call, nn.Module):
         return [call]
     if isinstance(call, functools.partial):
-        bound = [value for value in (*call.args, *call.keywords.values()) if isinstance(value, nn.Module)]
-        return modules_in(call.func) + bound
-    if inspect.ismethod(call):
-        return [call.__self__] if isinstance(call.__self__, nn.Module) else modules_in(call.__func__)
-    if inspect.isfunction(call):
+        parts = [call.func, *(value for value in (*call.args, *call.keywords.values()) if isinstance(value, nn.Module))]
+    elif inspect.ismethod(call):
+        return modules_in(call.__self__)
+    elif inspect.isfunction(call):
         names = inspect.getclosurevars(call)
         seen = [*names.nonlocals.values(), *names.globals.values()]
-        return [module for value in seen for module in ([value] if isinstance(value, nn.Module) else _owner(value))]
-    return []
-
-
-def _owner(value: Any) -> list[nn.Module]:
-    owner = getattr(value, "__self__", None) if inspect.ismethod(value) else None
-    return [owner] if isinstance(owner, nn.Module) else []
+        parts = [value for value in seen if isinstance(getattr(value, "__self__", value), nn.Module)]
+    else:
+        parts = [value for value in getattr(call, "__dict__", {}).values() if isinstance(value, nn.Module)]
+    return [module for part in parts for module in modules_in(part)]
 
 
 def submodules(modules: list[nn.Module]) -> list[nn.Module]:
