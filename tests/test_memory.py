@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -22,17 +23,31 @@ def work(loss: str, rows: int, tile: int, options: dict) -> None:
     getattr(megabatch, loss)(x, y, *scalars, tile=tile, **options).backward()
 
 
-def child(pipe, loss: str, rows: int, tile: int, options: dict) -> None:
+def encode(rows: int, chunk: int, keep: int) -> None:
+    """A step through a deep and narrow tower: 64 numbers for each row and layer, 8 for its embedding."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(16) for layer in (torch.nn.Linear(64, 64), torch.nn.Tanh())]
+    tower = torch.nn.Sequential(*layers, torch.nn.Linear(64, 8))
+    z = megabatch.cached(lambda x: tower(x.expand(-1, 64)), chunk=chunk, keep=keep)(torch.randn(rows, 1))
+    z.square().mean().backward()
+
+
+def child(pipe, work: Callable[..., None], small: tuple, args: tuple) -> None:
     torch.set_num_threads(1)
-    work(loss, 64, 4096, options)
+    work(*small)
     # Inputs are made inside: they are O(rows) as well, and allocating them beforehand could hide pages that the work reuses.
-    pipe.send(peak_of(lambda: work(loss, rows, tile, options), "cpu").extra_bytes)
+    pipe.send(peak_of(lambda: work(*args), "cpu").extra_bytes)
 
 
 def peak(loss: str, rows: int, tile: int, options: dict | None = None) -> int:
+    return measured(work, (loss, 64, 4096, options or {}), (loss, rows, tile, options or {}))
+
+
+def measured(work: Callable[..., None], small: tuple, args: tuple) -> int:
+    """The peak of work(*args) in a fresh process that has run work(*small)."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=child, args=(there, loss, rows, tile, options or {}))
+    process = context.Process(target=child, args=(there, work, small, args))
     process.start()
     assert here.poll(120)
     result = here.recv()
@@ -60,3 +75,18 @@ def test_extra_memory_grows_linearly_at_most(loss, options):
 
 def test_the_tile_sets_the_working_memory():
     assert peak("clip_loss", 6000, 32 * MIB) - peak("clip_loss", 6000, 2 * MIB) > 20 * MIB
+
+
+def test_encoders_take_the_memory_of_a_chunk_and_of_what_is_kept():
+    rows, activations = 32768, 16 * 64 * 4
+    cases = ((rows, 0), (1024, 0), (1024, 16))
+    whole, small, kept = (measured(encode, (64, 16, 1), (rows, chunk, keep)) for chunk, keep in cases)
+    assert whole > rows * activations > 8 * small
+    # Half of the chunks kept: half of the activations, and one chunk recomputed.
+    assert 0.4 * rows * activations < kept < 0.8 * rows * activations
+
+
+def test_at_one_chunk_more_rows_add_their_embeddings_only():
+    few, many = (measured(encode, (64, 16, 1), (rows, 1024, 0)) for rows in (8192, 65536))
+    # Input, embedding, its gradient and what comes between: fewer than ten numbers of eight for each row.
+    assert many - few < (65536 - 8192) * 8 * 4 * 10 + 4 * MIB
