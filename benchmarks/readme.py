@@ -1,6 +1,6 @@
-"""Writes the README's tables from the kept rows: `python -m benchmarks.readme`.
+"""Writes the tables of the README and of docs/ from the kept rows: `python -m benchmarks.readme`.
 
-A table stands between `<!-- table: FILE -->` and `<!-- end -->`.
+A table stands between `<!-- table: FILE -->` and `<!-- end -->`; `FILE#CASE` takes the rows of one case of `benchmarks.encoders`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,15 @@ PLACE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 def with_tables(text: str) -> str:
     """The text with every table as the rows that it names give it."""
-    return PLACE.sub(lambda place: f"{place[1]}{report.markdown(report.read_rows(ROOT / place[2]))}\n{place[3]}", text)
+    return PLACE.sub(lambda place: f"{place[1]}{_table(place[2])}\n{place[3]}", text)
+
+
+def _table(name: str) -> str:
+    file, _, case = name.partition("#")
+    rows = report.read_rows(ROOT / file)
+    return report.markdown([row for row in rows if row["case"] == case] if case else rows)
 
 
 if __name__ == "__main__":
-    readme = ROOT / "README.md"
-    readme.write_text(with_tables(readme.read_text()))
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        page.write_text(with_tables(page.read_text()))

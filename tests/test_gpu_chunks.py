@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import megabatch
+from megabatch.chunks.memory import release
 from megabatch.chunks.replay import Replay
 
 pytestmark = [
@@ -95,7 +96,7 @@ def test_an_encoder_that_moves_its_inputs_itself_is_replayed_too():
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:TensorFloat32 tensor cores:UserWarning")
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_compiled_with_inductor(dtype):
     model, x = tower(), torch.randn(32, 64, device="cuda")
@@ -134,7 +135,7 @@ def use(total: float) -> contextmanager:
 
     @contextmanager
     def limited() -> Iterator[None]:
-        torch.cuda.empty_cache()
+        release()
         _, whole = torch.cuda.mem_get_info()
         torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + total * MIB) / whole)
         try:
@@ -149,7 +150,7 @@ def use(total: float) -> contextmanager:
 def test_auto_keeps_more_where_there_is_more(monkeypatch):
     monkeypatch.setattr("megabatch.chunks.memory.SPARE", 0.0005)
     kept = []
-    for total in (400, 700, 3000):
+    for total in (300, 450, 3000):
         model = tower(depth=8, width=1024)
         x = torch.randn(8192, 1024).pin_memory()
         encode = megabatch.cached(model, chunk=512, keep="auto", device="cuda")
@@ -159,7 +160,7 @@ def test_auto_keeps_more_where_there_is_more(monkeypatch):
                 model.zero_grad()
                 encode(x).square().mean().backward()
         kept.append(encode.kept)
-    assert kept[0] < kept[1] < kept[2] == 16
+    assert 0 < kept[0] < kept[1] < kept[2] == 16, kept
 
 
 def test_a_device_that_is_really_out_of_memory_is_survived():

@@ -5,14 +5,19 @@ from __future__ import annotations
 import doctest
 import inspect
 import re
+import sys
 
 import torch
 
+import megabatch.chunks.accumulate
+import megabatch.chunks.cached
+import megabatch.chunks.repeat
 import megabatch.losses.clip
 import megabatch.losses.siglip
 from benchmarks.readme import PLACE, ROOT, with_tables
 
 README = (ROOT / "README.md").read_text()
+PAGES = ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))
 
 
 def test_the_tables_are_those_of_the_kept_rows():
@@ -20,11 +25,13 @@ def test_the_tables_are_those_of_the_kept_rows():
     assert with_tables(README) == README
 
 
-def test_the_first_example_runs():
-    example = re.search(r"```python\n(import torch.*?)```", README, re.DOTALL)[1]
+def test_the_examples_of_losses_and_encoders_run():
+    first, _, encoders = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[:3]
     names: dict = {}
-    exec(example, names)
+    exec(first, names)
     assert names["x"].grad.isfinite().all() and names["scale"].grad.isfinite() and names["bias"].grad.isfinite()
+    exec(encoders, names)
+    assert all(p.grad.isfinite().all() for p in names["tower"].parameters())
 
 
 def test_the_options_that_it_lists_exist():
@@ -34,13 +41,17 @@ def test_the_options_that_it_lists_exist():
 
 
 def test_links_and_pictures_are_there():
-    for target in re.findall(r"\]\(([^)]+)\)", README):
-        assert "://" in target or (ROOT / target).exists(), target
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+            assert "://" in target or (page.parent / target).exists(), target
 
 
 def test_the_examples_in_docstrings_run():
     torch.manual_seed(0)
-    for module in (megabatch.losses.clip, megabatch.losses.siglip):
+    losses = megabatch.losses.clip, megabatch.losses.siglip
+    # By their names in sys.modules: the package offers functions that are called as their modules.
+    chunks = (sys.modules[f"megabatch.chunks.{name}"] for name in ("cached", "accumulate", "repeat"))
+    for module in (*losses, *chunks):
         functions = [f for f in vars(module).values() if getattr(f, "__module__", "") == module.__name__ and f.__doc__]
         parser, runner = doctest.DocTestFinder(), doctest.DocTestRunner()
         tests = [t for f in functions for t in parser.find(f, f.__name__, globs={}) if t.examples]

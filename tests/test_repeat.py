@@ -176,6 +176,21 @@ def test_forward_alone_is_survived_without_the_wrapper():
     assert torch.allclose(z, model()(data(0)[0]))
 
 
+def test_a_second_try_draws_and_counts_as_if_it_were_the_first():
+    def go(where: str, chunk: int) -> list[Tensor]:
+        tower = model(where)
+        tower[1].train()
+        tower.insert(0, nn.Dropout(0.5))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.manual_seed(2)
+            z = megabatch.cached(tower, chunk=chunk)(data(0)[0])
+        z.sum().backward()
+        return [z, *(p.grad for p in tower.parameters()), *tower.buffers(), torch.get_rng_state()]
+
+    assert all(map(torch.equal, go("nowhere", 3), go("forward", 12)))
+
+
 def test_a_failed_forward_leaves_the_chunk_as_it_was():
     tower = model("forward", limit=0)
     encode = megabatch.cached(tower, chunk=8)

@@ -1,0 +1,103 @@
+"""The gradient that every scheme has to meet before it is timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks.encoder_model import Batch, Clip
+from benchmarks.encoder_peers import Scheme, TwoPass, Uncached
+from megabatch import reference
+
+Gradients = dict[str, Tensor | None]
+
+# How many times the error of a plain PyTorch step in the same precision a scheme may have: the luck of rounding, which is larger
+# where errors are tiny. A lost chunk or a factor is off by more than a percent.
+SLACK = {"float32": 10.0, "bfloat16": 3.0}
+# The scale's gradient is one number, whose rounding has no average; mistakes in it are whole factors.
+SCALE_TOLERANCE = 0.01
+
+
+class Truth(NamedTuple):
+    """A small batch, gradients of a few weights for it in a higher precision, and how far off plain steps are.
+
+    `own` holds the largest relative error of a plain PyTorch step for each precision that schemes are checked in.
+    """
+
+    batch: Batch
+    gradients: Gradients
+    own: dict[str, float]
+
+
+def truth(clip: Clip, batch: Batch) -> Truth:
+    """What an uncached step gives in float64, with the loss as its formula."""
+    clip.use("float64")
+    embeddings = clip.image(batch.images.to(clip.device)), clip.text(batch.texts.to(clip.device))
+    reference.clip_loss(*embeddings, clip.log_scale.exp()).backward()
+    exact = _take_gradients(clip)
+    own = {}
+    for precision in ("float32", "bfloat16"):
+        clip.use(precision)
+        own[precision] = _worst(gradients_of(Uncached(clip, len(batch.images)), batch), exact)
+    return Truth(batch, exact, own)
+
+
+def truth_in_chunks(clip: Clip, batch: Batch, chunk: int) -> Truth:
+    """What a two-pass step gives in float32: for a batch that does not fit uncached."""
+    clip.use("float32")
+    exact = gradients_of(TwoPass(clip, chunk), batch)
+    clip.use("bfloat16")
+    return Truth(batch, exact, {"bfloat16": _worst(gradients_of(TwoPass(clip, chunk), batch), exact)})
+
+
+def check(clip: Clip, make: Callable[[], Scheme], expected: Truth) -> dict[str, Any]:
+    """Whether a scheme's gradients meet the truth, its errors, and its gradient of the scale as a factor of the true one."""
+    found: dict[str, Any] = {"right": True, "errors": {}, "own_errors": expected.own, "check_pairs": len(expected.batch.images)}
+    for precision, own in expected.own.items():
+        clip.use(precision)
+        scheme = make()
+        gradients = gradients_of(scheme, expected.batch)
+        worst = found["errors"][precision] = _worst(gradients, expected.gradients)
+        # A comparison with NaN is false: NaN is refused.
+        found["right"] = found["right"] and worst <= SLACK[precision] * own
+        given = gradients["log_scale"]
+        factor = None if given is None else float(given / expected.gradients["log_scale"])
+        found.setdefault("scale_factor", factor)
+        if scheme.scale_is_trained and precision == "float32":
+            found["right"] = found["right"] and factor is not None and abs(factor - 1) <= SCALE_TOLERANCE
+    clip.use("bfloat16")
+    return found
+
+
+def gradients_of(scheme: Scheme, batch: Batch) -> Gradients:
+    """The gradients of a few weights after a step, in float64 on the host."""
+    for _ in range(scheme.repeats):
+        scheme.clip.zero_grad()
+        scheme.step(batch)
+    return _take_gradients(scheme.clip)
+
+
+def _take_gradients(clip: Clip) -> Gradients:
+    """The gradients of the scale and of five matrices of each tower, from its first to its last; the clip has none afterwards."""
+    chosen = {"log_scale": clip.log_scale}
+    for tower in ("image", "text"):
+        # Matrices only: the bias of a key has no gradient but rounding, since a softmax does not see it.
+        matrices = [(name, weight) for name, weight in getattr(clip, tower).named_parameters() if weight.ndim > 1]
+        chosen |= {f"{tower}.{name}": weight for name, weight in (matrices[k * (len(matrices) - 1) // 4] for k in range(5))}
+    taken = {name: None if weight.grad is None else weight.grad.double().cpu() for name, weight in chosen.items()}
+    clip.zero_grad()
+    return taken
+
+
+def _worst(gradients: Gradients, exact: Gradients) -> float:
+    """The largest relative error among the towers' weights; 1 where a gradient is missing."""
+    errors = []
+    for name, wanted in exact.items():
+        given = gradients[name]
+        if name != "log_scale":
+            errors.append(1.0 if given is None else float((given - wanted).norm() / wanted.norm()))
+    # Unlike Python's max, this keeps NaN.
+    return float(torch.tensor(errors).max())
