@@ -258,7 +258,8 @@ def test_ranks_give_the_gradient_of_all_tokens_and_exchange_it_once(world, size,
         for loss, grads, counts in world.run(size, sharded_step, wrapper, chunk, empty and size > 1):
             assert close(want, [loss, *grads])
             exchanges.add(counts["_reduce_scatter_base_" if wrapper == "fsdp" else "allreduce_"])
-    assert len(exchanges) == 1 and min(exchanges) > 0, "whatever the number of chunks"
+    # FSDP2 on one rank has nothing to exchange.
+    assert len(exchanges) == 1 and (min(exchanges) > 0 or size == 1), "whatever the number of chunks"
 
 
 class Switch(nn.Module):

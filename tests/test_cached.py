@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -238,7 +238,9 @@ def forgetful(self):
 def test_every_case_above_needs_the_replay(recipe, monkeypatch):
     expected = run(recipe, in_chunks)
     monkeypatch.setattr(Replay, "again", forgetful)
-    assert not same(expected, run(recipe, functools.partial(megabatch.cached, chunk=CHUNK)))
+    # Without autocast backward meets other dtypes than forward left.
+    with suppress(RuntimeError):
+        assert not same(expected, run(recipe, functools.partial(megabatch.cached, chunk=CHUNK)))
 
 
 @given(rows=st.integers(0, 13), chunk=st.integers(1, 15), keep=st.integers(0, 5))
@@ -256,18 +258,6 @@ def test_any_chunk_gives_the_gradient_of_the_whole_batch(rows, chunk, keep):
         assert torch.allclose(a, b, rtol=1e-10, atol=1e-12)
 
 
-def test_every_row_goes_through_once_forward_and_once_more_in_backward_unless_kept():
-    seen = []
-    model = tower()
-    model.register_forward_hook(lambda module, args, output: seen.append(len(args[0])))
-    encode = megabatch.cached(model, chunk=4, keep=1)
-    z = encode(batch(9))
-    assert seen == [4, 4, 1] and encode.kept == 1
-    z.sum().backward()
-    # A recomputation stops at the last activation that backward needs, so its forward hook never comes.
-    assert seen == [4, 4, 1]
-
-
 def recomputed(model: nn.Sequential) -> list[int]:
     """Fills up with the rows of every run of the model's first layer."""
     rows: list[int] = []
@@ -279,8 +269,9 @@ def recomputed(model: nn.Sequential) -> list[int]:
 def test_the_last_chunks_are_the_ones_that_are_kept(keep, again):
     model = tower()
     rows = recomputed(model)
-    z = megabatch.cached(model, chunk=4, keep=keep)(batch(9))
-    assert rows == [4, 4, 1]
+    encode = megabatch.cached(model, chunk=4, keep=keep)
+    z = encode(batch(9))
+    assert rows == [4, 4, 1] and encode.kept == keep
     z.sum().backward()
     assert rows[3:] == again
 
@@ -380,6 +371,103 @@ def test_buffers_are_updated_once_for_every_chunk_and_batch_norm_is_warned_of():
         found = go(lambda model: megabatch.cached(model, chunk=4))
     assert same(expected, found)
     assert found[-1] == 3, "num_batches_tracked: one for each chunk"
+
+
+def test_weights_that_change_before_backward_are_an_error_as_without_it():
+    model = tower()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    z = megabatch.cached(model, chunk=4)(batch())
+    (model(batch()) ** 2).sum().backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="weights were changed between forward and backward"):
+        z.sum().backward()
+
+
+def test_an_optimizer_that_steps_inside_backward_is_none():
+    """Each weight is updated as soon as its gradient is complete, which is when no chunk needs it any more."""
+    found = []
+    updates: list[Tensor] = []
+
+    def update(p: Tensor) -> None:
+        updates.append(p)
+        with torch.no_grad():
+            p.sub_(0.1 * p.grad)
+
+    for chunk in (3, 100):
+        model = tower(dropout=0.0)
+        updates.clear()
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(update)
+        (megabatch.cached(model, chunk=chunk)(batch()) ** 2).sum().backward()
+        assert len(updates) == 6
+        found.append(list(model.parameters()))
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*found, strict=True))
+
+
+def test_an_encoder_that_does_something_else_when_it_runs_again_is_found_out():
+    model, calls = tower(), []
+
+    def fickle(x: Tensor) -> Tensor:
+        calls.append(1)
+        return model(x) if len(calls) < 4 else model[0](x)[:, :5]
+
+    z = megabatch.cached(fickle, chunk=4)(batch())
+    with pytest.raises(RuntimeError, match="did something else when it was run again"):
+        z.sum().backward()
+
+
+class AsksTwice(torch.autograd.Function):
+    """Reads what it saved twice in backward, as Functions may."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x, x * 2)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.saved_tensors[0]
+        return grad * x.cos() + 0 * ctx.saved_tensors[1]
+
+
+def test_a_function_may_read_what_it_saved_more_than_once():
+    model = tower()
+
+    def go(wrap: Wrap) -> list[Tensor]:
+        model.zero_grad()
+        torch.manual_seed(0)
+        z = wrap(lambda x: AsksTwice.apply(model(AsksTwice.apply(x * 2))))(batch())
+        z.sum().backward()
+        return [z, *gradients(model)]
+
+    assert same(go(in_chunks), go(lambda f: megabatch.cached(f, chunk=CHUNK)))
+
+
+def test_gradients_of_gradients_go_through():
+    model = tower().double()
+
+    def go(wrap: Wrap) -> list[Tensor]:
+        model.zero_grad()
+        torch.manual_seed(0)
+        x = batch().double().requires_grad_()
+        (slope,) = torch.autograd.grad((wrap(model)(x) ** 3).sum(), x, create_graph=True)
+        (slope**2).sum().backward()
+        return [slope.detach(), *gradients(model)]
+
+    for a, b in zip(go(in_chunks), go(lambda f: megabatch.cached(f, chunk=CHUNK)), strict=True):
+        assert torch.allclose(a, b, rtol=1e-10)
+
+
+def test_the_default_device_of_forward_is_that_of_the_recomputation():
+    model, x = tower(), batch()
+
+    def encoder(x: Tensor) -> Tensor:
+        return model(x) if torch.get_default_device().type == "meta" else x[:, :5]
+
+    with torch.device("meta"):
+        z = megabatch.cached(encoder, chunk=4)(x)
+    z.sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
 
 
 def test_warnings_point_at_the_line_that_called_the_encoder():

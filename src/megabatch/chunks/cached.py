@@ -9,14 +9,14 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from ..losses.autograd import outside_graphs
 from ..ring import Ring
 from . import attempt, rows
 from .keep import Keep, KeepAuto
 from .memory import is_out_of_memory, release
-from .replay import Buffer, Replay, buffers_of, current_accelerator
+from .recompute import recomputed
+from .replay import Buffer, Replay, buffers_of, current_accelerator, versions_of
 from .wrappers import batch_norms, find_ddp, meeting_rings, modules_in, no_sync, run_once, submodules
 
 # From so many chunks on, a sum of their gradients in half precision is worth a word.
@@ -95,7 +95,7 @@ class Cached:
         """The outputs for all rows, in smaller chunks if there is no memory for these."""
         self._warn_of_batch_norm()
         self._warn_of_rounding(rows.rows_of(inputs))
-        start = Replay(self._devices(inputs), self._buffers())
+        start = Replay(self._devices(inputs), self._buffers(), versions_of(self._parameters()))
         taking_part = attempt.current.get()
         if taking_part is not None:
             taking_part.starts.append(start)
@@ -137,7 +137,7 @@ class Cached:
             if not recording:
                 outputs.append(self._chunk(piece))
             elif index < count - kept:
-                replay = start if index == 0 else Replay(start.generators, self._buffers())
+                replay = start if index == 0 else Replay(start.generators, self._stateful or (), start.weights)
                 outputs.append(self._recomputed(piece, replay, device))
             else:
                 # Of the kept ones the last is the first that backward needs: it comes and goes without raising the peak.
@@ -149,23 +149,19 @@ class Cached:
 
     def _recomputed(self, piece: Any, replay: Replay, device: torch.device) -> Any:
         """The outputs of one chunk without its activations: backward runs it again from the state that it starts from."""
-        again = False
 
-        def run(piece: Any) -> Any:
-            nonlocal again
+        def run(again: bool) -> Any:
             self._keep.look(device)
             with replay.again() if again else nullcontext():
-                again = True
                 return self._chunk(piece)
 
-        # Not torch's own replay of generators: it knows those of the inputs' devices, and the inputs may still be on the host.
-        return checkpoint(run, piece, use_reentrant=False, preserve_rng_state=False)
+        return recomputed(run)
 
     def _chunk(self, piece: Any) -> Any:
         # Autocast keeps its reduced-precision copies of the weights between chunks; their gradients would then be summed up over
         # all chunks in that precision. With a copy for each chunk, they are summed up in the weights' own.
         torch.clear_autocast_cache()
-        versions = [(tensor, tensor._version) for tensor in rows.tensors_of(piece) if not tensor.is_inference()]
+        versions = versions_of(rows.tensors_of(piece))
         args, kwargs = piece if self._device is None else rows.map_tensors(piece, self._bring)
         outputs = self._encoder(*args, **kwargs)
         if any(tensor._version != version for tensor, version in versions):

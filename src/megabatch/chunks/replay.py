@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
@@ -28,18 +28,27 @@ def buffers_of(modules: Iterable[nn.Module]) -> list[Buffer]:
     return [Buffer(module, name) for module in modules for name, value in module._buffers.items() if value is not None]
 
 
-class Replay:
-    """The state at this moment of the generators of `devices`, of autocast there and of the `buffers`."""
+def versions_of(tensors: Iterable[Tensor]) -> list[tuple[Tensor, int]]:
+    """Each tensor with the count of in-place changes to it; those made under inference mode have none."""
+    return [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
 
-    def __init__(self, devices: Iterable[torch.device], buffers: Iterable[Buffer]) -> None:
+
+class Replay:
+    """The state at this moment of the generators of `devices`, of autocast there, of the default device and of the `buffers`.
+
+    `weights` come with the version that they have; they cannot be put back, but it can be seen that they were changed.
+    """
+
+    def __init__(
+        self, devices: Iterable[torch.device], buffers: Iterable[Buffer], weights: Sequence[tuple[Tensor, int]] = ()
+    ) -> None:
+        self.weights = weights
         self.generators = {device: get_generator(device) for device in devices}
         self.buffers = {buffer: buffer.tensor.clone() for buffer in buffers}
-        # torch's checkpoint keeps autocast's state for the CPU and for the device that it sees among the inputs; these may be on
-        # the host and travel to another one.
-        types = {device.type for device in self.generators if device.type != "cpu"}
+        self.default_device = torch.get_default_device()
         self.autocast = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-            for kind in types
+            for kind in dict.fromkeys(device.type for device in self.generators)
             if torch.amp.is_autocast_available(kind)
         ]
         self.autocast_cache = torch.is_autocast_cache_enabled()
@@ -47,9 +56,17 @@ class Replay:
     @contextmanager
     def again(self) -> Iterator[None]:
         """This state, and afterwards the one before: what is drawn or counted in between leaves no trace."""
+        if any(tensor._version != version for tensor, version in self.weights):
+            raise RuntimeError(
+                "weights were changed between forward and backward, which runs the encoder again and would use the new ones: call "
+                "backward before the optimizer's step"
+            )
         before = {device: get_generator(device) for device in self.generators}
         originals = {buffer: buffer.tensor for buffer in self.buffers}
+        # Backward may run on another thread, which knows nothing of what was set on the one that ran forward.
         with ExitStack() as contexts:
+            if torch.get_default_device() != self.default_device:
+                contexts.enter_context(self.default_device)
             for kind, dtype, enabled in self.autocast:
                 contexts.enter_context(torch.autocast(kind, dtype, enabled, self.autocast_cache))
             try:
