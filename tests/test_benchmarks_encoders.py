@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import encoder_peers, encoders, report
+from benchmarks import encoder_peers, encoders, overhead, report
 from benchmarks.encoder_model import Batch
 from benchmarks.encoder_peers import Accumulation, Scheme, TwoPass
 from benchmarks.encoders import Bench, Case
@@ -204,3 +204,14 @@ def test_bad_arguments_get_one_line(option: str, value: str, capsys: pytest.Capt
     with pytest.raises(SystemExit, match="2"):
         encoders.main([option, value])
     assert value in capsys.readouterr().err
+
+
+def test_the_overhead_of_recomputation_is_measured_on_equal_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overhead, "STEPS", 1)
+    monkeypatch.setattr(overhead, "DEPTH", 2)
+    threads = torch.get_num_threads()
+    try:
+        overhead.main(tmp_path / "rows.jsonl")
+    finally:
+        torch.set_num_threads(threads)
+    assert [row["way"] for row in report.read_rows(tmp_path / "rows.jsonl")] == ["megabatch", "torch.utils.checkpoint", "two-pass"]

@@ -15,14 +15,35 @@ import megabatch.chunks.repeat
 import megabatch.losses.clip
 import megabatch.losses.siglip
 from benchmarks.readme import PLACE, ROOT, with_tables
+from benchmarks.report import read_rows
 
 README = (ROOT / "README.md").read_text()
 PAGES = ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))
 
 
 def test_the_tables_are_those_of_the_kept_rows():
-    assert len(PLACE.findall(README)) == 4
-    assert with_tables(README) == README
+    assert len(PLACE.findall(README)) == 5
+    for page in PAGES:
+        assert with_tables(page.read_text()) == page.read_text(), page.name
+
+
+def test_the_ratios_of_encoders_are_those_of_the_kept_rows():
+    rows = {
+        (row["case"], row["pairs"], row["chunk"], row["keep"]): row
+        for row in read_rows(ROOT / "benchmarks/results/encoders-cuda.jsonl")
+        if row["contestant"] == "megabatch"
+    }
+
+    def faster(chunk: int) -> float:
+        return rows["chunks", 512, chunk, 0]["seconds"] / rows["chunks", 512, chunk, "auto"]["seconds"]
+
+    plain = rows["contestants", 2048, 256, 0]
+    more = rows["large", 65536, 256, 0]["peak_allocated_mib"] - plain["peak_allocated_mib"]
+    compiled = plain["seconds"] / rows["compiled", 2048, 256, 0]["seconds"]
+    text = " ".join(README.split())
+    assert f"{faster(256):.2f} times as fast as `keep=0` in chunks of 256, and {faster(64):.2f} times in chunks of 64" in text
+    assert f"65,536 pairs take {more / 1024:.1f} GiB more than 2,048" in text
+    assert f"`torch.compile` makes a step {compiled:.2f} times as fast" in text
 
 
 def test_the_examples_of_losses_and_encoders_run():
