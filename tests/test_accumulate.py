@@ -75,6 +75,20 @@ def test_tokens_weigh_the_same_whatever_chunk_they_are_in(chunk):
     assert close(expected(x, labels), [loss, *(p.grad for p in net.parameters())])
 
 
+def test_chunks_without_terms_are_left_out():
+    """A mean over nothing, as one writes it by hand, has gradients that are not numbers."""
+    x, labels = tokens(26)
+    net = model()
+
+    def by_hand(x: Tensor, labels: Tensor) -> Tensor:
+        mask = labels != IGNORED
+        every = F.cross_entropy(net(x).flatten(0, -2), labels.clamp(min=0).flatten(), reduction="none")
+        return (every * mask.flatten()).sum() / mask.sum()
+
+    loss = megabatch.accumulate(by_hand, net, chunk=1, count=labelled)(x, labels)
+    assert close(expected(x, labels), [loss, *(p.grad for p in net.parameters())])
+
+
 def test_the_mean_of_means_is_something_else():
     """The classic mistake: chunks with few tokens weigh as much as those with many."""
     x, labels = tokens(26)
@@ -218,17 +232,18 @@ def test_bad_arguments_are_named():
         megabatch.accumulate(mean_loss(net), mean_loss(net), chunk=2)
 
 
-def part(rank: int, size: int, tensors: tuple[Tensor, ...], *, empty: bool = False) -> list[Tensor]:
-    """Unequal shards; with `empty`, the last rank holds only sequences without labels."""
+def part(rank: int, size: int, tensors: tuple[Tensor, ...], last: str) -> list[Tensor]:
+    """Unequal shards; the last of several ranks may hold only sequences without labels, or nothing."""
     rows = len(tensors[0])
     cuts = [0, *(rows * (r + 1) // size - (r + 1 < size) for r in range(size))]
     x, labels = (t[cuts[rank] : cuts[rank + 1]] for t in tensors)
-    if empty and rank == size - 1:
-        labels = torch.full_like(labels, IGNORED)
+    if size > 1 and rank == size - 1:
+        x, labels = (x[:0], labels[:0]) if last == "no rows" else (x, labels)
+        labels = torch.full_like(labels, IGNORED) if last == "no labels" else labels
     return [x, labels]
 
 
-def sharded_step(rank: int, size: int, wrapper: str, chunk: int, empty: bool) -> Any:
+def sharded_step(rank: int, size: int, wrapper: str, chunk: int, last: str) -> Any:
     net = model()
     if wrapper == "fsdp":
         fully_shard(net[0])
@@ -236,7 +251,7 @@ def sharded_step(rank: int, size: int, wrapper: str, chunk: int, empty: bool) ->
     else:
         wrapped = DDP(net, find_unused_parameters=wrapper == "unused")
     step = megabatch.accumulate(mean_loss(wrapped), wrapped, chunk=chunk, count=labelled)
-    inputs = part(rank, size, tokens(26), empty=empty)
+    inputs = part(rank, size, tokens(26), last)
     step(*inputs)
     net.zero_grad()
     values: list[Tensor] = []
@@ -246,16 +261,13 @@ def sharded_step(rank: int, size: int, wrapper: str, chunk: int, empty: bool) ->
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("wrapper", ["ddp", "unused", "fsdp"])
-@pytest.mark.parametrize("empty", [False, True])
-def test_ranks_give_the_gradient_of_all_tokens_and_exchange_it_once(world, size, wrapper, empty):
-    x, labels = tokens(26)
-    if empty and size > 1:
-        pieces = [part(rank, size, (x, labels), empty=True) for rank in range(size)]
-        labels = torch.cat([piece[1] for piece in pieces])
+@pytest.mark.parametrize("last", ["rows", "no labels", "no rows"])
+def test_ranks_give_the_gradient_of_all_tokens_and_exchange_it_once(world, size, wrapper, last):
+    x, labels = map(torch.cat, zip(*(part(rank, size, tokens(26), last) for rank in range(size)), strict=True))
     want = expected(x, labels)
     exchanges = set()
     for chunk in (3, 100):
-        for loss, grads, counts in world.run(size, sharded_step, wrapper, chunk, empty and size > 1):
+        for loss, grads, counts in world.run(size, sharded_step, wrapper, chunk, last):
             assert close(want, [loss, *grads])
             exchanges.add(counts["_reduce_scatter_base_" if wrapper == "fsdp" else "allreduce_"])
     # FSDP2 on one rank has nothing to exchange.
@@ -287,6 +299,16 @@ def test_parameters_that_only_an_early_chunk_uses_are_exchanged_too(world):
     first, second = world.run(2, switched)
     assert close(first, second)
     assert all(grad.abs().sum() > 0 for grad in first)
+
+
+def nothing_on_one_rank(rank: int, size: int) -> str:
+    ddp = DDP(model())
+    step = megabatch.accumulate(mean_loss(ddp), ddp, chunk=4)
+    return error_of(lambda: step.over([] if rank else [(data(8), {})]))
+
+
+def test_a_rank_without_micro_batches_is_an_error_on_all(world):
+    assert all("a rank has no micro-batch at all" in message for message in world.run(2, nothing_on_one_rank))
 
 
 def unwrapped(rank: int, size: int) -> list[Any]:

@@ -17,7 +17,7 @@ from ..ring import Group, Ring
 from . import attempt, rows
 from .cached import check_chunk
 from .replay import Replay, buffers_of, current_accelerator
-from .wrappers import exchange_gradients, fsdp_roots, meeting_rings, no_sync, submodules
+from .wrappers import fsdp_roots, meeting_rings, no_sync, submodules
 
 # Parts of a mean over samples differ by rounding (a few percent in bf16), those of a contrastive loss by half and more.
 COUPLED = 0.2
@@ -42,7 +42,8 @@ def accumulate(
     count: from the same arguments to the number of terms in that mean; None: the rows. For language models, the tokens that have a
         label: chunks with more of them weigh more, and the mean is that of all tokens on all ranks.
     scaler: multiplies the loss before backward, for fp16.
-    group: where the model is in no wrapper that exchanges gradients, None states that this process is alone.
+    group: where the model is in no wrapper that exchanges gradients: None for this process alone, or the ranks over which you
+        average them yourself afterwards.
     check: at the first call, try on a few rows that the loss is a mean over samples; it costs two small forwards.
 
     Afterwards the gradients are those of the large batch: clip, step, average weights and advance schedules once, as after any
@@ -89,6 +90,8 @@ class Accumulated:
         probe = self._probe(pieces)
         facts = ring.gather([sum(counts), len(pieces), probe is not None], self._device())
         total = sum(each[0] for each in facts)
+        if any(each[1] == 0 for each in facts):
+            raise ValueError("a rank has no micro-batch at all: pass it one without rows, so that it takes part in the exchange")
         if total == 0:
             raise ValueError("the batch has 0 terms to average over, on all ranks: skip the step when there is no data")
         if probe is not None and all(each[2] for each in facts):
@@ -108,7 +111,7 @@ class Accumulated:
 
     def _accumulate(self, pieces: Sequence[Any], shares: Sequence[float], ring: Ring) -> Tensor:
         mean = torch.zeros((), device=self._device())
-        deferred = self._deferred()
+        deferred = self._take_part()
         with no_sync(self._model) if deferred else nullcontext():
             for index, ((args, kwargs), share) in enumerate(zip(pieces, shares, strict=True)):
                 last = index == len(pieces) - 1
@@ -126,21 +129,17 @@ class Accumulated:
             # Other ranks may not have come this far.
             taking_part.afterwards[id(mean)] = lambda: ring.sum(mean)
             return mean
-        if deferred:
-            assert isinstance(self._model, DistributedDataParallel)
-            exchange_gradients(self._model)
         return ring.sum(mean)
 
-    def _deferred(self) -> bool:
-        """Whether gradients are exchanged after the last backward rather than in it."""
-        ddp = self._model if isinstance(self._model, DistributedDataParallel) else None
+    def _take_part(self) -> bool:
+        """Whether this is an attempt that exchanges gradients itself, once every rank has them."""
         taking_part = attempt.current.get()
-        if taking_part is not None:
-            taking_part.join(self, meeting_rings([self._model]), ddp)
-            taking_part.starts.append(Replay([], buffers_of(submodules([self._model]))))
-            return ddp is not None
-        # DDP exchanges what the last forward used; a parameter that only an earlier chunk used would be left out.
-        return ddp is not None and ddp.find_unused_parameters
+        if taking_part is None:
+            return False
+        ddp = self._model if isinstance(self._model, DistributedDataParallel) else None
+        taking_part.join(self, meeting_rings([self._model]), ddp)
+        taking_part.starts.append(Replay([], buffers_of(submodules([self._model]))))
+        return ddp is not None
 
     def _ring(self) -> Ring:
         if isinstance(self._model, DistributedDataParallel):
