@@ -200,6 +200,29 @@ def test_a_tower_shared_by_both_sides_under_ddp(world):
             assert torch.allclose(a, p.grad, rtol=1e-9, atol=1e-12)
 
 
+def on_a_device(rank: int, size: int) -> list[Tensor]:
+    """DDP with device_ids moves its inputs, for which it expects some; on a GPU that is the usual form."""
+    model = Towers().left
+    ddp = DDP(model)
+    ddp.device_ids, ddp.device_type = [0], "cpu"
+    x, _ = shard(rank, size)
+    (megabatch.cached(ddp, chunk=3)(x) ** 2).mean().backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    encode = megabatch.cached(ddp, chunk=3)
+    megabatch.repeat_on_oom(lambda: (encode(x) ** 2).mean().backward(), optimizer, group=dist.group.WORLD)()
+    return [p.grad for p in model.parameters()]
+
+
+def test_ddp_with_device_ids(world):
+    model = Towers().left
+    for rank in range(2):
+        (model(shard(rank, 2)[0]) ** 2).mean().backward()
+    for found in world.run(2, on_a_device):
+        for a, p in zip(found, model.parameters(), strict=True):
+            # Two steps, each the average of two ranks' gradients.
+            assert torch.allclose(a, p.grad, rtol=1e-9, atol=1e-12)
+
+
 def hidden_ddp(rank: int, size: int) -> str:
     ddp = DDP(Towers().left)
     return error_of(lambda: megabatch.cached(lambda x: ddp(x), chunk=2))
@@ -241,6 +264,27 @@ def test_fsdp2_leaves_the_gradient_of_one_process(world, size, keep, empty):
                 for a, b in zip(grads, want, strict=True):
                     assert torch.allclose(a, b, rtol=1e-9, atol=1e-12)
     assert len(scattered) == 1 and (min(scattered) > 0 or size == 1), "the number of reduce-scatters does not depend on the chunk"
+
+
+def shared_fsdp_tower(rank: int, size: int) -> list[Tensor]:
+    model = Towers().left
+    fully_shard(model[1])
+    fully_shard(model)
+    encode = megabatch.cached(model, chunk=3)
+    x, _ = shard(rank, size)
+    for _ in range(2):
+        model.zero_grad()
+        megabatch.clip_loss(encode(x), encode(x.flip(1)), 2.0, group=dist.group.WORLD).backward()
+    return [p.grad.full_tensor() for p in model.parameters()]
+
+
+def test_a_tower_shared_by_both_sides_under_fsdp2(world):
+    model = Towers().left
+    x, _ = data()
+    megabatch.reference.clip_loss(model(x), model(x.flip(1)), 2.0).backward()
+    for found in world.run(2, shared_fsdp_tower):
+        for a, p in zip(found, model.parameters(), strict=True):
+            assert torch.allclose(a, p.grad, rtol=1e-9, atol=1e-12)
 
 
 class Normed(nn.Module):

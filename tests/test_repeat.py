@@ -26,7 +26,6 @@ class Limited(nn.Module):
     def __init__(self, where: str, limit: int) -> None:
         super().__init__()
         self.where, self.limit = where, limit
-        self.in_backward = False
         self.failures = 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -64,7 +63,6 @@ def train(
     *,
     group: Any = None,
     repeat: bool = True,
-    again: Callable[[], Any] = lambda: None,
 ) -> list[Tensor]:
     """Three steps; returns parameters, losses and what is left in the gradients."""
     log_scale = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
@@ -73,7 +71,6 @@ def train(
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         noise = torch.rand(1).item()
-        again()
         loss = megabatch.clip_loss(encode(x), encode(y * (1 + noise)), log_scale.exp(), group=group)
         loss.backward()
         return loss.detach()
@@ -199,6 +196,14 @@ def test_a_failed_forward_leaves_the_chunk_as_it_was():
     assert encode.chunk == 8
 
 
+def test_a_step_without_chunks_raises_what_the_device_said():
+    def step() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+        megabatch.repeat_on_oom(step, torch.optim.SGD(model().parameters()))()
+
+
 def test_other_errors_are_not_repeated():
     calls = []
 
@@ -272,11 +277,11 @@ def test_one_rank_that_runs_out_of_memory_makes_all_of_them_repeat(world, where,
         assert len(said) == (rank == speaker), said
 
 
-def exchanges(rank: int, size: int) -> Any:
+def exchanges(rank: int, size: int, options: dict[str, Any]) -> Any:
     from test_cached_ranks import counted
 
     tower = model()
-    ddp = DDP(tower)
+    ddp = DDP(tower, **options)
     encode = megabatch.cached(ddp, chunk=2)
     optimizer = torch.optim.SGD(tower.parameters(), lr=0.1)
     x, _ = data(0)
@@ -288,12 +293,13 @@ def exchanges(rank: int, size: int) -> Any:
     return counts, grads
 
 
-def test_gradients_are_exchanged_once_after_the_step(world):
+@pytest.mark.parametrize("option", ["gradient_as_bucket_view", "find_unused_parameters"])
+def test_gradients_are_exchanged_once_after_the_step(world, option):
     plain = model()
     (plain(data(0)[0]) ** 2).mean().backward()
-    for counts, grads in world.run(2, exchanges):
-        # One for the gradients, all in one bucket, and one that says which of them anybody has.
-        assert counts["allreduce_"] == 2
+    for counts, grads in world.run(2, exchanges, {option: True}):
+        # One for the gradients, all in one bucket, and one that says which of them anybody has; DDP may ask for that as well.
+        assert counts["allreduce_"] == 2 + (option == "find_unused_parameters")
         assert close([p.grad for p in plain.parameters()], grads)
 
 
@@ -333,8 +339,9 @@ def refusals(rank: int, size: int) -> list[str]:
     around.forward = lambda x: encode(x)
     ddp = DDP(around)
     x = data(0)[0]
+    static = megabatch.cached(DDP(model(), static_graph=True), chunk=2)
     messages = []
-    for call in (megabatch.cached(sharded, chunk=2), ddp):
+    for call in (megabatch.cached(sharded, chunk=2), ddp, static):
         optimizer = torch.optim.SGD(around.parameters(), lr=0.1)
         step = megabatch.repeat_on_oom(lambda call=call: call(x).sum().backward(), optimizer, group=dist.group.WORLD)
         messages.append(error_of(step))
@@ -343,7 +350,8 @@ def refusals(rank: int, size: int) -> list[str]:
 
 
 def test_what_cannot_be_repeated_over_ranks_is_refused_with_the_reason(world):
-    for sharded, around, no_group in world.run(2, refusals):
+    for sharded, around, static, no_group in world.run(2, refusals):
+        assert "leave static_graph out" in static
         assert "one of them cannot drop out" in sharded
         assert "cache the DDP model itself" in around
         assert "group is not given" in no_group

@@ -46,6 +46,11 @@ class Attempt:
                 "repeat_on_oom() around a DDP model that calls the cached encoder: it would exchange gradients while another "
                 "rank may have run out of memory; cache the DDP model itself, cached(ddp, chunk=…)"
             )
+        if ddp is not None and ddp.static_graph:
+            raise ValueError(
+                "repeat_on_oom() with DDP(static_graph=True): that exchanges gradients in the first backward, which has to wait "
+                "here until every rank is through it; leave static_graph out"
+            )
         if all(chunked is not other for other in self.chunked):
             self.chunked.append(chunked)
         if ddp is not None:

@@ -16,7 +16,7 @@ from . import attempt, rows
 from .keep import Keep, KeepAuto
 from .memory import is_out_of_memory, release
 from .recompute import recomputed
-from .replay import Buffer, Replay, buffers_of, current_accelerator, versions_of
+from .replay import Buffer, Replay, buffers_of, current_accelerator, differs, versions_of
 from .wrappers import batch_norms, find_ddp, meeting_rings, modules_in, no_sync, run_once, submodules
 
 # From so many chunks on, a sum of their gradients in half precision is worth a word.
@@ -144,7 +144,7 @@ class Cached:
                 with self._keep.keeping(self._known(piece)) if index == count - 1 else nullcontext():
                     outputs.append(self._chunk(piece))
             if self._stateful is None:
-                self._stateful = [buffer for buffer, value in start.buffers.items() if not torch.equal(value, buffer.tensor)]
+                self._stateful = [buffer for buffer, value in start.buffers.items() if differs(value, buffer.tensor)]
         return rows.join(outputs, sizes)
 
     def _recomputed(self, piece: Any, replay: Replay, device: torch.device) -> Any:
@@ -207,9 +207,10 @@ class Cached:
     def _warn_of_batch_norm(self) -> None:
         if batch_norms(self._modules):
             self._warn(
+                "batch normalisation",
                 f"the encoder holds batch normalisation in training mode: it normalises over each chunk of {self.chunk} rows, not "
                 "over the batch, so the result depends on the chunk. Its running statistics are updated once for every chunk, not "
-                "again when it is recomputed. LayerNorm or GroupNorm, or batch normalisation in eval mode, do not depend on it"
+                "again when it is recomputed. LayerNorm or GroupNorm, or batch normalisation in eval mode, do not depend on it",
             )
 
     def _warn_of_rounding(self, total: int) -> None:
@@ -217,15 +218,15 @@ class Cached:
         dtypes = {p.dtype for p in self._parameters() if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)}
         if dtypes and count >= MANY:
             self._warn(
+                "rounding",
                 f"weights in {' and '.join(sorted(map(str, dtypes)))} have their gradients of {count} chunks summed up in that "
-                "precision, so the result depends on the chunk: keep the weights in float32 and use autocast, or a larger chunk"
+                "precision, so the result depends on the chunk: keep the weights in float32 and use autocast, or a larger chunk",
             )
 
-    def _warn(self, sentence: str) -> None:
+    def _warn(self, subject: str, sentence: str) -> None:
         """Says it once, at the line that called the encoder."""
-        kind = sentence[:20]
-        if kind not in self._warned:
-            self._warned.add(kind)
+        if subject not in self._warned:
+            self._warned.add(subject)
             warnings.warn(sentence, stacklevel=CALLER)
 
 

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .replay import current_accelerator
+
 # What allocators and libraries say that have no exception type of their own for it.
 EXHAUSTED = ("out of memory", "not enough memory", "can't allocate memory", "ALLOC_FAILED")
 # Allocators cannot use every byte: blocks of different sizes leave gaps.
@@ -27,8 +29,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 def release() -> None:
     """Gives back what a failed attempt has left: unreachable graphs, and the blocks that the allocator keeps."""
     gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+    for device in current_accelerator():
+        torch.get_device_module(device).empty_cache()
 
 
 def allocated_bytes(device: torch.device) -> int:

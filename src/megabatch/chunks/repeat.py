@@ -120,14 +120,16 @@ def _failed_anywhere(attempt: Attempt, failure: str | None, device: torch.device
     failed = any(each[0] for each in facts)
     if not failed and len({each[2] for each in facts}) == 1:
         return False
+    # A rank that failed early has not come to its later encoders yet.
+    width = max(each[1] for each in facts)
+    if width == 0:
+        raise torch.OutOfMemoryError(failure or "another rank ran out of memory, and nothing in the step runs in chunks")
     if failed:
         changes.note(chunked)
         stopped = any([each.stop_keeping() for each in chunked])
         if any(each[0] for each in ring.gather([stopped], device)):
             changes.stopped = True
             return True
-    # A rank that failed early has not come to its later encoders yet.
-    width = max(each[1] for each in facts)
     every = ring.gather([each.chunk for each in chunked] + [0] * (width - len(chunked)), device)
     smallest = [min(chunk for chunk in column if chunk) for column in zip(*every, strict=True)]
     if failed and all(chunk == 1 for chunk in smallest):

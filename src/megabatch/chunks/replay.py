@@ -33,6 +33,11 @@ def versions_of(tensors: Iterable[Tensor]) -> list[tuple[Tensor, int]]:
     return [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
 
 
+def differs(before: Tensor, after: Tensor) -> bool:
+    """Whether a buffer was changed; one without values may have been."""
+    return before.is_meta or not torch.equal(before, after)
+
+
 class Replay:
     """The state at this moment of the generators of `devices`, of autocast there, of the default device and of the `buffers`.
 

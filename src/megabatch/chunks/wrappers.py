@@ -115,13 +115,14 @@ def run_once(ddp: DistributedDataParallel, work: Callable[[], Any]) -> Any:
         # DDP looks up the buffers that it broadcasts before a forward.
         named_buffers = ddp.module.named_buffers
 
-        def forward(self) -> Any:
+        def forward(self, nothing: None) -> Any:
             return work()
 
     original = ddp.module
     ddp.module = Stand()
     try:
-        return ddp()
+        # With device_ids, DDP does not expect a call without inputs.
+        return ddp(None)
     finally:
         ddp.module = original
 
