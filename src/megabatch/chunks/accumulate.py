@@ -17,7 +17,7 @@ from ..ring import Group, Ring
 from . import attempt, rows
 from .cached import check_chunk
 from .replay import Replay, buffers_of, current_accelerator
-from .wrappers import fsdp_roots, meeting_rings, no_sync, submodules
+from .wrappers import fsdp_modules, meeting_rings, no_sync, submodules
 
 # Parts of a mean over samples differ by rounding (a few percent in bf16), those of a contrastive loss by half and more.
 COUPLED = 0.2
@@ -145,7 +145,7 @@ class Accumulated:
         if isinstance(self._model, DistributedDataParallel):
             return Ring(self._model.process_group)
         meeting = meeting_rings([self._model])
-        if fsdp_roots(self._model) and self._group is ...:
+        if fsdp_modules([self._model]) and self._group is ...:
             if len(meeting) > 1:
                 raise ValueError(
                     f"model is sharded over a mesh of {len(meeting)} dimensions: pass the group of all ranks that share the batch, "

@@ -17,7 +17,17 @@ from .keep import Keep, KeepAuto
 from .memory import is_out_of_memory, release
 from .recompute import recomputed
 from .replay import Buffer, Replay, buffers_of, current_accelerator, differs, versions_of
-from .wrappers import batch_norms, find_ddp, meeting_rings, modules_in, no_sync, run_once, submodules
+from .wrappers import (
+    batch_norms,
+    find_ddp,
+    fsdp_modules,
+    gathering_weights,
+    meeting_rings,
+    modules_in,
+    no_sync,
+    run_once,
+    submodules,
+)
 
 # From so many chunks on, a sum of their gradients in half precision is worth a word.
 MANY = 16
@@ -132,13 +142,14 @@ class Cached:
         missing = count - len(pieces)
         pieces, sizes = pieces + [rows.empty(inputs)] * missing, sizes + [0] * missing
         self.kept = min(kept, count)
+        sharded = fsdp_modules(self._modules)
         outputs = []
         for index, piece in enumerate(pieces):
             if not recording:
                 outputs.append(self._chunk(piece))
             elif index < count - kept:
                 replay = start if index == 0 else Replay(start.generators, self._stateful or (), start.weights)
-                outputs.append(self._recomputed(piece, replay, device))
+                outputs.append(self._recomputed(piece, replay, sharded, device))
             else:
                 # Of the kept ones the last is the first that backward needs: it comes and goes without raising the peak.
                 with self._keep.keeping(self._known(piece)) if index == count - 1 else nullcontext():
@@ -147,12 +158,14 @@ class Cached:
                 self._stateful = [buffer for buffer, value in start.buffers.items() if differs(value, buffer.tensor)]
         return rows.join(outputs, sizes)
 
-    def _recomputed(self, piece: Any, replay: Replay, device: torch.device) -> Any:
+    def _recomputed(self, piece: Any, replay: Replay, sharded: list[Any], device: torch.device) -> Any:
         """The outputs of one chunk without its activations: backward runs it again from the state that it starts from."""
 
         def run(again: bool) -> Any:
             self._keep.look(device)
-            with replay.again() if again else nullcontext():
+            if not again:
+                return self._chunk(piece)
+            with replay.again(), gathering_weights(sharded):
                 return self._chunk(piece)
 
         return recomputed(run)

@@ -87,25 +87,37 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         with model.no_sync():
             yield
         return
-    sharded = fsdp_roots(model)
-    for root in sharded:
-        root.set_requires_gradient_sync(False)
+    sharded = fsdp_modules([model])
+    for module in sharded:
+        module.set_requires_gradient_sync(False, recurse=False)
     try:
         yield
     finally:
-        for root in sharded:
-            root.set_requires_gradient_sync(True)
+        for module in sharded:
+            module.set_requires_gradient_sync(True, recurse=False)
 
 
-def fsdp_roots(model: nn.Module) -> list[Any]:
-    """The outermost modules that fully_shard has sharded."""
+def fsdp_modules(modules: list[nn.Module]) -> list[Any]:
+    """The modules that fully_shard has sharded."""
     if not (dist.is_available() and dist.is_initialized()):
         return []
     from torch.distributed.fsdp import FSDPModule
 
-    if isinstance(model, FSDPModule):
-        return [model]
-    return [root for child in model.children() for root in fsdp_roots(child)]
+    return [module for module in submodules(modules) if isinstance(module, FSDPModule)]
+
+
+@contextmanager
+def gathering_weights(sharded: list[Any]) -> Iterator[None]:
+    """Forwards that run in backward, with the weights of sharded modules gathered.
+
+    fully_shard leaves that to the module's own backward; some versions of torch then find the shards of a chunk before.
+    """
+    handles = [module.register_forward_pre_hook(lambda module, args: module.unshard(), prepend=True) for module in sharded]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def run_once(ddp: DistributedDataParallel, work: Callable[[], Any]) -> Any:
