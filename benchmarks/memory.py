@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megabatch.chunks.memory import host_available_bytes
+
 SAMPLE_S = 0.002
 
 
@@ -51,14 +53,7 @@ def available_bytes(device: str) -> int:
     """The bytes that a new case may use on this device now."""
     if device == "cuda":
         return torch.cuda.mem_get_info()[0]
-    limits = [_total_bytes()]
-    if Path("/proc/meminfo").exists():
-        limits = [_field_bytes(Path("/proc/meminfo"), "MemAvailable")]
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    # A container's limit does not show in /proc/meminfo.
-    if limit.exists() and limit.read_text().strip() != "max":
-        limits.append(int(limit.read_text()) - int(used.read_text()))
-    return min(limits)
+    return host_available_bytes() if Path("/proc/meminfo").exists() else _total_bytes()
 
 
 def total_bytes(device: str) -> int:

@@ -18,7 +18,6 @@ from world import error_of
 import megabatch
 
 ROWS = 14
-SCALE = 3.0
 
 
 class Block(nn.Module):
@@ -173,14 +172,18 @@ def ddp_around(rank: int, size: int) -> list[Tensor]:
     return [p.grad for p in model.model.parameters()]
 
 
-def shared_ddp_tower(rank: int, size: int) -> list[Tensor]:
-    """One DDP tower for both sides, called twice before the backward."""
-    model = Towers()
-    ddp = DDP(model.left)
-    encode = megabatch.cached(ddp, chunk=3)
+def shared_tower(rank: int, size: int, wrapper: str) -> list[Tensor]:
+    """One tower for both sides, called twice before each backward."""
+    model = Towers().left
+    if wrapper == "fsdp":
+        fully_shard(model[1])
+        fully_shard(model)
+    encode = megabatch.cached(model if wrapper == "fsdp" else DDP(model), chunk=3)
     x, _ = shard(rank, size)
-    megabatch.clip_loss(encode(x), encode(x.flip(1)), 2.0, group=dist.group.WORLD).backward()
-    return [p.grad for p in model.left.parameters()]
+    for _ in range(2):
+        model.zero_grad()
+        megabatch.clip_loss(encode(x), encode(x.flip(1)), 2.0, group=dist.group.WORLD).backward()
+    return [getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in model.parameters()]
 
 
 @pytest.mark.parametrize("arrangement", [two_ddp_towers, ddp_around])
@@ -191,11 +194,12 @@ def test_other_arrangements_with_ddp_leave_that_gradient_too(world, arrangement)
             assert torch.allclose(a, b, rtol=1e-9, atol=1e-12)
 
 
-def test_a_tower_shared_by_both_sides_under_ddp(world):
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
+def test_a_tower_shared_by_both_sides(world, wrapper):
     model = Towers().left
     x, _ = data()
     megabatch.reference.clip_loss(model(x), model(x.flip(1)), 2.0).backward()
-    for found in world.run(2, shared_ddp_tower):
+    for found in world.run(2, shared_tower, wrapper):
         for a, p in zip(found, model.parameters(), strict=True):
             assert torch.allclose(a, p.grad, rtol=1e-9, atol=1e-12)
 
@@ -264,27 +268,6 @@ def test_fsdp2_leaves_the_gradient_of_one_process(world, size, keep, empty):
                 for a, b in zip(grads, want, strict=True):
                     assert torch.allclose(a, b, rtol=1e-9, atol=1e-12)
     assert len(scattered) == 1 and (min(scattered) > 0 or size == 1), "the number of reduce-scatters does not depend on the chunk"
-
-
-def shared_fsdp_tower(rank: int, size: int) -> list[Tensor]:
-    model = Towers().left
-    fully_shard(model[1])
-    fully_shard(model)
-    encode = megabatch.cached(model, chunk=3)
-    x, _ = shard(rank, size)
-    for _ in range(2):
-        model.zero_grad()
-        megabatch.clip_loss(encode(x), encode(x.flip(1)), 2.0, group=dist.group.WORLD).backward()
-    return [p.grad.full_tensor() for p in model.parameters()]
-
-
-def test_a_tower_shared_by_both_sides_under_fsdp2(world):
-    model = Towers().left
-    x, _ = data()
-    megabatch.reference.clip_loss(model(x), model(x.flip(1)), 2.0).backward()
-    for found in world.run(2, shared_fsdp_tower):
-        for a, p in zip(found, model.parameters(), strict=True):
-            assert torch.allclose(a, p.grad, rtol=1e-9, atol=1e-12)
 
 
 class Normed(nn.Module):

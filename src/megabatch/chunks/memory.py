@@ -47,7 +47,7 @@ def room_bytes(device: torch.device) -> int:
     """The bytes that tensors on the device may take beyond those there are, with some to spare."""
     if device.type == "cpu":
         # Others live on this memory too, and what the rest of the step will take is not counted here: half of it.
-        return _host_available() // 2
+        return host_available_bytes() // 2
     module = _module(device)
     free, total = module.mem_get_info(device)
     limit = free + module.memory_reserved(device)
@@ -62,10 +62,11 @@ def _module(device: torch.device) -> Any:
     return torch.get_device_module(device)
 
 
-def _host_available() -> int:
+def host_available_bytes() -> int:
+    """The bytes that this process may still take of the host's memory: what is available, within a container's limit."""
     meminfo = Path("/proc/meminfo")
     if not meminfo.exists():
-        raise ValueError('keep="auto" on a CPU reads /proc/meminfo, which is not there: pass a number of chunks to keep')
+        raise ValueError("/proc/meminfo is not there: the free memory of this host cannot be read; pass a number (keep=2)")
     fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
     limits = [int(fields["MemAvailable"].split()[0]) * 1024]
     # A container's limit does not show in /proc/meminfo.
