@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 from benchmarks import report
+from benchmarks.encoders import report as encoders
 
 ROOT = Path(__file__).resolve().parents[1]
 PLACE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -22,7 +23,7 @@ def with_tables(text: str) -> str:
 def _table(name: str) -> str:
     file, _, case = name.partition("#")
     rows = report.read_rows(ROOT / file)
-    return report.markdown([row for row in rows if row["case"] == case] if case else rows)
+    return encoders.markdown([row for row in rows if row["case"] == case]) if case else report.markdown(rows)
 
 
 if __name__ == "__main__":

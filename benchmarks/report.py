@@ -32,20 +32,6 @@ HEADERS = (
     "memory",
     "gradient error",
 )
-ENCODER_HEADERS = (
-    "case",
-    "contestant",
-    "pairs",
-    "chunk",
-    "keep",
-    "seconds",
-    "pairs/s",
-    "peak MiB",
-    "reserved MiB",
-    "useful",
-    "hardware",
-    "gradient error",
-)
 
 
 def in_order(rows: list[Row]) -> list[Row]:
@@ -121,8 +107,6 @@ def reason(row: Row) -> str:
 
 def markdown(rows: list[Row]) -> str:
     """The table of the README: a line for each loss and batch, a column for each implementation, and where it was run."""
-    if any("contestant" in row for row in rows):
-        return encoder_markdown(rows)
     rows = in_order(rows)
     names = list(dict.fromkeys(title(row) for row in rows))
     cell = {(row["loss"], row["batch"], title(row)): _markdown_cell(row) for row in rows}
@@ -147,74 +131,6 @@ def caption(rows: list[Row]) -> str:
         f"Forward and backward, {row['dtype']}, D = {row['dim']}, on {device_name(machine)} with torch {machine['torch']}, "
         f"{machine['date'][:10]}. Memory is the peak above the inputs, gradients of both included. Every result agreed with "
         f"the formula in float64 before it was timed; gradients are off by at most {off} of their largest entry."
-    )
-
-
-def encoder_table(rows: list[Row]) -> list[tuple[str, ...]]:
-    """The cells under ENCODER_HEADERS, one tuple a measured row of `benchmarks.encoders`."""
-    return [
-        (
-            row["case"],
-            row["contestant"],
-            f"{row['pairs']:,}",
-            f"{row['chunk'] or ''}",
-            keep_text(row),
-            three_digits(row["seconds"]),
-            three_digits(row["pairs"] / row["seconds"]),
-            three_digits(row["peak_allocated_mib"]),
-            "" if row["peak_reserved_mib"] is None else three_digits(row["peak_reserved_mib"]),
-            f"{row['useful_share']:.1%}",
-            f"{row['hardware_share']:.1%}",
-            f"{next(iter(row['errors'].values())):.1e}",
-        )
-        for row in rows
-    ]
-
-
-def keep_text(row: Row) -> str:
-    """What a row asked to keep and, where it left that open, how many chunks of images and of texts were kept."""
-    if row["keep"] == "auto" and row.get("kept"):
-        return f"auto: {row['kept']['image']} + {row['kept']['text']}"
-    return "" if row["keep"] is None else str(row["keep"])
-
-
-def encoder_markdown(rows: list[Row]) -> str:
-    """The table of rows of `benchmarks.encoders`: a line for each of them, and where they were run."""
-    lines = [
-        "| step | pairs | chunk | keep | seconds | peak MiB | useful | hardware |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    for row in rows:
-        name = row["contestant"] + (", compiled" if row["compiled"] else "")
-        name = f"**{name}**" if row["contestant"] == TITLES["ours"] else name
-        if "seconds" in row:
-            numbers = f"{three_digits(row['seconds'])} | {three_digits(row['peak_allocated_mib'])}"
-            numbers += f" | {row['useful_share']:.0%} | {row['hardware_share']:.0%}"
-        else:
-            numbers = f"{_encoder_reason(row)} | | |"
-        lines.append(f"| {name} | {row['pairs']:,} | {row['chunk'] or ''} | {keep_text(row)} | {numbers} |")
-    return "\n".join([*lines, "", encoder_caption(rows)])
-
-
-def encoder_caption(rows: list[Row]) -> str:
-    """What a step is, the machine, the versions, the date, and what the numbers count."""
-    measured = [row for row in rows if "seconds" in row]
-    if not measured:
-        raise ValueError("no row holds a measurement: run `python -m benchmarks.encoders` first")
-    row, machine = measured[0], measured[0]["machine"]
-    # Compiled towers are checked in bf16 alone, at a batch that only fits in chunks.
-    precision, exact = ("float32", "float64") if "float32" in row["errors"] else ("bfloat16", "a two-pass step in float32")
-    worst = max(each["errors"][precision] for each in measured)
-    # Rows that share a name share the check, so that the last of them stands for all.
-    factors = {each["contestant"]: each["scale_factor"] for each in measured if "float32" in each["errors"]}
-    wrong = [f"{factor:.1f} times too large in {name}" for name, factor in factors.items() if factor and factor > 1.1]
-    scale = f" The gradient of the scale was {', '.join(wrong)}." if wrong else ""
-    return (
-        f"A whole training step of {row['model']}, bf16 autocast, AdamW, inputs in host memory, on {device_name(machine)} with "
-        f"torch {machine['torch']} and transformers {machine['transformers']}, {machine['date'][:10]}. The peak includes weights, "
-        f"gradients and optimizer state. Shares are of the rate of a large matrix product ({row['matmul_flops_per_s'] / 1e12:,.3g} "
-        f"TFLOP/s): useful counts forward and backward once, hardware also what is computed again. Before anything was timed, "
-        f"encoder gradients in {precision}, of {row['check_pairs']} pairs, were off from {exact} by at most {worst:.0e}.{scale}"
     )
 
 
@@ -265,12 +181,6 @@ def _markdown_cell(row: Row) -> str:
         return "refused: wrong result" if row.get("right") is False else "failed"
     text = f"{three_digits(row['total_s'])} s, {three_digits(row['extra_bytes'] / 2**20)} MiB"
     return f"**{text}**" if row["implementation"] == "ours" else text
-
-
-def _encoder_reason(row: Row) -> str:
-    if row.get("right") is False:
-        return "refused: wrong gradient"
-    return "out of memory" if row.get("error") == "out of memory" else "failed"
 
 
 def _is_number(text: str) -> bool:

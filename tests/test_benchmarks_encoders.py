@@ -9,10 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import encoder_peers, encoders, overhead, report
-from benchmarks.encoder_model import Batch
-from benchmarks.encoder_peers import Accumulation, Scheme, TwoPass
-from benchmarks.encoders import Bench, Case
+from benchmarks import overhead, report
+from benchmarks.encoders import __main__ as encoders
+from benchmarks.encoders import schemes
+from benchmarks.encoders.cases import Case
+from benchmarks.encoders.measure import Bench
+from benchmarks.encoders.model import Batch
+from benchmarks.encoders.schemes import Accumulation, Scheme, TwoPass
 from benchmarks.measure import Row
 from benchmarks.readme import with_tables
 
@@ -128,14 +131,14 @@ def test_a_quick_run_is_drawn_and_written_as_markdown(out: Path, capsys: pytest.
 
 @pytest.mark.parametrize("wrong", [OnePercentOff, ScaleTooOften, NotANumber])
 def test_a_wrong_gradient_is_refused_and_not_timed(wrong: type[Scheme], bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(encoder_peers.SCHEMES, "two-pass", wrong)
+    monkeypatch.setitem(schemes.SCHEMES, "two-pass", wrong)
     row = bench.row(case())
     assert row["error"].startswith("wrong gradient") and row["right"] is False and "seconds" not in row
 
 
 def test_rows_do_not_depend_on_those_before(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     first = bench.row(case())
-    monkeypatch.setitem(encoder_peers.SCHEMES, "uncached", OutOfMemory)
+    monkeypatch.setitem(schemes.SCHEMES, "uncached", OutOfMemory)
     failed = bench.row(case("uncached"))
     assert failed["error"] == "out of memory" and "seconds" not in failed
     bench.checked.clear()
@@ -162,7 +165,7 @@ def test_operations_of_a_tower_are_those_of_its_products(bench: Bench) -> None:
 
 def test_what_does_not_compile_is_skipped_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench("cpu", small=True)
-    monkeypatch.setitem(encoder_peers.SCHEMES, "megabatch", DoesNotCompile)
+    monkeypatch.setitem(schemes.SCHEMES, "megabatch", DoesNotCompile)
     assert bench.row(case("megabatch", 0, compiled=True))["skipped"] == "torch.compile: RuntimeError: no compiler"
 
 
@@ -188,7 +191,7 @@ def test_a_process_that_dies_is_a_row_and_the_others_go_on(tmp_path: Path, monke
 def test_an_absent_package_is_named_and_other_rows_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(encoder_peers.SentenceTransformers, "package", "no_such_package")
+    monkeypatch.setattr(schemes.SentenceTransformers, "package", "no_such_package")
     other: Row = {"case": "large", "contestant": "megabatch", "pairs": 4, "chunk": 2, "keep": 0, "compiled": False, "error": "x"}
     report.write_rows(tmp_path / "rows.jsonl", [other, {**other, "case": "contestants"}])
     arguments = ["--quick", "--cases", "contestants", "--only", "sentence-transformers", "--output", str(tmp_path / "rows.jsonl")]

@@ -6,8 +6,10 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks import picture, report
+from benchmarks import picture
+from benchmarks.encoders.report import keep_text
 from benchmarks.measure import Row
+from benchmarks.report import device_name, three_digits
 
 
 def draw(rows: list[Row], path: Path) -> None:
@@ -23,7 +25,7 @@ def draw(rows: list[Row], path: Path) -> None:
         _draw_bars(panels["bars"], [row for row in rows if row["case"] == "contestants"])
         machine = rows[0]["machine"]
         figure.tight_layout(rect=(0, 0.04, 1, 1), w_pad=3, h_pad=2)
-        where = f"{report.device_name(machine)} · torch {machine['torch']} · {rows[0]['model']} · {machine['date'][:10]}"
+        where = f"{device_name(machine)} · torch {machine['torch']} · {rows[0]['model']} · {machine['date'][:10]}"
         figure.text(0.01, 0.012, where, fontsize=8, color="#666666")
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=160, facecolor="white")
@@ -47,11 +49,11 @@ def _draw_sweep(panels: dict, rows: list[Row]) -> None:
         panel.plot(range(len(sweep)), values, color=picture.OURS, marker="o", ms=5, lw=2.2)
         for place, value in enumerate(values):
             style = {"xytext": (0, 7), "textcoords": "offset points", "ha": "center", "fontsize": 9}
-            panel.annotate(report.three_digits(value), (place, value), **style)
+            panel.annotate(three_digits(value), (place, value), **style)
         for row in plain:
             panel.axhline(row[field], color=picture.OTHERS[0], lw=1.2, ls=(0, (6, 3)))
             panel.annotate("uncached", (0, row[field]), xytext=(0, 4), textcoords="offset points", color=picture.OTHERS[0])
-        panel.set_xticks(range(len(sweep)), [report.keep_text(row) for row in sweep])
+        panel.set_xticks(range(len(sweep)), [keep_text(row) for row in sweep])
         panel.yaxis.set_major_formatter(lambda value, _: f"{value:,.12g}")
         panel.set_ylim(0, max([*values, *(row[field] for row in plain)]) * 1.25)
         panel.set_title(title, loc="left", fontsize=11, fontweight="bold")
@@ -64,9 +66,9 @@ def _draw_bars(panel: Any, rows: list[Row]) -> None:
     colours = [picture.OURS if row["contestant"] == "megabatch" else picture.OTHERS[0] for row in rows]
     panel.barh(places, [row["seconds"] for row in rows], color=colours, height=0.55)
     for place, row in zip(places, rows, strict=True):
-        text = f"{report.three_digits(row['seconds'])} s, {report.three_digits(row['peak_allocated_mib'])} MiB"
+        text = f"{three_digits(row['seconds'])} s, {three_digits(row['peak_allocated_mib'])} MiB"
         panel.text(row["seconds"] * 1.02, place, text, va="center", fontsize=9)
-    names = [f"{row['contestant']}" + (f"\nkeep {report.keep_text(row)}" if row["keep"] is not None else "") for row in rows]
+    names = [f"{row['contestant']}" + (f"\nkeep {keep_text(row)}" if row["keep"] is not None else "") for row in rows]
     panel.set_yticks(places, names)
     panel.tick_params(length=0, labelbottom=False)
     if rows:

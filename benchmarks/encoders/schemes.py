@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import megabatch
-from benchmarks.encoder_model import Batch, Clip
+from benchmarks.encoders.model import Batch, Clip
 from benchmarks.peers import Unavailable, declare_torchvision_schemas
 
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.encoder_model import Batch, Clip
-from benchmarks.encoder_peers import Scheme, TwoPass, Uncached
+from benchmarks.encoders.model import Batch, Clip
+from benchmarks.encoders.schemes import Scheme, TwoPass, Uncached
 from megabatch import reference
 
 Gradients = dict[str, Tensor | None]
