@@ -213,8 +213,9 @@ def test_the_check_leaves_no_trace():
 )
 def test_a_loss_must_be_one_number(loss, words):
     net = model()
-    with pytest.raises(ValueError, match=words):
-        megabatch.accumulate(loss(net), net, chunk=4, check=False)(*data(8))
+    for check in (True, False):
+        with pytest.raises(ValueError, match=words):
+            megabatch.accumulate(loss(net), net, chunk=4, check=check)(*data(8))
 
 
 def test_a_batch_without_terms_is_refused():

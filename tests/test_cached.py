@@ -576,6 +576,13 @@ def test_bad_arguments_are_named(arguments, words):
         megabatch.cached(tower(), **arguments)
 
 
+def test_what_it_is_can_be_read():
+    model = tower()
+    assert repr(megabatch.cached(model, 8)) == "cached(Sequential, chunk=8)"
+    assert repr(megabatch.cached(model.forward, 8)) == "cached(forward, chunk=8)"
+    assert repr(megabatch.accumulate(model, model, 8)) == "accumulate(Sequential, chunk=8)"
+
+
 def test_an_encoder_must_be_callable():
     with pytest.raises(ValueError, match="encoder is a Tensor"):
         megabatch.cached(torch.zeros(3), chunk=2)

@@ -26,8 +26,8 @@ COUPLED = 0.2
 def accumulate(
     loss: Callable[..., Tensor],
     model: nn.Module,
-    *,
     chunk: int,
+    *,
     count: Callable[..., Tensor | int] | None = None,
     scaler: torch.amp.GradScaler | None = None,
     group: Group = ...,
@@ -106,6 +106,10 @@ class Accumulated:
             pieces, counts = [pieces[index] for index in some], [counts[index] for index in some]
         return self._accumulate(pieces, [terms / total for terms in counts], ring)
 
+    def __repr__(self) -> str:
+        name = getattr(self._loss, "__name__", type(self._loss).__name__)
+        return f"accumulate({name}, chunk={self.chunk})"
+
     def stop_keeping(self) -> bool:
         return False
 
@@ -116,8 +120,7 @@ class Accumulated:
             for index, ((args, kwargs), share) in enumerate(zip(pieces, shares, strict=True)):
                 last = index == len(pieces) - 1
                 with nullcontext() if last or deferred else no_sync(self._model), refused_while_accumulating():
-                    value = self._loss(*args, **kwargs)
-                    _check_value(value)
+                    value = _checked(self._loss(*args, **kwargs))
                     # Wrappers average gradients over ranks.
                     weighted = value * (share * ring.size)
                     (weighted if self._scaler is None else self._scaler.scale(weighted)).backward()
@@ -176,7 +179,7 @@ class Accumulated:
         self._unchecked = False
         replay = Replay([torch.device("cpu"), *current_accelerator()], [])
         with torch.no_grad(), replay.again(), _evaluating(self._model), refused_while_accumulating():
-            whole, *halves = (float(self._loss(*args, **kwargs)) for args, kwargs in probe)
+            whole, *halves = (float(_checked(self._loss(*args, **kwargs))) for args, kwargs in probe)
         terms = _numbers([self._count(*args, **kwargs) for args, kwargs in probe[1:]])
         parts = sum(n * half for n, half in zip(terms, halves, strict=True)) / sum(terms)
         if not math.isclose(whole, parts, rel_tol=COUPLED):
@@ -188,12 +191,12 @@ class Accumulated:
             )
 
 
-def _check_value(value: object) -> None:
-    if not isinstance(value, Tensor) or value.ndim:
-        shape = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-        raise ValueError(
-            f"the loss returned {shape}: must be one number, the mean over its samples, as a tensor without dimensions"
-        )
+def _checked(value: object) -> Tensor:
+    """The value of the loss, if it is one number."""
+    if isinstance(value, Tensor) and value.ndim == 0:
+        return value
+    what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    raise ValueError(f"the loss returned {what}: must be one number, the mean over its samples, as a tensor without dimensions")
 
 
 def _numbers(counts: Sequence[Tensor | int]) -> list[int]:

@@ -37,8 +37,8 @@ CALLER = 7
 
 def cached(
     encoder: Callable[..., Any],
-    *,
     chunk: int,
+    *,
     keep: int | Literal["auto"] = 0,
     device: torch.device | str | None = None,
 ) -> Cached:
@@ -96,7 +96,8 @@ class Cached:
             return run_once(self._ddp, lambda: self._encode((args, kwargs), meeting))
 
     def __repr__(self) -> str:
-        return f"cached({type(self._encoder).__name__}, chunk={self.chunk})"
+        name = getattr(self._encoder, "__name__", type(self._encoder).__name__)
+        return f"cached({name}, chunk={self.chunk})"
 
     def stop_keeping(self) -> bool:
         return self._keep.stop()
