@@ -136,7 +136,7 @@ class Cached:
         pieces = rows.split(inputs, self.chunk)
         sizes = [rows.rows_of(piece) for piece in pieces]
         device, recording = self._compute_device(inputs), torch.is_grad_enabled()
-        count, kept = len(pieces), self._keep.begin(device) if recording else 0
+        count, kept = len(pieces), self._keep.begin(device, sizes) if recording else 0
         for ring in meeting:
             facts = ring.gather([count, kept], device)
             count, kept = max(each[0] for each in facts), min(each[1] for each in facts)
@@ -144,6 +144,7 @@ class Cached:
         pieces, sizes = pieces + [rows.empty(inputs)] * missing, sizes + [0] * missing
         self.kept = min(kept, count)
         sharded = fsdp_modules(self._modules)
+        last_full = max(index for index, size in enumerate(sizes) if size == sizes[0])
         outputs = []
         for index, piece in enumerate(pieces):
             if not recording:
@@ -152,8 +153,7 @@ class Cached:
                 replay = start if index == 0 else Replay(start.generators, self._stateful or (), start.weights)
                 outputs.append(self._recomputed(piece, replay, sharded, device))
             else:
-                # Of the kept ones the last is the first that backward needs: it comes and goes without raising the peak.
-                with self._keep.keeping(self._known(piece)) if index == count - 1 else nullcontext():
+                with self._keep.keeping(sizes[index], self._known(piece)) if index == last_full else nullcontext():
                     outputs.append(self._chunk(piece))
             if self._stateful is None:
                 self._stateful = [buffer for buffer, value in start.buffers.items() if differs(value, buffer.tensor)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -17,16 +17,16 @@ class Keep:
     def __init__(self, asked: int) -> None:
         self.asked = asked
 
-    def begin(self, device: torch.device) -> int:
-        """At the start of a call: how many chunks to keep."""
+    def begin(self, device: torch.device, sizes: Sequence[int]) -> int:
+        """At the start of a call over chunks of so many rows: how many of the last to keep."""
         return self.asked
 
     def look(self, device: torch.device) -> None:
         """At the start of every chunk, in forward and in backward: a moment to read the peak of memory."""
 
     @contextmanager
-    def keeping(self, known: Iterable[Tensor]) -> Iterator[None]:
-        """Around the forward of the last chunk, if it is kept."""
+    def keeping(self, rows: int, known: Iterable[Tensor]) -> Iterator[None]:
+        """Around the forward of a chunk that is kept, the last of those with the most rows."""
         yield
 
     def stop(self) -> bool:
@@ -39,19 +39,20 @@ class KeepAuto(Keep):
     """As many as fit.
 
     The first step keeps one chunk, the last: the first that backward needs, so that its graph is there only while no other is.
-    That step shows what a graph takes, and how far memory rises above where the step began. From then on every call keeps what
-    has room on top of that, so the peak is at most the first step's plus those graphs.
+    (Where the last is a remainder, the one before it too.) That step shows what a graph takes, and how far memory rises above
+    where the step began. From then on every call keeps what has room on top of that, so the peak is at most the first step's
+    plus those graphs.
     """
 
     def __init__(self) -> None:
         super().__init__(1)
         self.graph: GraphSize | None = None
-        self.graph_bytes = 0
+        self.row_bytes = 0.0
         self.base = 0
         self.rise = 0
         self.learned = False
 
-    def begin(self, device: torch.device) -> int:
+    def begin(self, device: torch.device, sizes: Sequence[int]) -> int:
         if self.asked == 0:
             return 0
         if not self.learned:
@@ -60,16 +61,17 @@ class KeepAuto(Keep):
         if not self.learned:
             if self.graph is None:
                 self.base = allocated_bytes(device)
-            return 1
-        return 1 + max(0, room_bytes(device) - self.rise) // max(1, self.graph_bytes)
+            self.asked = 2 if sizes[-1] < sizes[0] else 1
+            return self.asked
+        return self.asked + int(max(0, room_bytes(device) - self.rise) / max(1.0, self.row_bytes * sizes[0]))
 
     def look(self, device: torch.device) -> None:
         if not self.learned and self.graph is not None:
             self.rise = max(self.rise, peak_bytes(device) - self.base)
 
     @contextmanager
-    def keeping(self, known: Iterable[Tensor]) -> Iterator[None]:
+    def keeping(self, rows: int, known: Iterable[Tensor]) -> Iterator[None]:
         self.graph = GraphSize(known)
         with self.graph.counting():
             yield
-        self.graph_bytes = max(self.graph_bytes, self.graph.bytes)
+        self.row_bytes = max(self.row_bytes, self.graph.bytes / max(1, rows))
