@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -13,40 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from towers import CHUNK, Wrap, batch, gradients, in_chunks, same, tower
 
 import megabatch
-from megabatch.chunks import replay
 from megabatch.chunks.replay import Replay
-from megabatch.chunks.wrappers import modules_in
-
-CHUNK = 4
-Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
-
-
-def tower(width: int = 6, *, dropout: float = 0.3, seed: int = 0, out: int = 5) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(width, 16), nn.Dropout(dropout), nn.GELU(), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, out))
-
-
-def batch(rows: int = 10, width: int = 6, seed: int = 1) -> Tensor:
-    return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
-
-
-def in_chunks(encoder: Callable[..., Any]) -> Callable[..., Any]:
-    """The encoder over chunks with everything kept, the way one would write it by hand."""
-
-    def call(x: Tensor) -> Tensor:
-        pieces = []
-        for piece in x.split(CHUNK):
-            torch.clear_autocast_cache()
-            pieces.append(encoder(piece))
-        return torch.cat(pieces)
-
-    return call
-
-
-def gradients(module: nn.Module) -> list[Tensor]:
-    return [torch.zeros(0) if p.grad is None else p.grad for p in module.parameters()]
 
 
 def dropout(wrap: Wrap) -> list[Tensor]:
@@ -217,10 +187,6 @@ def run(recipe: Callable[[Wrap], list[Tensor]], wrap: Wrap) -> list[Tensor]:
         return [*make(), torch.get_rng_state()]
 
 
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.__name__)
 def test_cached_is_bit_equal_to_the_same_chunks_uncached(recipe):
     expected = run(recipe, in_chunks)
@@ -256,32 +222,6 @@ def test_any_chunk_gives_the_gradient_of_the_whole_batch(rows, chunk, keep):
     assert z.shape == (rows, 5)
     for a, b in zip(found, [expected, x.grad, *gradients(model)], strict=True):
         assert torch.allclose(a, b, rtol=1e-10, atol=1e-12)
-
-
-def recomputed(model: nn.Sequential) -> list[int]:
-    """Fills up with the rows of every run of the model's first layer."""
-    rows: list[int] = []
-    model[0].register_forward_pre_hook(lambda module, args: rows.append(len(args[0])))
-    return rows
-
-
-@pytest.mark.parametrize("keep, again", [(0, [1, 4, 4]), (1, [4, 4]), (2, [4]), (3, [])])
-def test_the_last_chunks_are_the_ones_that_are_kept(keep, again):
-    model = tower()
-    rows = recomputed(model)
-    encode = megabatch.cached(model, chunk=4, keep=keep)
-    z = encode(batch(9))
-    assert rows == [4, 4, 1] and encode.kept == keep
-    z.sum().backward()
-    assert rows[3:] == again
-
-
-def test_without_gradients_nothing_is_recorded_and_nothing_recomputed():
-    model = tower()
-    rows = recomputed(model)
-    with torch.no_grad():
-        z = megabatch.cached(model, chunk=4, keep=1)(batch(9))
-    assert rows == [4, 4, 1] and not z.requires_grad
 
 
 # Dynamo looks at .grad of what comes out of the graph break.
@@ -373,103 +313,6 @@ def test_buffers_are_updated_once_for_every_chunk_and_batch_norm_is_warned_of():
     assert found[-1] == 3, "num_batches_tracked: one for each chunk"
 
 
-def test_weights_that_change_before_backward_are_an_error_as_without_it():
-    model = tower()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    z = megabatch.cached(model, chunk=4)(batch())
-    (model(batch()) ** 2).sum().backward()
-    optimizer.step()
-    with pytest.raises(RuntimeError, match="weights were changed between forward and backward"):
-        z.sum().backward()
-
-
-def test_an_optimizer_that_steps_inside_backward_is_none():
-    """Each weight is updated as soon as its gradient is complete, which is when no chunk needs it any more."""
-    found = []
-    updates: list[Tensor] = []
-
-    def update(p: Tensor) -> None:
-        updates.append(p)
-        with torch.no_grad():
-            p.sub_(0.1 * p.grad)
-
-    for chunk in (3, 100):
-        model = tower(dropout=0.0)
-        updates.clear()
-        for p in model.parameters():
-            p.register_post_accumulate_grad_hook(update)
-        (megabatch.cached(model, chunk=chunk)(batch()) ** 2).sum().backward()
-        assert len(updates) == 6
-        found.append(list(model.parameters()))
-    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*found, strict=True))
-
-
-def test_an_encoder_that_does_something_else_when_it_runs_again_is_found_out():
-    model, calls = tower(), []
-
-    def fickle(x: Tensor) -> Tensor:
-        calls.append(1)
-        return model(x) if len(calls) < 4 else model[0](x)[:, :5]
-
-    z = megabatch.cached(fickle, chunk=4)(batch())
-    with pytest.raises(RuntimeError, match="did something else when it was run again"):
-        z.sum().backward()
-
-
-class AsksTwice(torch.autograd.Function):
-    """Reads what it saved twice in backward, as Functions may."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x, x * 2)
-        return x.sin()
-
-    @staticmethod
-    def backward(ctx, grad):
-        x = ctx.saved_tensors[0]
-        return grad * x.cos() + 0 * ctx.saved_tensors[1]
-
-
-def test_a_function_may_read_what_it_saved_more_than_once():
-    model = tower()
-
-    def go(wrap: Wrap) -> list[Tensor]:
-        model.zero_grad()
-        torch.manual_seed(0)
-        z = wrap(lambda x: AsksTwice.apply(model(AsksTwice.apply(x * 2))))(batch())
-        z.sum().backward()
-        return [z, *gradients(model)]
-
-    assert same(go(in_chunks), go(lambda f: megabatch.cached(f, chunk=CHUNK)))
-
-
-def test_gradients_of_gradients_go_through():
-    model = tower().double()
-
-    def go(wrap: Wrap) -> list[Tensor]:
-        model.zero_grad()
-        torch.manual_seed(0)
-        x = batch().double().requires_grad_()
-        (slope,) = torch.autograd.grad((wrap(model)(x) ** 3).sum(), x, create_graph=True)
-        (slope**2).sum().backward()
-        return [slope.detach(), *gradients(model)]
-
-    for a, b in zip(go(in_chunks), go(lambda f: megabatch.cached(f, chunk=CHUNK)), strict=True):
-        assert torch.allclose(a, b, rtol=1e-10)
-
-
-def test_the_default_device_of_forward_is_that_of_the_recomputation():
-    model, x = tower(), batch()
-
-    def encoder(x: Tensor) -> Tensor:
-        return model(x) if torch.get_default_device().type == "meta" else x[:, :5]
-
-    with torch.device("meta"):
-        z = megabatch.cached(encoder, chunk=4)(x)
-    z.sum().backward()
-    assert all(p.grad is not None for p in model.parameters())
-
-
 def test_warnings_point_at_the_line_that_called_the_encoder():
     encode = megabatch.cached(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)), chunk=5)
     with pytest.warns(UserWarning) as said:
@@ -516,31 +359,6 @@ def test_inputs_on_another_device_travel_chunk_by_chunk():
     z = megabatch.cached(model, chunk=4, device="meta")(batch(9))
     z.sum().backward()
     assert z.device.type == "meta" and moved[:3] == [("meta", 4), ("meta", 4), ("meta", 1)]
-
-
-@pytest.mark.parametrize("kind", ["mps", "xpu"])
-def test_other_devices_generators_are_read_and_set_in_their_own_way(kind, monkeypatch):
-    class Module:
-        state = torch.tensor([1])
-
-        @classmethod
-        def get_rng_state(cls, *device: torch.device) -> Tensor:
-            assert len(device) == (kind != "mps")
-            return cls.state
-
-        @classmethod
-        def set_rng_state(cls, state: Tensor, *device: torch.device) -> None:
-            assert len(device) == (kind != "mps")
-            cls.state = state
-
-    monkeypatch.setattr(replay.torch, "get_device_module", lambda device: Module)
-    start = Replay([torch.device(kind, 0)], [])
-    Module.state = torch.tensor([2])
-    with start.again():
-        assert Module.state == 1
-    assert Module.state == 2
-    start.restore()
-    assert Module.state == 1
 
 
 def test_an_encoder_that_draws_before_it_is_called_is_replayed_from_its_own_chunk():
@@ -613,106 +431,3 @@ def test_what_cannot_be_split_or_joined_is_refused(encoder, inputs, words):
 def test_errors_of_the_encoder_come_through_as_they_are():
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         megabatch.cached(tower(width=6), chunk=4)(batch(width=5))
-
-
-class DeepSpeedEngine(nn.Module):
-    __module__ = "deepspeed.runtime.engine"
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-
-class FullyShardedDataParallel(DeepSpeedEngine):
-    __module__ = "torch.distributed.fsdp"
-
-
-@pytest.mark.parametrize("wrapper, words", [(DeepSpeedEngine, "of DeepSpeed"), (FullyShardedDataParallel, "FSDP1")])
-def test_wrappers_that_chunks_cannot_go_through_are_refused_with_the_reason(wrapper, words):
-    wrapped = wrapper(tower())
-    for encoder in (wrapped, wrapped.forward, lambda x: wrapped(x), functools.partial(torch.add, wrapped)):
-        with pytest.raises(ValueError, match=words):
-            megabatch.cached(encoder, chunk=4)
-
-
-class Trainer:
-    """Not a Module, but it holds one."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
-    def encode(self, x: Tensor) -> Tensor:
-        return self.model(x)
-
-    __call__ = encode
-
-
-def test_modules_are_found_behind_methods_objects_partials_and_functions():
-    model = tower()
-    trainer = Trainer(model)
-    forward = model.forward
-    for call in (
-        model,
-        model.forward,
-        trainer.encode,
-        trainer,
-        lambda x: model(x),
-        lambda x: forward(x),
-        functools.partial(model, 1),
-    ):
-        assert modules_in(call) == [model]
-    assert modules_in(functools.partial(torch.add, model)) == [model]
-    assert modules_in(lambda x: x) == [] and modules_in(len) == []
-
-
-def test_zero_3_parameters_are_refused_too():
-    model = tower()
-    model[0].weight.ds_id = 1
-    with pytest.raises(ValueError, match="DeepSpeed"):
-        megabatch.cached(model, chunk=4)
-
-
-def test_keep_auto_keeps_one_chunk_at_first_and_then_what_memory_allows(monkeypatch):
-    model = tower()
-    encode = megabatch.cached(model, chunk=1, keep="auto")
-    graph = megabatch.cached(model, chunk=1, keep="auto")
-    graph(batch(1)).sum().backward()
-    size = int(graph._keep.row_bytes)
-    assert size > 0
-    room = 5 * size
-    monkeypatch.setattr("megabatch.chunks.keep.room_bytes", lambda device: room)
-    kept = []
-    for _ in range(3):
-        z = encode(batch(10))
-        kept.append(encode.kept)
-        z.sum().backward()
-    assert kept == [1, 6, 6]
-    room = 0
-    encode(batch(10)).sum().backward()
-    assert encode.kept == 1
-
-
-def test_keep_auto_counts_what_the_graph_holds_and_not_the_weights():
-    model = nn.Sequential(nn.Linear(8, 32, bias=False), nn.ReLU(), nn.Linear(32, 4, bias=False))
-    encode = megabatch.cached(model, chunk=16, keep="auto")
-    encode(torch.randn(32, 8))
-    assert encode._keep.row_bytes == 32 * 4, "the result of the ReLU, which both neighbours share"
-
-
-def test_keep_auto_measures_a_whole_chunk_and_not_the_remainder(monkeypatch):
-    model = tower()
-    encode, whole = (megabatch.cached(model, chunk=4, keep="auto") for _ in range(2))
-    whole(batch(4)).sum().backward()
-    encode(batch(9)).sum().backward()
-    assert encode.kept == 2 and encode._keep.row_bytes == whole._keep.row_bytes
-    monkeypatch.setattr("megabatch.chunks.keep.room_bytes", lambda device: int(4 * whole._keep.row_bytes))
-    encode(batch(17)).sum().backward()
-    assert encode.kept == 3
-
-
-def test_room_on_a_cpu_is_half_of_what_is_available():
-    from megabatch.chunks.memory import room_bytes
-
-    assert 2**20 < room_bytes(torch.device("cpu")) < 2**50
-    with nullcontext() if torch.backends.mps.is_available() else pytest.raises(ValueError, match="cannot be read"):
-        room_bytes(torch.device("mps"))
