@@ -130,21 +130,17 @@ def test_memory_is_set_by_the_chunk_and_not_by_the_batch():
     assert peak_mib(65536, 512) < small + 65536 * 32 * 4 * 12 / MIB
 
 
-def use(total: float) -> contextmanager:
+@contextmanager
+def use(total: float) -> Iterator[None]:
     """So many MiB for this process beyond what it holds now."""
-
-    @contextmanager
-    def limited() -> Iterator[None]:
-        release()
-        _, whole = torch.cuda.mem_get_info()
-        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + total * MIB) / whole)
-        try:
-            yield
-        finally:
-            torch.cuda.set_per_process_memory_fraction(1.0)
-            torch.cuda.empty_cache()
-
-    return limited()
+    release()
+    _, whole = torch.cuda.mem_get_info()
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + total * MIB) / whole)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        torch.cuda.empty_cache()
 
 
 def test_auto_keeps_more_where_there_is_more(monkeypatch):
