@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from towers import CHUNK, Wrap, batch, gradients, in_chunks, same, tower
 
 import megabatch
-from megabatch.chunks.replay import Replay
+from megabatch.chunks import replay
 
 
 def dropout(wrap: Wrap) -> list[Tensor]:
@@ -195,18 +194,13 @@ def test_cached_is_bit_equal_to_the_same_chunks_uncached(recipe):
         assert same(expected, run(recipe, functools.partial(megabatch.cached, chunk=CHUNK, keep=keep))), keep
 
 
-@contextmanager
-def forgetful(self):
-    yield
-
-
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.__name__)
-def test_every_case_above_needs_the_replay(recipe, monkeypatch):
+def test_every_case_above_needs_the_generators_replayed(recipe, monkeypatch):
     expected = run(recipe, in_chunks)
-    monkeypatch.setattr(Replay, "again", forgetful)
-    # Without autocast backward meets other dtypes than forward left.
-    with suppress(RuntimeError):
-        assert not same(expected, run(recipe, functools.partial(megabatch.cached, chunk=CHUNK)))
+    monkeypatch.setattr(replay, "_set_generators", lambda states: None)
+    found = run(recipe, functools.partial(megabatch.cached, chunk=CHUNK))
+    # Not counting the generator's state, which comes last and differs by the second draw alone.
+    assert not same(expected[:-1], found[:-1])
 
 
 @given(rows=st.integers(0, 13), chunk=st.integers(1, 15), keep=st.integers(0, 5))

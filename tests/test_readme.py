@@ -39,11 +39,9 @@ def test_the_ratios_of_encoders_are_those_of_the_kept_rows():
 
     plain = rows["contestants", 2048, 256, 0]
     more = rows["large", 65536, 256, 0]["peak_allocated_mib"] - plain["peak_allocated_mib"]
-    compiled = plain["seconds"] / rows["compiled", 2048, 256, 0]["seconds"]
     text = " ".join(README.split())
     assert f"{faster(256):.2f} times as fast as `keep=0` in chunks of 256, and {faster(64):.2f} times in chunks of 64" in text
-    assert f"65,536 pairs take {more / 1024:.1f} GiB more than 2,048" in text
-    assert f"`torch.compile` makes a step {compiled:.2f} times as fast" in text
+    assert f"The peak of 65,536 pairs is {more / 1024:.1f} GiB above that of 2,048" in text
 
 
 def test_the_examples_of_losses_and_encoders_run():

@@ -1,7 +1,7 @@
 """A forward whose graph saves nothing: what backward needs of it is computed again when it is asked for.
 
-torch.utils.checkpoint (non-reentrant) works the same way, with so much bookkeeping for every saved tensor that it can double the
-time of a small chunk. Left out here are early stopping and its report on mismatches.
+torch.utils.checkpoint (non-reentrant) works the same way, with more bookkeeping for every saved tensor, which shows where
+chunks are small (benchmarks/overhead.py). Left out here are early stopping and its report on mismatches.
 """
 
 from __future__ import annotations
