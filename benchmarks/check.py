@@ -8,6 +8,7 @@ taken a few rows at a time:
     gradient of row k       dx = scale · (Σ_j count_j · P_ij · y_j - y_i / N), i = i(k)
 
 P is the pull of a pair: (exp(s_ij - rowlse_i) + exp(s_ij - collse_j)) / 2N for clip, sigmoid(s_ij) / N for siglip.
+Labels smoothed by e take e / N² off every pull and leave (1 - e) / N of a positive's own term.
 """
 
 from __future__ import annotations
@@ -53,25 +54,28 @@ class Result(NamedTuple):
     dbias: float | None
 
 
-def answer(loss: str, pairs: Pairs, sample: Tensor, scale: float, bias: float, chunk: int = 512) -> Answer:
+def answer(loss: str, pairs: Pairs, sample: Tensor, scale: float, bias: float, chunk: int = 512, smoothing: float = 0.0) -> Answer:
     """The exact value, gradients of the batch rows that hold the pairs `sample`, and of scale and bias.
 
     Two passes over the B×B logits, `chunk` rows at a time.
     """
     if loss not in LOSSES:
         raise ValueError(f"loss is {loss!r}: choose one of {', '.join(LOSSES)}")
+    if smoothing and loss != "clip":
+        raise ValueError(f"smoothing is {smoothing} for {loss}: only the labels of clip can be smoothed")
     bias = bias if loss == "siglip" else 0.0
-    value, row_norm, column_norm, largest = _value_pass(loss, pairs, scale, bias, chunk)
-    sums = _scalar_pass(loss, pairs, row_norm, column_norm, scale, bias, chunk)
+    value, row_norm, column_norm, largest = _value_pass(loss, pairs, scale, bias, chunk, smoothing)
+    sums = _scalar_pass(loss, pairs, row_norm, column_norm, scale, bias, chunk, smoothing)
 
     x, y, counts = pairs
     total = counts.sum()
+    own = (1 - smoothing) / total
     logits = scale * x[sample] @ y.T + bias
-    pull = _pull(loss, logits, row_norm[sample], column_norm, total) * counts
-    dx = scale * (pull @ y - y[sample] / total)
+    pull = _pull(loss, logits, row_norm[sample], column_norm, total, smoothing) * counts
+    dx = scale * (pull @ y - own * y[sample])
     logits = scale * y[sample] @ x.T + bias
-    pull = _pull(loss, logits, column_norm[sample], row_norm, total) * counts
-    dy = scale * (pull @ x - x[sample] / total)
+    pull = _pull(loss, logits, column_norm[sample], row_norm, total, smoothing) * counts
+    dy = scale * (pull @ x - own * x[sample])
     return Answer(value, dx, dy, *sums, largest)
 
 
@@ -109,7 +113,9 @@ def tolerance(dtype: torch.dtype, dim: int, largest_logit: float) -> float:
     return min(0.2, 2 * (1 + largest_logit) * (stored + dim**0.5 * accumulated))
 
 
-def _value_pass(loss: str, pairs: Pairs, scale: float, bias: float, chunk: int) -> tuple[float, Tensor, Tensor, float]:
+def _value_pass(
+    loss: str, pairs: Pairs, scale: float, bias: float, chunk: int, smoothing: float
+) -> tuple[float, Tensor, Tensor, float]:
     x, y, counts = pairs
     log_count = counts.log()
     row_norm = torch.zeros_like(counts)
@@ -119,40 +125,41 @@ def _value_pass(loss: str, pairs: Pairs, scale: float, bias: float, chunk: int) 
         logits = scale * x[rows] @ y.T + bias
         largest = max(largest, float(logits.abs().max()))
         positives = logits[_places(rows), rows]
-        value -= float(counts[rows] @ positives)
+        value -= (1 - smoothing) * float(counts[rows] @ positives)
         if loss == "siglip":
             value += float(counts[rows] @ F.softplus(logits) @ counts)
         else:
             row_norm[rows] = (logits + log_count).logsumexp(1)
             here = (logits + log_count[rows, None]).logsumexp(0)
             column_norm = torch.logaddexp(column_norm, here)
+            value -= smoothing * float(counts[rows] @ logits @ counts) / float(counts.sum())
     if loss == "clip":
         value += float(counts @ (row_norm + column_norm)) / 2
     return value / float(counts.sum()), row_norm, column_norm, largest
 
 
 def _scalar_pass(
-    loss: str, pairs: Pairs, row_norm: Tensor, column_norm: Tensor, scale: float, bias: float, chunk: int
+    loss: str, pairs: Pairs, row_norm: Tensor, column_norm: Tensor, scale: float, bias: float, chunk: int, smoothing: float
 ) -> tuple[float, float, float, float]:
     x, y, counts = pairs
     total = counts.sum()
     dscale = dbias = dscale_terms = dbias_terms = 0.0
     for rows in torch.arange(len(x), device=x.device).split(chunk):
         cosines = x[rows] @ y.T
-        weight = _pull(loss, scale * cosines + bias, row_norm[rows], column_norm, total)
+        weight = _pull(loss, scale * cosines + bias, row_norm[rows], column_norm, total, smoothing)
         weight = weight * counts * counts[rows, None]
-        positives = counts[rows] * cosines[_places(rows), rows] / total
+        positives = (1 - smoothing) * counts[rows] * cosines[_places(rows), rows] / total
         dscale += float((weight * cosines).sum() - positives.sum())
-        dscale_terms += float((weight * cosines.abs()).sum() + positives.abs().sum())
+        dscale_terms += float((weight * cosines).abs().sum() + positives.abs().sum())
         dbias += float(weight.sum() - counts[rows].sum() / total)
         dbias_terms += float(weight.sum() + counts[rows].sum() / total)
     return dscale, dbias, dscale_terms, dbias_terms
 
 
-def _pull(loss: str, logits: Tensor, own_norm: Tensor, other_norm: Tensor, total: Tensor) -> Tensor:
+def _pull(loss: str, logits: Tensor, own_norm: Tensor, other_norm: Tensor, total: Tensor, smoothing: float) -> Tensor:
     if loss == "siglip":
         return logits.sigmoid() / total
-    return ((logits - own_norm[:, None]).exp() + (logits - other_norm).exp()) / (2 * total)
+    return ((logits - own_norm[:, None]).exp() + (logits - other_norm).exp()) / (2 * total) - smoothing / total**2
 
 
 def _places(rows: Tensor) -> Tensor:

@@ -6,14 +6,20 @@ One run writes one file of rows, a table on the terminal and a picture beside th
 from __future__ import annotations
 
 import argparse
+import gc
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
+
+import torch
 
 from benchmarks import peers, picture, report
 from benchmarks.check import LOSSES
-from benchmarks.measure import Case, Row, run_case
+from benchmarks.measure import Case, Row, measure, run_case, worst
 
 RESULTS = Path(__file__).parent / "results"
+# What two rows have in common when the later one takes the place of the earlier.
+SAME = ("loss", "implementation", "batch", "dim", "dtype", "device")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -22,37 +28,49 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     kept = options.markdown or options.redraw
     out = kept or options.out or RESULTS / f"loss-{options.device}.jsonl"
+    earlier = kept or (out if options.append and out.exists() else None)
     try:
         cases = [] if kept else list(_cases(options))
-        rows = report.read_rows(kept) if kept else []
+        rows = report.read_rows(earlier) if earlier else []
     except ValueError as error:
         parser.error(str(error))
     if options.markdown:
         print(report.markdown(rows))
         return 0
     if not kept:
-        rows = _run(cases, options.timeout, out)
+        rows = _run(cases, rows, options, out)
         print(f"rows: {out}")
     _show(rows, options.picture or out.with_suffix(".png"))
-    failed = any(row["implementation"] == "ours" and "error" in row for row in rows)
+    failed = any(report.is_ours(row) and "error" in row for row in rows)
     return int(failed or not any("total_s" in row for row in rows))
 
 
-def _run(cases: list[Case], timeout_s: float, out: Path) -> list[Row]:
-    rows: list[Row] = []
+def _run(cases: list[Case], rows: list[Row], options: argparse.Namespace, out: Path) -> list[Row]:
+    """The rows given, and those of the cases in place of what they held for the same."""
     absent = set()
+    in_process = options.in_process
     for place, case in enumerate(cases, start=1):
         if (case.loss, case.implementation) in absent:
             continue
-        row = run_case(case, timeout_s)
+        row = _measured_here(case) if in_process else run_case(case, options.timeout)
         print(f"[{place}/{len(cases)}] {_progress(row)}", flush=True)
+        # A kernel that fails takes the process's use of the device along: the other cases get processes of their own.
+        in_process = in_process and "AcceleratorError" not in row.get("error", "")
         if "unavailable" in row:
             absent.add((case.loss, case.implementation))
             continue
-        rows.append(row)
+        rows = [other for other in rows if any(other[key] != row[key] for key in SAME)] + [row]
         # Kept after every case: a run that is stopped has lost nothing.
         report.write_rows(out, rows)
     return rows
+
+
+def _measured_here(case: Case) -> Row:
+    row = measure(case)
+    gc.collect()
+    if case.device == "cuda":
+        torch.cuda.empty_cache()
+    return row
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -60,13 +78,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", default="float32", help="of the embeddings, as torch names it")
     parser.add_argument("--sizes", default="1024,4096,16384", type=_sizes, help="batch sizes, with commas")
-    parser.add_argument("--dim", type=int, default=512, help="width of an embedding")
+    parser.add_argument("--dim", default="512", type=_sizes, help="widths of an embedding, with commas")
     parser.add_argument("--losses", default=",".join(LOSSES), help="with commas")
     parser.add_argument("--only", help="implementations, with commas; module:function for one of your own")
     parser.add_argument("--scale", type=float, default=20.0, help="factor on the cosines (1 / temperature)")
     parser.add_argument("--repeats", type=int, help="timed runs after the first; without it, as time allows")
-    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds a case may take")
+    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds a case in a process of its own may take")
+    parser.add_argument("--in-process", action="store_true", help="all cases in this process, for CUDA: no start-up for each")
     parser.add_argument("--out", type=Path, help="file of rows (results/loss-DEVICE.jsonl)")
+    parser.add_argument("--append", action="store_true", help="keep the file's rows of other cases")
     parser.add_argument("--picture", type=Path, help="file of the picture (beside the rows)")
     parser.add_argument("--redraw", type=Path, metavar="FILE", help="table and picture again, from kept rows")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="the README's table, from kept rows")
@@ -83,14 +103,14 @@ def _sizes(text: str) -> list[int]:
 def _cases(options: argparse.Namespace) -> Iterator[Case]:
     """The cases in interleaved order, so that a slow spell of the machine meets every implementation alike."""
     wanted = {loss: _implementations(loss, options) for loss in options.losses.split(",")}
-    for batch in sorted(options.sizes):
+    for batch, dim in product(sorted(options.sizes), sorted(options.dim)):
         for loss, names in wanted.items():
             for name in names:
                 yield Case(
                     loss=loss,
                     implementation=name,
                     batch=batch,
-                    dim=options.dim,
+                    dim=dim,
                     dtype=options.dtype,
                     device=options.device,
                     scale=options.scale,
@@ -103,7 +123,8 @@ def _implementations(loss: str, options: argparse.Namespace) -> list[str]:
     if loss not in LOSSES:
         raise ValueError(f"loss is {loss!r}: choose among {', '.join(LOSSES)}")
     known = [peer.name for peer in peers.PEERS if peer.loss == loss]
-    names = [name.strip() for name in options.only.split(",")] if options.only else known
+    by_default = [peer.name for peer in peers.PEERS if peer.loss == loss and peer.by_default]
+    names = _names(options.only) if options.only else by_default
     runnable = []
     for name in names:
         # A name may belong to the other loss only.
@@ -117,12 +138,31 @@ def _implementations(loss: str, options: argparse.Namespace) -> list[str]:
     return runnable
 
 
+def _names(text: str) -> list[str]:
+    """The names in a list with commas, of which some have a comma of their own.
+
+    >>> _names("ours,ours, ids,openclip")
+    ['ours', 'ours, ids', 'openclip']
+    """
+    known = {peer.name for peer in peers.PEERS}
+    names: list[str] = []
+    for part in (part.strip() for part in text.split(",")):
+        longer = f"{names[-1]}, {part}" if names else ""
+        if longer in known:
+            names[-1] = longer
+        else:
+            names.append(part)
+    return names
+
+
 def _progress(row: Row) -> str:
-    start = f"{row['loss']:<7}{report.title(row):<22}N = {row['batch']:<8,}"
+    start = f"{row['loss']:<7}{report.title(row):<30}N = {row['batch']:<10,}D = {row['dim']:<6,}"
     if "total_s" not in row:
         return f"{start}{report.reason(row)}"
     seconds, mib = report.three_digits(row["total_s"]), report.three_digits(row["extra_bytes"] / 2**20)
-    return f"{start}{seconds} s, {mib} MiB, gradient error {row['errors']['gradient']:.1e}"
+    share = f", {row['share']:.0%} of cuBLAS" if "share" in row else ""
+    wrong = "" if row["right"] else f", wrong: {worst(row)}"
+    return f"{start}{seconds} s{share}, {mib} MiB, gradient error {row['errors']['gradient']:.1e}{wrong}"
 
 
 def _show(rows: list[Row], path: Path) -> None:
@@ -131,6 +171,8 @@ def _show(rows: list[Row], path: Path) -> None:
         report.show(report.HEADERS, report.table(rows))
     for line in report.notes(rows):
         print(f"not measured: {line}")
+    for line in report.wrong(rows):
+        print(f"timed, but wrong: {line}")
     if measured:
         print("speed and memory are relative to OpenCLIP in the same run; extra MiB include the gradients of both inputs")
         picture.draw(rows, path)

@@ -1,9 +1,13 @@
 """One case, measured in a process of its own: `run_case(case)` returns a row, `python -m benchmarks.measure JSON` prints one.
 
 Inside that process: a call warms the libraries, a tiny one on a CPU; one full forward and backward gives the peak
-memory; its value and the gradients of sampled rows are compared with the exact answer; only a right result is timed, and
-a wrong one becomes a row with `error` and no time. Extra memory is the peak during forward and backward above what was
-in use once the inputs existed: it includes the gradients of x and y, which every implementation must return.
+memory; its value and the gradients of sampled rows are compared with the exact answer; only then it is timed. A wrong
+result of ours becomes a row with `error` and no time; one of another package is timed and its row says `"right": false`.
+Extra memory is the peak during forward and backward above what was in use once the inputs existed: it includes the
+gradients of x and y, which every implementation must return.
+
+On CUDA the timed steps are enqueued one after the other, as in training, and in half precision a matrix product is timed
+before and after them: `share` is the rate at which the loss does its useful operations, relative to that product's.
 
 The batch holds at most DISTINCT different pairs, each as often as the size asks, in random order: that keeps the
 exact answer affordable at any size (see check.py).
@@ -20,6 +24,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,9 +38,16 @@ from benchmarks.machine import describe
 DISTINCT = 4096
 SAMPLED_ROWS = 32
 TINY = 128
+# On CUDA a batch warms up at its own size, except one that takes seconds.
+LARGEST_WARM_UP, LARGE_WARM_UP = 262_144, 32_768
+# A device that has been idle runs faster than it can for long: what is timed on CUDA comes after so many seconds of the same work.
+SUSTAINED_S = 0.5
+# Operations for N² pairs of width D: clip needs the logits twice and two products for the gradients, siglip the logits once.
+USEFUL_FLOP = {"clip": 8, "siglip": 6}
+PRODUCT_SIZE, PRODUCT_RUNS = 8192, 100
 # Seconds and runs that the timing of one case may take: few runs of a large batch, more of a small one.
-BUDGET_S = {"cpu": 30.0, "cuda": 5.0}
-MOST_RUNS = {"cpu": 10, "cuda": 50}
+BUDGET_S = {"cpu": 30.0, "cuda": 3.0}
+MOST_RUNS = {"cpu": 10, "cuda": 100}
 
 Row = dict[str, Any]
 
@@ -120,21 +132,25 @@ def measure(case: Case) -> Row:
         return {**row, "skipped": f"needs about {needed / 2**30:,.0f} GiB, {free}", "needed_bytes": needed}
     try:
         call = peer.load()
-        # On a GPU kernels compile and tune themselves for the size they meet, with buffers of their own. On a CPU memory
-        # freed by a large call would hide a part of the peak.
-        _step(call, _inputs(case, case.batch if case.device == "cuda" else TINY))
+        if peer.timed_if_wrong:
+            row["version"] = peers.version(peer)
+        _step(call, _inputs(case, _warm_up_batch(case)))
         batch = _inputs(case, case.batch)
         peak = memory.peak_of(lambda: _step(call, batch), case.device)
-        found = _compare(case, batch, float(peak.result[1]))
+        found = _compare(case, peer.smoothing, batch, float(peak.result[1]))
         row |= found
-        if not found["right"]:
-            return {**row, "error": f"wrong result: {_worst(found)}"}
+        if not found["right"] and not peer.timed_if_wrong:
+            return {**row, "error": f"wrong result: {worst(found)}"}
         row |= {"extra_bytes": peak.extra_bytes, "memory_method": peak.method}
+        if case.device == "cuda" and batch.x.dtype in peers.HALF:
+            before = matrix_product_tflops(case.device)
+            row |= _times(case, call, batch, peak.result[0])
+            return row | share(row, (before + matrix_product_tflops(case.device)) / 2)
         return row | _times(case, call, batch, peak.result[0])
     except peers.Unavailable as error:
         return {**row, "unavailable": str(error)}
     except Exception as error:  # any failure of an implementation is a row, not the end of the run
-        return {**row, "error": f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"}
+        return {**row, "error": f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"}
 
 
 def needed_bytes(peer: peers.Peer, case: Case) -> int:
@@ -142,6 +158,49 @@ def needed_bytes(peer: peers.Peer, case: Case) -> int:
     entry = getattr(torch, case.dtype).itemsize
     # Half-precision logits still meet float32 softmax and gradients: four bytes an entry at least.
     return int(peer.matrices * case.batch**2 * max(4, entry)) + 4 * case.batch * case.dim * entry
+
+
+def share(row: Row, tflops: float) -> Row:
+    """What a timed row adds to be compared with a matrix product of that many TFLOP/s."""
+    useful = USEFUL_FLOP[row["loss"]] * row["batch"] ** 2 * row["dim"]
+    rate = useful / row["total_s"] / 1e12
+    return {"matrix_product_tflops": tflops, "useful_flop": useful, "share": rate / tflops}
+
+
+def matrix_product_tflops(device: str, size: int = PRODUCT_SIZE) -> float:
+    """The rate of a bfloat16 product of two random square matrices that a device sustains, the median of several runs."""
+    left, right = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
+
+    def seconds(runs: int) -> float:
+        marks = []
+        for _ in range(runs):
+            marks.append(_mark())
+            torch.matmul(left, right)
+        marks.append(_mark())
+        torch.cuda.synchronize()
+        return statistics.median(_seconds(start, end) for start, end in pairwise(marks))
+
+    seconds(math.ceil(SUSTAINED_S / seconds(3)))
+    return 2 * size**3 / seconds(PRODUCT_RUNS) / 1e12
+
+
+def worst(found: Row) -> str:
+    """The largest error of a row, and what was allowed."""
+    name, error = largest_error(found)
+    return f"{name} off by {error:.1e}, {found['tolerance']:.1e} allowed"
+
+
+def largest_error(found: Row) -> tuple[str, float]:
+    """The name and size of the largest of a row's errors."""
+    return max(found["errors"].items(), key=lambda item: math.inf if math.isnan(item[1]) else item[1])
+
+
+def _warm_up_batch(case: Case) -> int:
+    # On a GPU kernels compile and tune themselves for the size they meet, with buffers of their own. On a CPU memory
+    # freed by a large call would hide a part of the peak.
+    if case.device != "cuda":
+        return TINY
+    return case.batch if case.batch <= LARGEST_WARM_UP else LARGE_WARM_UP
 
 
 def _inputs(case: Case, batch: int) -> Batch:
@@ -180,15 +239,13 @@ def _step(call: Callable[..., Tensor], batch: Batch) -> tuple[Seconds, Tensor]:
     for leaf in leaves:
         leaf.grad = None
     if batch.x.is_cuda:
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
-        marks[0].record()
+        marks = [_mark()]
         loss = call(*leaves)
-        marks[1].record()
+        marks.append(_mark())
         loss.backward()
-        marks[2].record()
+        marks.append(_mark())
         torch.cuda.synchronize()
-        seconds = Seconds(marks[0].elapsed_time(marks[1]) / 1000, marks[1].elapsed_time(marks[2]) / 1000)
-        return seconds, loss.detach()
+        return Seconds(_seconds(*marks[:2]), _seconds(*marks[1:])), loss.detach()
     start = time.perf_counter()
     loss = call(*leaves)
     middle = time.perf_counter()
@@ -196,12 +253,40 @@ def _step(call: Callable[..., Tensor], batch: Batch) -> tuple[Seconds, Tensor]:
     return Seconds(middle - start, time.perf_counter() - middle), loss.detach()
 
 
-def _compare(case: Case, batch: Batch, value: float) -> Row:
+def _enqueued(call: Callable[..., Tensor], batch: Batch, runs: int, first: Seconds) -> list[Seconds]:
+    """The times of CUDA steps that follow each other without a wait, so that none of them contains the host's start."""
+    warm_up = math.ceil(SUSTAINED_S / max(sum(first), 1e-4)) if runs else 0
+    marks = []
+    for _ in range(warm_up + runs):
+        for leaf in batch[:4]:
+            leaf.grad = None
+        marks.append(_mark())
+        loss = call(*batch[:4])
+        marks.append(_mark())
+        loss.backward()
+    marks.append(_mark())
+    torch.cuda.synchronize()
+    # Each step has two marks, and the next one's first is its end.
+    ends = zip(marks[::2], marks[1::2], marks[2::2], strict=False)
+    return [Seconds(_seconds(start, middle), _seconds(middle, end)) for start, middle, end in ends][warm_up:]
+
+
+def _mark() -> torch.cuda.Event:
+    mark = torch.cuda.Event(enable_timing=True)
+    mark.record()
+    return mark
+
+
+def _seconds(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    return start.elapsed_time(end) / 1000
+
+
+def _compare(case: Case, smoothing: float, batch: Batch, value: float) -> Row:
     generator = torch.Generator().manual_seed(case.seed)
     rows = torch.randperm(case.batch, generator=generator)[:SAMPLED_ROWS].to(case.device)
     counts = torch.bincount(batch.pair_of_row, minlength=len(batch.pairs[0])).double()
     pairs = check.Pairs(batch.pairs[0].double(), batch.pairs[1].double(), counts)
-    exact = check.answer(case.loss, pairs, batch.pair_of_row[rows], case.scale, case.bias)
+    exact = check.answer(case.loss, pairs, batch.pair_of_row[rows], case.scale, case.bias, smoothing=smoothing)
     if batch.x.grad is None or batch.y.grad is None:
         return {"right": False, "errors": {"gradient": math.inf}, "tolerance": 0.0}
     scalars = [None if leaf.grad is None else float(leaf.grad) for leaf in (batch.scale, batch.bias)]
@@ -217,16 +302,14 @@ def _compare(case: Case, batch: Batch, value: float) -> Row:
     }
 
 
-def _worst(found: Row) -> str:
-    name, error = max(found["errors"].items(), key=lambda item: math.inf if math.isnan(item[1]) else item[1])
-    return f"{name} off by {error:.1e}, {found['tolerance']:.1e} allowed"
-
-
 def _times(case: Case, call: Callable[..., Tensor], batch: Batch, first: Seconds) -> Row:
     runs = case.repeats
     if runs is None:
         runs = min(MOST_RUNS[case.device], int(BUDGET_S[case.device] / max(sum(first), 1e-6)))
-    seconds = [_step(call, batch)[0] for _ in range(runs)] or [first]
+    if case.device == "cuda":
+        seconds = _enqueued(call, batch, runs, first) or [first]
+    else:
+        seconds = [_step(call, batch)[0] for _ in range(runs)] or [first]
     row: Row = {"runs": len(seconds), "warm_up": runs > 0, "load_average": os.getloadavg()[0]}
     for name, values in (
         ("forward", [each.forward for each in seconds]),

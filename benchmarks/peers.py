@@ -10,6 +10,9 @@ import importlib.util
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from importlib import metadata
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +21,9 @@ from torch import Tensor
 LossCall = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # (x, y, scale, bias) -> loss
 
 HALF = (torch.bfloat16, torch.float16)
+# Rows of a chunk, for losses that leave them to the caller.
+CHUNK = 1024
+SMOOTHING = 0.1
 
 # Declared schemas live as long as the object that declared them.
 _torchvision_library: torch.library.Library | None = None
@@ -38,6 +44,12 @@ class Peer:
     # How many batch-by-batch float32 matrices the peak amounts to, measured and rounded up: decides whether a case fits.
     matrices: float = 0.0
     cuda_only: bool = False
+    # Wrong results of other packages are timed and marked as wrong; ours, and those of your own callables, are refused.
+    timed_if_wrong: bool = False
+    # Without this it runs only where it is named.
+    by_default: bool = True
+    # Of the labels, as check.answer then takes it too.
+    smoothing: float = 0.0
 
 
 def find(name: str, loss: str) -> Peer:
@@ -63,6 +75,12 @@ def unavailable(peer: Peer, device: str) -> str | None:
     if peer.cuda_only and device != "cuda":
         return f"{peer.package} runs on CUDA only"
     return None
+
+
+def version(peer: Peer) -> str | None:
+    """The installed version of the entry's package."""
+    names = metadata.packages_distributions().get(peer.package.split(".")[0])
+    return metadata.version(names[0]) if names else None
 
 
 def declare_torchvision_schemas() -> bool:
@@ -97,16 +115,19 @@ def _as_trained(call: LossCall) -> LossCall:
     return run
 
 
-def _megabatch_clip() -> LossCall:
-    from megabatch import clip_loss
+def _megabatch(loss: str, ids: bool = False, **options: Any) -> LossCall:
+    import megabatch
 
-    return lambda x, y, scale, bias: clip_loss(x, y, scale)
+    function = {"clip": megabatch.clip_loss, "siglip": megabatch.siglip_loss}[loss]
 
+    def call(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+        # All distinct: the answer stays that of the loss without ids.
+        more = options | ({"ids": torch.arange(len(x), device=x.device)} if ids else {})
+        scalars = (scale,) if loss == "clip" else (scale, bias)
+        found = function(x, y, *scalars, **more)
+        return found[0] if options.get("diagnostics") else found
 
-def _megabatch_siglip() -> LossCall:
-    from megabatch import siglip_loss
-
-    return siglip_loss
+    return call
 
 
 def _formula_clip() -> LossCall:
@@ -146,6 +167,16 @@ def _openclip_clip() -> LossCall:
     return _as_trained(lambda x, y, scale, bias: loss(x, y, scale))
 
 
+def _openclip_clip_compiled() -> LossCall:
+    declare_torchvision_schemas()
+    from open_clip.loss import ClipLoss
+
+    # A second size in one process would otherwise be compiled for every size at once, and be slower for it.
+    torch.compiler.reset()
+    loss = torch.compile(ClipLoss(), dynamic=False)
+    return _as_trained(lambda x, y, scale, bias: loss(x, y, scale))
+
+
 def _openclip_siglip() -> LossCall:
     declare_torchvision_schemas()
     from open_clip.loss import SigLipLoss
@@ -168,12 +199,46 @@ def _sentence_transformers_clip() -> LossCall:
     from sentence_transformers.losses import MultipleNegativesRankingLoss
     from sentence_transformers.util import dot_score
 
-    def call(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    def prepare(scale: float) -> Callable[[Tensor, Tensor], Tensor]:
         both = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"}
-        loss = MultipleNegativesRankingLoss(torch.nn.Identity(), scale=scale.item(), similarity_fct=dot_score, **both)
-        return loss.compute_loss_from_embeddings([x, y], None)
+        loss = MultipleNegativesRankingLoss(torch.nn.Identity(), scale=scale, similarity_fct=dot_score, **both)
+        return lambda x, y: loss.compute_loss_from_embeddings([x, y], None)
 
-    return _as_trained(call)
+    return _as_trained(_with_a_number(prepare))
+
+
+def _sentence_transformers_clip_cached() -> LossCall:
+    declare_torchvision_schemas()
+    from sentence_transformers.losses import CachedMultipleNegativesRankingLoss
+    from sentence_transformers.util import dot_score
+
+    def prepare(scale: float) -> Callable[[Tensor, Tensor], Tensor]:
+        both = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"}
+        model = torch.nn.Sequential(torch.nn.Identity())
+        loss = CachedMultipleNegativesRankingLoss(model, scale, similarity_fct=dot_score, mini_batch_size=CHUNK, **both)
+
+        def call(x: Tensor, y: Tensor) -> Tensor:
+            own_x, own_y = (rows.detach().requires_grad_() for rows in (x, y))
+            value = loss.calculate_loss([[own_x], [own_y]], with_backward=True)
+            # It has the gradients now. Its way back hands them to the encoders through such a product, worth zero here.
+            product = (x * own_x.grad).sum() + (y * own_y.grad).sum()
+            return value + (product - product.detach())
+
+        return call
+
+    return _as_trained(_with_a_number(prepare))
+
+
+def _with_a_number(prepare: Callable[[float], Callable[[Tensor, Tensor], Tensor]]) -> LossCall:
+    """For losses whose scale is a number without a gradient: read once, as each reading would wait for the device."""
+    prepared: list[Callable[[Tensor, Tensor], Tensor]] = []
+
+    def call(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+        if not prepared:
+            prepared.append(prepare(scale.item()))
+        return prepared[0](x, y)
+
+    return call
 
 
 def _inf_cl_clip() -> LossCall:
@@ -188,20 +253,18 @@ def _inf_cl_clip() -> LossCall:
 def _memeff_clip() -> LossCall:
     from memeff import MemoryEfficientCLIPLoss
 
-    def call(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-        # stable=True would return a gradient that is not the gradient of the loss.
-        return MemoryEfficientCLIPLoss(temperature=1 / scale.item(), normalized_inputs=True, stable=False)(x, y)
-
-    return call
+    # stable=True would return a gradient that is not the gradient of the loss.
+    options = {"normalized_inputs": True, "stable": False}
+    return _with_a_number(lambda scale: MemoryEfficientCLIPLoss(temperature=1 / scale, **options))
 
 
-def _cut_cross_entropy_clip() -> LossCall:
+def _cut_cross_entropy_clip(**options: Any) -> LossCall:
     from cut_cross_entropy import linear_cross_entropy
 
     def call(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
         labels = torch.arange(len(x), device=x.device)
-        rows = linear_cross_entropy((scale * x).to(x.dtype), y, labels)
-        return (rows + linear_cross_entropy((scale * y).to(y.dtype), x, labels)) / 2
+        rows = linear_cross_entropy((scale * x).to(x.dtype), y, labels, **options)
+        return (rows + linear_cross_entropy((scale * y).to(y.dtype), x, labels, **options)) / 2
 
     return call
 
@@ -209,22 +272,46 @@ def _cut_cross_entropy_clip() -> LossCall:
 def _siglip_kernel_siglip() -> LossCall:
     from siglip_kernel import fused_siglip_loss
 
-    return lambda x, y, scale, bias: fused_siglip_loss(x, y, scale.log(), bias)
+    return lambda x, y, scale, bias: fused_siglip_loss(x, y, scale.log(), bias, backend="chunked_bf16")
+
+
+def _other(name: str, loss: str, load: Callable[[], LossCall], package: str, **facts: Any) -> Peer:
+    return Peer(name, loss, load, package, timed_if_wrong=True, **facts)
+
+
+def _option(name: str, loss: str, smoothing: float = 0.0, **options: Any) -> Peer:
+    load = partial(_megabatch, loss, **options)
+    return Peer(f"ours, {name}", loss, load, "megabatch", cuda_only=True, by_default=False, smoothing=smoothing)
 
 
 PEERS: tuple[Peer, ...] = (
-    Peer("ours", "clip", _megabatch_clip, "megabatch"),
-    Peer("openclip", "clip", _openclip_clip, "open_clip", matrices=4.5),
+    Peer("ours", "clip", partial(_megabatch, "clip"), "megabatch"),
+    _other("openclip", "clip", _openclip_clip, "open_clip", matrices=4.5),
+    _other("openclip compiled", "clip", _openclip_clip_compiled, "open_clip", matrices=2, cuda_only=True),
     Peer("full matrix", "clip", _full_matrix_clip, "torch", matrices=4.5),
     Peer("formula", "clip", _formula_clip, "megabatch", matrices=10),
-    Peer("sentence-transformers", "clip", _sentence_transformers_clip, "sentence_transformers", matrices=6.5),
-    Peer("inf-cl", "clip", _inf_cl_clip, "inf_cl", cuda_only=True),
-    Peer("memeff", "clip", _memeff_clip, "memeff", cuda_only=True),
-    Peer("cut-cross-entropy", "clip", _cut_cross_entropy_clip, "cut_cross_entropy", cuda_only=True),
-    Peer("ours", "siglip", _megabatch_siglip, "megabatch"),
-    Peer("openclip", "siglip", _openclip_siglip, "open_clip", matrices=5.5),
-    Peer("openclip chunked", "siglip", _openclip_siglip_chunked, "open_clip", matrices=5.5),
+    _other("sentence-transformers", "clip", _sentence_transformers_clip, "sentence_transformers", matrices=6.5),
+    _other("sentence-transformers cached", "clip", _sentence_transformers_clip_cached, "sentence_transformers", cuda_only=True),
+    _other("inf-cl", "clip", _inf_cl_clip, "inf_cl", cuda_only=True),
+    _other("memeff", "clip", _memeff_clip, "memeff", cuda_only=True),
+    _other("cut-cross-entropy", "clip", _cut_cross_entropy_clip, "cut_cross_entropy", cuda_only=True),
+    # Its default leaves out blocks of the gradient without an entry above 2.4e-4 in bf16: at large batches nearly all of them.
+    _other(
+        "cut-cross-entropy unfiltered",
+        "clip",
+        partial(_cut_cross_entropy_clip, filter_eps=None),
+        "cut_cross_entropy",
+        cuda_only=True,
+    ),
+    Peer("ours", "siglip", partial(_megabatch, "siglip"), "megabatch"),
+    _other("openclip", "siglip", _openclip_siglip, "open_clip", matrices=5.5),
+    _other("openclip chunked", "siglip", _openclip_siglip_chunked, "open_clip", matrices=5.5),
     Peer("full matrix", "siglip", _full_matrix_siglip, "torch", matrices=4),
     Peer("formula", "siglip", _formula_siglip, "megabatch", matrices=9),
-    Peer("siglip-kernel", "siglip", _siglip_kernel_siglip, "siglip_kernel", cuda_only=True),
+    _other("siglip-kernel", "siglip", _siglip_kernel_siglip, "siglip_kernel", cuda_only=True),
+    _option("ids", "clip", ids=True),
+    _option("label smoothing", "clip", smoothing=SMOOTHING, label_smoothing=SMOOTHING),
+    _option("diagnostics", "clip", diagnostics=True),
+    _option("ids", "siglip", ids=True),
+    _option("diagnostics", "siglip", diagnostics=True),
 )

@@ -1,4 +1,7 @@
-"""Pictures of rows: time and memory against the batch size, one line an implementation, and the bars of the demo."""
+"""Pictures of rows: time and memory against the batch size, one line an implementation, and the bars of the demo.
+
+Rows with a share of a matrix product are drawn as times at one size, and shares against the batch size.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,8 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from benchmarks.measure import Row
-from benchmarks.report import device_name, three_digits, title
+from benchmarks.measure import USEFUL_FLOP, Row, largest_error
+from benchmarks.report import TITLES, device_name, is_option, three_digits, title
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -16,6 +19,7 @@ OURS = "#0b6e4f"
 OTHERS = ("#c8553d", "#5b6c9e", "#a07c1e", "#8a4f9e", "#3b8ea5", "#9c5a6b", "#6b7d3a", "#777777")
 INK, FAINT = "#222222", "#9a9a9a"
 MIB = 2**20
+BAR_INCHES = 0.34
 STYLE = {
     "font.size": 10,
     "axes.edgecolor": "#bbbbbb",
@@ -49,7 +53,13 @@ class End(NamedTuple):
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """Writes the picture of measured rows: for each loss a panel of seconds and a panel of extra MiB, both log-log."""
+    """Writes the picture of measured rows: for each loss a panel of seconds and a panel of extra MiB, both log-log.
+
+    Rows with a share of a matrix product have a picture of their own kind, see `draw_shares`.
+    """
+    if any("share" in row for row in rows):
+        draw_shares(rows, path)
+        return
     too_large = [row for row in rows if "needed_bytes" in row]
     rows = [row for row in rows if "total_s" in row]
     if not rows:
@@ -81,6 +91,37 @@ def draw(rows: list[Row], path: Path) -> None:
         plt.close(figure)
 
 
+def draw_shares(rows: list[Row], path: Path) -> None:
+    """Writes for each loss the times of all implementations at one size, and megabatch's share of a matrix product at all."""
+    rows = [row for row in rows if "share" in row and not is_option(row)]
+    losses = list(dict.fromkeys(row["loss"] for row in rows))
+    compared = [_most_compared([row for row in rows if row["loss"] == loss]) for loss in losses]
+    plt = _pyplot()
+    with plt.rc_context(STYLE):
+        heights = [1.3 + max(BAR_INCHES * len(here), 2.6) for here in compared]
+        seconds = [row["total_s"] for here in compared for row in here]
+        # Room on the right for the numbers beside the longest bar.
+        limits = min(seconds) / 2, min(seconds) / 2 * (2 * max(seconds) / min(seconds)) ** 1.4
+        layout = {"width_ratios": (1.35, 1), "height_ratios": heights}
+        figure, panels = plt.subplots(len(losses), 2, figsize=(12.5, sum(heights) + 0.3), squeeze=False, gridspec_kw=layout)
+        for (time_panel, share_panel), loss, here in zip(panels, losses, compared, strict=True):
+            _times(time_panel, here, limits)
+            of_loss = [row for row in rows if row["loss"] == loss]
+            _shares(share_panel, of_loss, here[0]["dim"])
+            size = f"N = {here[0]['batch']:,}, D = {here[0]['dim']:,}"
+            time_panel.set_title(f"{loss}: forward + backward, {size}", loc="left", fontsize=11, fontweight="bold")
+            share_panel.set_title(f"{loss}: share of cuBLAS's rate", loc="left", fontsize=11, fontweight="bold")
+        figure.tight_layout(rect=(0, 0.045, 1, 1), h_pad=2.0, w_pad=2.5)
+        rates = [row["matrix_product_tflops"] for row in rows]
+        machine, flop = rows[0]["machine"], " and ".join(f"{USEFUL_FLOP[loss]}·N²·D for {loss}" for loss in losses)
+        where = f"{device_name(machine)} · torch {machine['torch']} · {rows[0]['dtype']} · {machine['date'][:10]}"
+        rate = f"100 %: a bfloat16 matrix product in the same run, {sum(rates) / len(rates):,.0f} TFLOP/s, counting {flop}"
+        hatched = " · hatched: wrong result" if any(not row["right"] for row in rows) else ""
+        figure.text(0.01, 0.012, f"{where} · {rate}{hatched}", fontsize=8, color="#666666")
+        _save(figure, path)
+        plt.close(figure)
+
+
 def draw_bars(rows: list[Row], path: Path, heading: str) -> None:
     """Writes the demo's picture: extra memory and time of each row as horizontal bars with their numbers."""
     plt = _pyplot()
@@ -104,6 +145,98 @@ def draw_bars(rows: list[Row], path: Path, heading: str) -> None:
         figure.text(0.02, 0.02, _where(rows[0]), fontsize=8, color="#666666")
         _save(figure, path)
         plt.close(figure)
+
+
+def _most_compared(rows: list[Row]) -> list[Row]:
+    """The rows of the size that most implementations were measured at, the largest of such, the fastest row first."""
+    sizes: dict[tuple[int, int], list[Row]] = {}
+    for row in rows:
+        sizes.setdefault((row["batch"], row["dim"]), []).append(row)
+    size = max(sizes, key=lambda size: (len(sizes[size]), size))
+    return sorted(sizes[size], key=lambda row: row["total_s"])
+
+
+def _times(panel: Axes, rows: list[Row], limits: tuple[float, float]) -> None:
+    """Horizontal bars of milliseconds, of which some are many times as long as others: the axis is logarithmic, and says so."""
+    places = list(range(len(rows) - 1, -1, -1))
+    values = [row["total_s"] * 1000 for row in rows]
+    low, high = (1000 * seconds for seconds in limits)
+    panel.set_xscale("log")
+    panel.set_xlim(low, high)
+    # Few bars are no thicker than many.
+    thickness = 0.62 * min(1, BAR_INCHES * len(rows) / 2.6)
+    for place, value, row in zip(places, values, rows, strict=True):
+        ours = row["implementation"] == "ours"
+        look = {"color": OURS if ours else OTHERS[1], "alpha": 1.0 if ours else 0.75}
+        if not row["right"]:
+            look = {"facecolor": "white", "edgecolor": OTHERS[1], "hatch": "////", "lw": 0.8}
+        panel.barh(place, value - low, left=low, height=thickness, **look)
+        name, error = largest_error(row)
+        more = f"{row['share'] * 100:.0f} %" if row["right"] else f"{name} off by {error:.0e}"
+        text = f"{three_digits(value)} ms, {more}"
+        style = {"fontweight": "bold" if ours else "normal", "color": OURS if ours else INK, "fontsize": 9}
+        panel.annotate(text, (value, place), xytext=(5, 0), textcoords="offset points", va="center", **style)
+    panel.set_yticks(places, [title(row) for row in rows])
+    for label, row in zip(panel.get_yticklabels(), rows, strict=True):
+        if row["implementation"] == "ours":
+            label.set(fontweight="bold", color=OURS)
+    panel.set_ylim(-0.6, len(rows) - 0.4)
+    panel.tick_params(axis="y", length=0)
+    from matplotlib.ticker import LogLocator
+
+    panel.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    panel.xaxis.set_major_formatter(lambda value, _: f"{value:,.12g}")
+    panel.minorticks_off()
+    panel.set_xlabel("ms, logarithmic")
+    panel.grid(axis="x", color="#eeeeee", lw=0.8)
+    panel.set_axisbelow(True)
+
+
+def _shares(panel: Axes, rows: list[Row], dim: int) -> None:
+    """Shares of a matrix product against the batch: a line of the width compared, points for others, and OpenCLIP's line."""
+    sizes = sorted({row["batch"] for row in rows})
+    panel.set_xscale("log", base=2)
+    panel.set_xticks(sizes, [_short(size) for size in sizes], fontsize=9)
+    panel.minorticks_off()
+    span = max(sizes[-1] / sizes[0], 4)
+    panel.set_xlim(sizes[0] / span**0.08, sizes[-1] * span**0.35)
+    panel.set_ylim(0, max(1.08, 1.08 * max(row["share"] for row in rows)))
+    panel.yaxis.set_major_formatter(lambda value, _: f"{value * 100:.0f} %")
+    panel.set_xlabel("batch")
+    panel.grid(axis="y", color="#eeeeee", lw=0.8)
+    panel.set_axisbelow(True)
+    panel.axhline(1, color=INK, lw=1, ls=(0, (6, 3)), zorder=1)
+    panel.annotate("matrix product by cuBLAS", (panel.get_xlim()[0], 1), xytext=(6, 4), textcoords="offset points", fontsize=8.5)
+    for name, colour in (("openclip", OTHERS[0]), ("ours", OURS)):
+        line = sorted((row["batch"], row["share"]) for row in rows if row["implementation"] == name and row["dim"] == dim)
+        if not line:
+            continue
+        bold = name == "ours"
+        panel.plot(*zip(*line, strict=True), color=colour, marker="o", ms=5, lw=2.6 if bold else 1.6, zorder=4 if bold else 3)
+        style = {"color": colour, "fontweight": "bold" if bold else "normal", "va": "center", "textcoords": "offset points"}
+        panel.annotate(TITLES[name], line[-1], xytext=(9, 0), **style)
+    widths = sorted({row["dim"] for row in rows if row["implementation"] == "ours"} | {dim})
+    for place, width in enumerate(widths):
+        points = [(row["batch"], row["share"]) for row in rows if row["implementation"] == "ours" and row["dim"] == width]
+        look = {"marker": "^sDv"[place % 4], "ms": 7, "mfc": "white", "mew": 1.4, "ls": "none", "zorder": 5}
+        if width == dim:
+            # Its line is there already: this one is for the legend.
+            points, look = [(math.nan, math.nan)], {"marker": "o", "ms": 5, "lw": 2.6}
+        panel.plot(*zip(*points, strict=True), color=OURS, label=f"D = {width:,}", **look)
+    if len(widths) > 1:
+        panel.legend(loc="lower right", frameon=False, fontsize=8.5)
+
+
+def _short(size: int) -> str:
+    """A batch size as a tick beside others.
+
+    >>> _short(1000), _short(65536), _short(1048576)
+    ('1,000', '64 Ki', '1 Mi')
+    """
+    for power, unit in ((20, "Mi"), (10, "Ki")):
+        if size % 2**power == 0:
+            return f"{size >> power} {unit}"
+    return f"{size:,}"
 
 
 def _pyplot() -> Any:

@@ -1,6 +1,8 @@
 """Writes the tables of the README and of docs/ from the kept rows: `python -m benchmarks.readme`.
 
-A table stands between `<!-- table: FILE -->` and `<!-- end -->`; `FILE#CASE` takes the rows of one case of `benchmarks.encoders`.
+A table stands between `<!-- table: FILE -->` and `<!-- end -->`. `FILE#clip` and `FILE#siglip` take the rows of one loss,
+`FILE#options` those of megabatch's options, `FILE#errors` reads rows of `benchmarks.errors`, and any other `FILE#CASE` takes the
+rows of that case of `benchmarks.encoders`.
 """
 
 from __future__ import annotations
@@ -8,7 +10,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from benchmarks import report
+from benchmarks import errors, report
+from benchmarks.check import LOSSES
 from benchmarks.encoders import report as encoders
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -23,6 +26,12 @@ def with_tables(text: str) -> str:
 def _table(name: str) -> str:
     file, _, case = name.partition("#")
     rows = report.read_rows(ROOT / file)
+    if case == "options":
+        return report.options_markdown(rows)
+    if case == "errors":
+        return errors.markdown(rows)
+    if case in LOSSES:
+        return report.markdown([row for row in rows if row["loss"] == case])
     return encoders.markdown([row for row in rows if row["case"] == case]) if case else report.markdown(rows)
 
 

@@ -8,16 +8,24 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import Row
+from benchmarks.measure import PRODUCT_SIZE, USEFUL_FLOP, Row, largest_error, worst
 
 TITLES = {
     "ours": "megabatch",
+    "ours, ids": "megabatch, ids",
+    "ours, label smoothing": "megabatch, label smoothing",
+    "ours, diagnostics": "megabatch, diagnostics",
     "openclip": "OpenCLIP",
     "openclip chunked": "OpenCLIP, chunked",
+    "openclip compiled": "OpenCLIP, compiled",
     "sentence-transformers": "Sentence Transformers",
+    "sentence-transformers cached": "Sentence Transformers, cached",
     "inf-cl": "Inf-CL",
     "cut-cross-entropy": "Cut Cross-Entropy",
+    "cut-cross-entropy unfiltered": "Cut Cross-Entropy, unfiltered",
 }
+# How an error is named where it is told.
+ERRORS = {"scale": "scale's gradient", "bias": "bias's gradient"}
 HEADERS = (
     "loss",
     "implementation",
@@ -27,6 +35,7 @@ HEADERS = (
     "forward s",
     "backward s",
     "total s",
+    "of cuBLAS",
     "speed",
     "extra MiB",
     "memory",
@@ -35,14 +44,24 @@ HEADERS = (
 
 
 def in_order(rows: list[Row]) -> list[Row]:
-    """The rows by loss, then by batch, and otherwise as they came."""
+    """The rows by loss, then by batch and width, and otherwise as they came."""
     losses = list(dict.fromkeys(row["loss"] for row in rows))
-    return sorted(rows, key=lambda row: (losses.index(row["loss"]), row["batch"]))
+    return sorted(rows, key=lambda row: (losses.index(row["loss"]), row["batch"], row["dim"]))
 
 
 def title(row: Row) -> str:
     """The name under which an implementation is shown."""
     return TITLES.get(row["implementation"], row["implementation"])
+
+
+def is_ours(row: Row) -> bool:
+    """Whether a row is of megabatch, with options or without."""
+    return row["implementation"].split(",")[0] == "ours"
+
+
+def is_option(row: Row) -> bool:
+    """Whether a row is of megabatch with an option, which a table of implementations leaves out."""
+    return is_ours(row) and row["implementation"] != "ours"
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -82,10 +101,11 @@ def table(rows: list[Row]) -> list[tuple[str, ...]]:
                 f"{row['dim']:,}",
                 row["dtype"],
                 *(three_digits(row[f"{part}_s"]) for part in ("forward", "backward", "total")),
+                f"{row['share']:.1%}" if "share" in row else "",
                 speed,
                 three_digits(row["extra_bytes"] / 2**20),
                 share,
-                f"{row['errors']['gradient']:.1e}",
+                f"{row['errors']['gradient']:.1e}" + ("" if _right(row) else " (wrong)"),
             )
         )
     return cells
@@ -100,37 +120,102 @@ def notes(rows: list[Row]) -> list[str]:
     return lines
 
 
+def wrong(rows: list[Row]) -> list[str]:
+    """One line for each row that was timed although its result is wrong."""
+    return [f"{row['loss']}, {title(row)}, N = {row['batch']:,}: {worst(row)}" for row in _measured(rows) if not _right(row)]
+
+
 def reason(row: Row) -> str:
     """Why a row holds no time."""
     return row.get("error") or row.get("skipped") or row["unavailable"]
 
 
 def markdown(rows: list[Row]) -> str:
-    """The table of the README: a line for each loss and batch, a column for each implementation, and where it was run."""
-    rows = in_order(rows)
+    """The table of the README: a line for each loss and batch, a column for each implementation, and where it was run.
+
+    Rows of several widths have a column for it, and those with a share of a matrix product say it. Rows of megabatch with
+    an option are left out: `options_markdown` shows them.
+    """
+    rows = in_order([row for row in rows if not is_option(row)])
     names = list(dict.fromkeys(title(row) for row in rows))
-    cell = {(row["loss"], row["batch"], title(row)): _markdown_cell(row) for row in rows}
-    lines = [f"| loss | batch | {' | '.join(names)} |", f"| --- | ---: |{' ---: |' * len(names)}"]
-    for loss, batch in dict.fromkeys((row["loss"], row["batch"]) for row in rows):
-        cells = " | ".join(cell.get((loss, batch, name), "") for name in names)
-        lines.append(f"| {loss} | {batch:,} | {cells} |")
+    if _shared(rows):
+        # Put together from several runs, rows come in any order.
+        names.sort(key=lambda name: name != TITLES["ours"])
+    cell = {(*_place(row), title(row)): _markdown_cell(row) for row in rows}
+    width = len({row["dim"] for row in rows}) > 1
+    lines = [
+        f"| loss | batch |{' D |' if width else ''} {' | '.join(names)} |",
+        f"| --- | ---: |{' ---: |' * (len(names) + width)}",
+    ]
+    for loss, batch, dim in dict.fromkeys(_place(row) for row in rows):
+        cells = " | ".join(cell.get((loss, batch, dim, name), "") for name in names)
+        lines.append(f"| {loss} | {batch:,} |{f' {dim:,} |' if width else ''} {cells} |")
     return "\n".join([*lines, "", caption(rows)])
 
 
+def options_markdown(rows: list[Row]) -> str:
+    """The table of megabatch's options: the time of each, and relative to the same loss without it."""
+    plain = {_place(row): row for row in _measured(rows) if row["implementation"] == "ours"}
+    found = [row for row in in_order(rows) if is_option(row)]
+    if not found:
+        raise ValueError("no row holds an option: run `python -m benchmarks.loss --only` with names such as 'ours, ids'")
+    lines = ["| loss | batch | D | option | time | relative |", "| --- | ---: | ---: | --- | ---: | ---: |"]
+    for row in found:
+        other = plain.get(_place(row))
+        relative = f"{row['total_s'] / other['total_s']:.2f}×" if other and "total_s" in row else ""
+        option = row["implementation"].partition(", ")[2]
+        time = _time(row) if "total_s" in row else _markdown_cell(row)
+        lines.append(f"| {row['loss']} | {row['batch']:,} | {row['dim']:,} | {option} | {time} | {relative} |")
+    return "\n".join([*lines, "", f"{_start(found)} Times are relative to the same loss without options in the same run."])
+
+
 def caption(rows: list[Row]) -> str:
-    """One sentence: the machine, the versions, the date, and what the numbers count."""
+    """What was run where and when, and what the numbers count."""
+    start = f"{_start(rows)}{_shares(rows)} Memory is the peak above the inputs, gradients of both included."
+    worst_of: dict[str, float] = {}
+    for row in _measured(rows):
+        if _right(row):
+            worst_of[title(row)] = max(worst_of.get(title(row), 0.0), row["errors"]["gradient"])
+    off = ", ".join(f"{error:.0e} ({name})" for name, error in worst_of.items())
+    which = "Every result"
+    if not all(_right(row) for row in _measured(rows)):
+        start += " Results said to be off do not agree with the formula and are shown for their time alone."
+        which = "Every other result"
+    return (
+        f"{start} {which} agreed with the formula in float64 before it was timed; gradients are off by at most {off} of their "
+        f"largest entry."
+    )
+
+
+def _start(rows: list[Row]) -> str:
+    """One sentence: precision, width, machine, versions and date."""
     row = next(iter(_measured(rows)), None)
     if row is None:
         raise ValueError("no row holds a measurement: run `python -m benchmarks.loss` first")
     machine = row["machine"]
-    worst: dict[str, float] = {}
-    for each in _measured(rows):
-        worst[title(each)] = max(worst.get(title(each), 0.0), each["errors"]["gradient"])
-    off = ", ".join(f"{error:.0e} ({name})" for name, error in worst.items())
+    width = f", D = {row['dim']}" if len({each["dim"] for each in rows}) == 1 else ""
+    # Entries of one package share its title up to the comma.
+    versions = {title(each).split(",")[0]: each["version"] for each in rows if each.get("version")}
+    others = "".join(f", {name} {version}" for name, version in versions.items()) if _shared(rows) else ""
     return (
-        f"Forward and backward, {row['dtype']}, D = {row['dim']}, on {device_name(machine)} with torch {machine['torch']}, "
-        f"{machine['date'][:10]}. Memory is the peak above the inputs, gradients of both included. Every result agreed with "
-        f"the formula in float64 before it was timed; gradients are off by at most {off} of their largest entry."
+        f"Forward and backward, {row['dtype']}{width}, on {device_name(machine)} with torch {machine['torch']}{others}, "
+        f"{machine['date'][:10]}."
+    )
+
+
+def _shares(rows: list[Row]) -> str:
+    """What the shares are of, where rows have them."""
+    rates = [row["matrix_product_tflops"] for row in _measured(rows) if "share" in row]
+    if not rates:
+        return ""
+    low, high = f"{min(rates):,.0f}", f"{max(rates):,.0f}"
+    rate = low if low == high else f"{low} to {high}"
+    counted = " and ".join(
+        f"{flop}·N²·D ({loss})" for loss, flop in USEFUL_FLOP.items() if any(row["loss"] == loss for row in rows)
+    )
+    return (
+        f" Percentages are shares of the rate of a bfloat16 product of two {PRODUCT_SIZE:,} × {PRODUCT_SIZE:,} matrices by "
+        f"cuBLAS in the same run, {rate} TFLOP/s, counting {counted} operations."
     )
 
 
@@ -140,11 +225,17 @@ def device_name(machine: dict[str, Any]) -> str:
 
 
 def show(headers: tuple[str, ...], cells: list[tuple[str, ...]]) -> None:
-    """Prints a table, with rich where it is installed and as plain text where not; text left, numbers right."""
+    """Prints a table, with rich where it is installed and as plain text where not; text left, numbers right.
+
+    Columns that hold nothing are left out.
+    """
+    filled = [column for column in range(len(headers)) if any(line[column] for line in cells)]
+    headers = tuple(headers[column] for column in filled)
+    cells = [tuple(line[column] for column in filled) for line in cells]
     numeric = [all(_is_number(line[column]) for line in cells) for column in range(len(headers))]
+    lines = [headers, *cells]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(headers))]
     if importlib.util.find_spec("rich") is None:
-        lines = [headers, *cells]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(headers))]
         for line in lines:
             parts = zip(line, widths, numeric, strict=True)
             print("  ".join(f"{text:>{width}}" if right else f"{text:<{width}}" for text, width, right in parts))
@@ -159,11 +250,23 @@ def show(headers: tuple[str, ...], cells: list[tuple[str, ...]]) -> None:
     for line in cells:
         drawn.add_row(*line, style="bold green" if TITLES["ours"] in line else None)
     # A cut number is worse than a wrapped line: rich would shorten cells to fit a narrow terminal.
-    Console(width=max(Console().width, 160)).print(drawn)
+    Console(width=max(Console().width, sum(widths) + 4 * len(widths))).print(drawn)
 
 
 def _measured(rows: list[Row]) -> list[Row]:
     return [row for row in rows if "total_s" in row]
+
+
+def _right(row: Row) -> bool:
+    return row.get("right", True)
+
+
+def _shared(rows: list[Row]) -> bool:
+    return any("share" in row for row in rows)
+
+
+def _place(row: Row) -> tuple[str, int, int]:
+    return row["loss"], row["batch"], row["dim"]
 
 
 def _openclip(rows: list[Row], row: Row) -> Row | None:
@@ -179,8 +282,18 @@ def _markdown_cell(row: Row) -> str:
         return f"needs {row['needed_bytes'] / 2**30:,.0f} GiB"
     if "total_s" not in row:
         return "refused: wrong result" if row.get("right") is False else "failed"
-    text = f"{three_digits(row['total_s'])} s, {three_digits(row['extra_bytes'] / 2**20)} MiB"
+    part = f" ({row['share']:.0%})".replace("%", " %") if "share" in row else ""
+    text = f"{_time(row)}{part}, {three_digits(row['extra_bytes'] / 2**20)} MiB"
+    if not _right(row):
+        name, error = largest_error(row)
+        text += f", {ERRORS.get(name, name)} off by {error:.0e}"
     return f"**{text}**" if row["implementation"] == "ours" else text
+
+
+def _time(row: Row) -> str:
+    # Rows without a share are of tables in seconds throughout.
+    in_ms = "share" in row and row["total_s"] < 1
+    return f"{three_digits(row['total_s'] * 1000)} ms" if in_ms else f"{three_digits(row['total_s'])} s"
 
 
 def _is_number(text: str) -> bool:

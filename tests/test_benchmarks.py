@@ -1,9 +1,12 @@
-"""The benchmarks: a wrong result gets no time, the exact answer is the formula's, and kept rows can be shown again."""
+"""The benchmarks: a wrong result of ours gets no time and one of others is marked, the exact answer is the formula's, and kept
+rows can be shown again."""
 
 from __future__ import annotations
 
 import mmap
 import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks import check, loss, memory, peers, report
-from benchmarks.measure import Case, Row, measure, needed_bytes, run_case
+from benchmarks import check, errors, loss, memory, peers, picture, readme, report
+from benchmarks import measure as measuring
+from benchmarks.measure import Case, Row, measure, needed_bytes, run_case, share
 from megabatch import reference
 
 MIB = 2**20
@@ -79,19 +83,37 @@ def test_a_wrong_result_is_refused_and_not_timed(wrong: peers.LossCall) -> None:
     assert not any(key.endswith("_s") for key in row) and "extra_bytes" not in row
 
 
-@pytest.mark.parametrize("kind", check.LOSSES)
-def test_the_exact_answer_is_that_of_the_full_formula(kind: str) -> None:
+def test_a_wrong_result_of_another_package_is_timed_and_marked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    other = peers.Peer("other", "clip", lambda: lost_negatives, "torch", timed_if_wrong=True)
+    monkeypatch.setattr(peers, "PEERS", (*peers.PEERS, other))
+    wrong = measure(Case("clip", "other", batch=64, dim=32, repeats=1))
+    assert wrong["right"] is False and "error" not in wrong and wrong["total_s"] > 0 and wrong["version"] == torch.__version__
+    rows = [measure(Case("clip", "ours", batch=64, dim=32, repeats=1)), wrong]
+
+    off = f"gradient off by {wrong['errors']['gradient']:.0e}"
+    text = report.markdown(rows)
+    assert f"{off} |" in text and "Results said to be off do not agree" in text and "Every other result agreed" in text
+    # What it is off by is said of it alone, not as the rounding of a right result.
+    assert "(other)" not in text and "(megabatch)" in text
+    assert report.table(rows)[1][-1].endswith("(wrong)") and not report.table(rows)[0][-1].endswith("(wrong)")
+    assert [line.split(":")[0] for line in report.wrong(rows)] == ["clip, other, N = 64"]
+    picture.draw([row | share(row, 700.0) for row in rows], tmp_path / "wrong.png")
+
+
+@pytest.mark.parametrize(("kind", "smoothing"), [("clip", 0.0), ("clip", 0.1), ("siglip", 0.0)])
+def test_the_exact_answer_is_that_of_the_full_formula(kind: str, smoothing: float) -> None:
     torch.manual_seed(0)
     pairs = [F.normalize(torch.randn(20, 16, dtype=torch.float64), dim=1) for _ in range(2)]
     index = torch.cat([torch.arange(20), torch.randint(20, (33,))])
     x, y = (tensor[index].requires_grad_() for tensor in pairs)
     scale, bias = (torch.tensor(value, dtype=torch.float64, requires_grad=True) for value in (7.0, -3.0))
-    value = reference.clip_loss(x, y, scale) if kind == "clip" else reference.siglip_loss(x, y, scale, bias)
+    smoothed = {"label_smoothing": smoothing}
+    value = reference.clip_loss(x, y, scale, **smoothed) if kind == "clip" else reference.siglip_loss(x, y, scale, bias)
     value.backward()
 
     rows = torch.tensor([0, 13, 25, 50])
     counted = check.Pairs(*pairs, torch.bincount(index).double())
-    exact = check.answer(kind, counted, index[rows], 7.0, -3.0, chunk=6)
+    exact = check.answer(kind, counted, index[rows], 7.0, -3.0, chunk=6, smoothing=smoothing)
     scalars = [None if leaf.grad is None else float(leaf.grad) for leaf in (scale, bias)]
     errors = check.errors(check.Result(value.item(), x.grad[rows], y.grad[rows], *scalars), exact)
     # Float64 on both sides: only its own rounding is left.
@@ -136,6 +158,181 @@ def test_absent_packages_are_named_and_unknown_ones_refused() -> None:
     assert peers.unavailable(absent, "cpu") == "no_such_package is not installed"
     with pytest.raises(ValueError, match="choose among ours, openclip"):
         peers.find("nobody", "clip")
+
+
+@pytest.mark.parametrize(
+    "peer", [peer for peer in peers.PEERS if not peer.by_default], ids=lambda peer: f"{peer.name}, {peer.loss}"
+)
+def test_options_of_ours_are_right_and_run_only_where_named(peer: peers.Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert measure(Case(peer.loss, peer.name, batch=64))["unavailable"] == "megabatch runs on CUDA only"
+    monkeypatch.setattr(peers, "PEERS", (replace(peer, cuda_only=False),))
+    row = measure(Case(peer.loss, peer.name, batch=64, dim=32, repeats=0))
+    assert row.get("right"), row
+
+    def named(*only: str) -> list[str]:
+        options = loss._parser().parse_args(["--losses", peer.loss, *only])
+        return [case.implementation for case in loss._cases(options)]
+
+    assert named() == [] and set(named("--only", f"{peer.name}")) == {peer.name}
+
+
+def test_names_with_a_comma_of_their_own_are_found_in_a_list() -> None:
+    names = ["ours", "ours, ids", "ours, label smoothing", "openclip", "module:function"]
+    assert loss._names(",".join(names)) == names
+
+
+class Mark:
+    """Stands for a CUDA event: each one recorded takes the next of the given milliseconds."""
+
+    clock: Iterator[float]
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = next(self.clock)
+
+    def elapsed_time(self, end: Mark) -> float:
+        return end.at - self.at
+
+
+@pytest.fixture
+def marks(monkeypatch: pytest.MonkeyPatch) -> type[Mark]:
+    monkeypatch.setattr(torch.cuda, "Event", Mark)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    return Mark
+
+
+def test_steps_on_cuda_follow_each_other_without_a_wait(marks: type[Mark]) -> None:
+    # The start and the forward's end of three steps, of which the first warms up, and the end of the last.
+    marks.clock = iter([0, 1, 100, 102, 110, 113, 121, 200])
+    batch = measuring._inputs(Case("clip", "formula", batch=8, dim=4), 8)
+    first = measuring.Seconds(measuring.SUSTAINED_S, 0.0)
+    steps = measuring._enqueued(peers.find("formula", "clip").load(), batch, 2, first)
+    assert steps == [(0.002, 0.008), (0.003, 0.008)]
+    assert measuring._enqueued(peers.find("formula", "clip").load(), batch, 0, first) == []
+
+
+def test_the_matrix_product_is_timed_by_its_median_after_a_while(marks: type[Mark]) -> None:
+    # Three products of a quarter of a second, so two more until half a second has passed, and the last of the timed ones is slow.
+    timed = [2 * place for place in range(measuring.PRODUCT_RUNS)]
+    marks.clock = iter([*range(0, 1000, 250), *range(1000, 1750, 250), *(2000 + place for place in timed), 10_000])
+    assert measuring.matrix_product_tflops("cpu", size=16) == pytest.approx(2 * 16**3 / 0.002 / 1e12)
+
+
+def test_the_share_counts_useful_operations_alone() -> None:
+    row = {"loss": "clip", "batch": 1000, "dim": 100, "total_s": 1e-3}
+    assert share(row, 2.0) == {"matrix_product_tflops": 2.0, "useful_flop": 8 * 10**8, "share": pytest.approx(0.4)}
+    assert share(row | {"loss": "siglip"}, 2.0)["useful_flop"] == 6 * 10**8
+
+
+@pytest.mark.parametrize(("device", "batch", "warm_up"), [("cpu", 4096, 128), ("cuda", 65536, 65536), ("cuda", 2**20, 32768)])
+def test_batches_of_seconds_warm_up_at_a_smaller_size(device: str, batch: int, warm_up: int) -> None:
+    assert measuring._warm_up_batch(Case("clip", "ours", batch=batch, device=device)) == warm_up
+
+
+def test_a_study_is_put_together_from_several_runs(tmp_path: Path) -> None:
+    def run(*more: str) -> list[tuple[int, int]]:
+        options = ["--losses", "clip", "--only", "ours", "--repeats", "1", "--in-process", "--out", str(tmp_path / "rows.jsonl")]
+        assert loss.main([*options, *more]) == 0
+        return [(row["batch"], row["dim"]) for row in report.read_rows(tmp_path / "rows.jsonl")]
+
+    assert run("--sizes", "8,16", "--dim", "4,8") == [(8, 4), (8, 8), (16, 4), (16, 8)]
+    assert run("--sizes", "8,32", "--dim", "8", "--append") == [(8, 4), (16, 4), (16, 8), (8, 8), (32, 8)]
+    assert run("--sizes", "8", "--dim", "8") == [(8, 8)]
+
+
+def test_after_a_failed_kernel_cases_get_processes_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    places = []
+
+    def failing(case: Case) -> Row:
+        places.append("here")
+        return {**asdict(case), "error": "AcceleratorError: an illegal memory access"}
+
+    def fresh(case: Case, timeout_s: float) -> Row:
+        places.append("fresh")
+        return measured(case.batch, "ours", 1.0, 1) | {"right": True}
+
+    monkeypatch.setattr(loss, "measure", failing)
+    monkeypatch.setattr(loss, "run_case", fresh)
+    options = ["--losses", "clip", "--only", "ours", "--sizes", "8,16,32", "--in-process", "--out", str(tmp_path / "rows.jsonl")]
+    assert loss.main(options) == 1
+    assert places == ["here", "fresh", "fresh"]
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Path:
+    """Rows as a GPU gives them: two widths, options, and a peer that is wrong."""
+    machine = {"gpu": "NVIDIA H200", "torch": "2.11.0", "date": "2026-11-15T00:00:00", "memory_bytes": 2**37}
+    gpu = {"dtype": "bfloat16", "device": "cuda", "right": True, "tolerance": 0.1, "machine": machine}
+
+    def row(kind: str, name: str, batch: int, dim: int, ms: float, **more: object) -> Row:
+        made = measured(batch, name, ms / 1000, 512) | gpu | {"loss": kind, "dim": dim} | more
+        return made | share(made, 700.0)
+
+    wrong = {"right": False, "errors": {"gradient": 0.9, "scale": 0.01}, "version": "25.1.1"}
+    rows = [
+        row("clip", "openclip", 65536, 768, 127, version="3.3.0"),
+        row("clip", "cut-cross-entropy", 65536, 768, 1500, **wrong),
+        row("siglip", "ours", 65536, 768, 31),
+        row("clip", "ours", 65536, 768, 40),
+        row("clip", "ours", 65536, 1024, 52),
+        row("clip", "ours", 8192, 768, 0.7),
+        row("clip", "ours, ids", 65536, 768, 42),
+        row("siglip", "ours, diagnostics", 65536, 768, 62),
+    ]
+    report.write_rows(tmp_path / "shared.jsonl", rows)
+    return tmp_path / "shared.jsonl"
+
+
+def test_rows_with_shares_as_markdown(shared: Path) -> None:
+    lines = report.markdown(report.read_rows(shared)).splitlines()
+    assert lines[0] == "| loss | batch | D | megabatch | OpenCLIP | Cut Cross-Entropy |"
+    assert lines[2] == "| clip | 8,192 | 768 | **0.700 ms (84 %), 512 MiB** |  |  |"
+    off = "1.50 s (3 %), 512 MiB, gradient off by 9e-01"
+    assert lines[3] == f"| clip | 65,536 | 768 | **40.0 ms (94 %), 512 MiB** | 127 ms (30 %), 512 MiB | {off} |"
+    assert [line.split("|")[3].strip() for line in lines[4:6]] == ["1,024", "768"]
+    assert "with torch 2.11.0, OpenCLIP 3.3.0, Cut Cross-Entropy 25.1.1, 2026-11-15." in lines[-1]
+    assert "700 TFLOP/s, counting 8·N²·D (clip) and 6·N²·D (siglip) operations" in lines[-1]
+    assert not any("ids" in line or "diagnostics" in line for line in lines)
+
+
+def test_tables_of_parts_of_a_file(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readme, "ROOT", shared.parent)
+    options = readme._table(f"{shared.name}#options").splitlines()
+    assert options[2:4] == [
+        "| clip | 65,536 | 768 | ids | 42.0 ms | 1.05× |",
+        "| siglip | 65,536 | 768 | diagnostics | 62.0 ms | 2.00× |",
+    ]
+    siglip = readme._table(f"{shared.name}#siglip")
+    assert siglip.startswith("| loss | batch | megabatch |\n") and "8·N²·D" not in siglip and "D = 768" in siglip
+
+
+def test_rows_with_shares_are_shown_and_drawn(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert loss.main(["--redraw", str(shared)]) == 0
+    assert shared.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    shown = capsys.readouterr().out
+    assert "of cuBLAS" in shown and "94.2%" in shown and "9.0e-01 (wrong)" in shown
+    assert "timed, but wrong: clip, Cut Cross-Entropy, N = 65,536: gradient off by 9.0e-01, 1.0e-01 allowed" in shown
+
+
+def test_gradient_errors_on_clustered_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "errors.jsonl"
+    assert errors.main(["--batch", "128", "--dim", "32", "--scales", "20,100", "--out", str(out)]) == 0
+    rows = report.read_rows(out)
+    assert len(rows) == 2 * 2 * len(errors.contestants("cpu"))
+    assert all(0.5 < row["value"] < 8 for row in rows if row["loss"] == "clip")
+    # Gradients are returned in the precision of the embeddings, which alone is off by up to its unit roundoff.
+    for name, allowed in (("bfloat16", 2**-8), ("float16", 2**-11), ("float32", 1e-5)):
+        found = [row["errors"]["gradient"] for row in rows if row["implementation"] == "ours" and row["dtype"] == name]
+        assert found and max(found) < allowed
+    assert {"bias" in row["errors"] for row in rows if row["loss"] == "siglip"} == {True}
+
+    monkeypatch.setattr(readme, "ROOT", tmp_path)
+    lines = readme._table("errors.jsonl#errors").splitlines()
+    starts = [f"| {kind} | {scale} | " for kind in check.LOSSES for scale in (20, 100)]
+    assert all(line.startswith(start) for line, start in zip(lines[2:6], starts, strict=True))
+    assert lines[2].count("**") == 6 and "128 pairs in clusters of 16, D = 32" in lines[-1]
 
 
 def test_kept_rows_are_drawn_again(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:

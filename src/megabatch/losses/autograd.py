@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
+
+from .inputs import Batch
 
 Loss = TypeVar("Loss", bound=Callable[..., Any])
 
@@ -24,11 +26,11 @@ def outside_autocast(computation: Loss) -> Loss:
     """A computation on x (its first argument) and others in the dtypes that they have, whatever autocast is in force."""
 
     @functools.wraps(computation)
-    def call(x: Tensor, *args: Any) -> Any:
+    def call(x: Tensor, *args: Any, **options: Any) -> Any:
         if not torch.is_autocast_enabled(x.device.type):
-            return computation(x, *args)
+            return computation(x, *args, **options)
         with torch.autocast(x.device.type, enabled=False):
-            return computation(x, *args)
+            return computation(x, *args, **options)
 
     return cast(Loss, call)
 
@@ -65,21 +67,46 @@ class _NoSecondDerivative(torch.autograd.Function):
         )
 
 
-def add_positives(x_MD: Tensor, y_ND: Tensor, own_M: Tensor, gx_MD: Tensor | None, gy_ND: Tensor | None) -> Tensor:
-    """Adds the positives' part to gx_MD and gy_ND in place; returns the sum of g·z over all pairs, the gradient in the scale.
+class Finished(NamedTuple):
+    """The gradients in x and y, as they leave backward; the gradient in the scale; and what a slope is to be multiplied with."""
 
-    own_M: the gradient in the logit of each row's positive. The sum is that over rows of x·gx or, without gx, of y·gy.
+    dx: Tensor | None
+    dy: Tensor | None
+    dscale: Tensor
+    factor: Tensor
+
+
+@outside_autocast
+def finish(
+    x: Tensor,
+    y: Tensor,
+    scale: Tensor,
+    batch: Batch,
+    own_M: Tensor,
+    share: Tensor,
+    g: Tensor,
+    products: list[Tensor | None],
+    *,
+    reuse: bool,
+) -> Finished:
+    """The last step of backward: the positives' part, the scale, the mean's share and the gradient that comes down are put in.
+
+    own_M: the gradient in the logit of each row's positive; products: gx_MD and gy_ND, which go as they are used up if `reuse`.
     """
-    slope = own_M.new_zeros(())
-    # Piece by piece: in fp32, whole copies of reduced-precision embeddings would cost as much as the gradients.
-    for start in range(0, len(y_ND), 4096):
-        piece = slice(start, start + 4096)
-        x, y, own = x_MD[piece].to(own_M.dtype), y_ND[piece].to(own_M.dtype), own_M[piece, None]
-        if gx_MD is not None:
-            gx_MD[piece].addcmul_(own, y[: len(x)])
-            slope += (x * gx_MD[piece]).sum()
-        if gy_ND is not None:
-            gy_ND[piece][: len(x)].addcmul_(own, x)
-            if gx_MD is None:
-                slope += (y * gy_ND[piece]).sum()
-    return slope
+    # The ranks hold one loss: its gradient takes what every rank's graph sends down, and all share one gradient in the scale.
+    g = batch.ring.sum(g.to(share.dtype, copy=True)) * share
+    gradients: list[Tensor | None] = [None, None]
+    slope = None
+    for side, (mine, partners) in enumerate(((x, y), (y, x))):
+        product = products[side]
+        if product is None:
+            continue
+        finished = product if reuse and product.dtype == mine.dtype else torch.empty_like(product, dtype=mine.dtype)
+        found = batch.tiles.finish(product, batch.read(mine), batch.read(partners), own_M, g * scale, finished)
+        slope = found if slope is None else slope
+        gradients[side] = finished
+        if reuse:
+            product = products[side] = None
+    assert slope is not None
+    g = g / batch.ring.size
+    return Finished(gradients[0], gradients[1], batch.ring.sum(slope) * g, g)

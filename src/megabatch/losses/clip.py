@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..ring import Group
-from ..tiles.contract import Pairs, Softmax, Stats, merge
-from .autograd import add_positives, first_derivative_only, outside_autocast, outside_graphs
+from ..tiles.contract import Pairs, Softmax, merge
+from .autograd import finish, first_derivative_only, outside_autocast, outside_graphs
 from .diagnostics import Diagnostics, diagnose
 from .inputs import Batch, Sharing, check_duplicates, check_number, join_backward, prepare, scalar
 from .module import LossModule
@@ -36,6 +36,7 @@ def clip_loss(
     equal_shards: bool = False,
     backend: str | None = None,
     tile: int | None = None,
+    precision: str = "ieee",
     diagnostics: bool = False,
 ) -> Any:
     """The mean cross-entropy of `scale * x @ y.T`, row i's positive being y's row i, over the rows of all ranks in `group`.
@@ -51,7 +52,8 @@ def clip_loss(
     group: None for this process alone; a process group or one-dimensional device mesh for the batch of all its ranks. Ranks may
         hold different numbers of rows, even none. Must be given where there are several processes.
     equal_shards: states that every rank passes the same shapes and options, which saves the exchange that checks it.
-    backend: "eager" or "fused"; None chooses by device. tile: working memory in bytes (None: 32 MiB on a CPU, 256 elsewhere).
+    backend: "eager" or "fused"; None chooses by device. tile: working memory in bytes (None: 32 MiB on a CPU, 512 MiB on CUDA).
+    precision: "tf32" lets CUDA devices round the operands of fp32 products to 10 bits; "ieee" does not.
     diagnostics: also return a `Diagnostics`, as (loss, diagnostics).
 
     Every rank gets the loss of the whole batch, and DDP's average of gradients is exactly that loss's gradient.
@@ -69,7 +71,7 @@ def clip_loss(
         {"scale": scale},
         ids=ids,
         weights=weights,
-        sharing=Sharing(group, equal_shards, backend, tile),
+        sharing=Sharing(group, equal_shards, backend, tile, precision),
         options=rules,
         same_rows=symmetric,
     )
@@ -134,42 +136,32 @@ class _ClipLoss(torch.autograd.Function):
 
     @staticmethod
     @first_derivative_only
-    def backward(ctx: Any, g: Tensor, _: None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, g: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         x, y, scale = ctx.saved_tensors
         batch, way_back = ctx.batch, ctx.way_back
-        gx_MD, gy_ND, slope = _gradients(batch.read(x), batch.read(y), scale, batch, ctx.rules, way_back)
-        # The ranks hold one loss: its gradient takes what every rank's graph sends down, and all share one gradient in the scale.
-        g, slope = batch.ring.sum(torch.stack((g.to(slope.dtype), slope)))
-        g = g * way_back.share
+        products = _gradients(batch.read(x), batch.read(y), scale, batch, ctx.rules, way_back)
+        dx, dy, dscale, _ = finish(x, y, scale, batch, way_back.own_M, way_back.share, g, products, reuse=True)
         need_x, need_y, need_scale, *_ = ctx.needs_input_grad
-        return (
-            gx_MD.mul_(g * scale).to(x.dtype) if need_x and gx_MD is not None else None,
-            gy_ND.mul_(g * scale).to(y.dtype) if need_y and gy_ND is not None else None,
-            slope * g / batch.ring.size if need_scale else None,
-            None,
-            None,
-        )
+        return dx if need_x else None, dy if need_y else None, dscale if need_scale else None, None, None
 
 
 @outside_autocast
 def _solve(x_MD: Tensor, y_ND: Tensor, scale: Tensor, batch: Batch, rules: Rules) -> tuple[Tensor, Diagnostics | None, WayBack]:
     """The loss of the whole batch, this rank's diagnostics, and what backward needs."""
-    compared_M = batch.tiles.positives(x_MD, y_ND) if rules.drop_above is not None or rules.diagnostics else None
+    positive_M = batch.tiles.positives(x_MD, y_ND, batch.means)
+    # Only where pairs are compared with the positives do these travel.
+    compared_M = positive_M if rules.drop_above is not None or rules.diagnostics else None
 
     def visit(block: Documents, owner: int) -> tuple[Any, Any]:
         pairs = _pairs(block, owner, batch, rules, compared_M)
-        found = batch.tiles.softmax_stats(x_MD, block.y_ND, scale, pairs, columns=rules.symmetric, tile=batch.tile)
-        return (found.rows, found.row_ranking, found.positive_M), (found.columns, found.column_ranking)
+        found = batch.tiles.softmax_stats(x_MD, block.y_ND, scale, pairs, columns=rules.symmetric, means=batch.means)
+        return (found.rows, found.row_ranking), (found.columns, found.column_ranking)
 
     block = Documents(y_ND, batch.ids_N, compared_M if rules.symmetric else None, None)
-    (row_stats, row_ranking, positive_M), (column_stats, column_ranking) = batch.ring.tour(block, batch.lengths, visit, merge)
-    loss_M, rows, own_M = _finish(row_stats, positive_M, scale, batch.weights_M, rules.label_smoothing)
-    columns = None
-    if rules.symmetric:
-        column_loss_M, columns, column_own_M = _finish(column_stats, positive_M, scale, batch.weights_M, rules.label_smoothing)
-        loss_M, own_M = loss_M + column_loss_M, own_M + column_own_M
-    if batch.weights_M is not None:
-        loss_M = loss_M * batch.weights_M
+    (row_stats, row_ranking), (column_stats, column_ranking) = batch.ring.tour(block, batch.lengths, visit, merge)
+    loss_M, own_M, rows, columns = batch.tiles.normalise(
+        row_stats, column_stats, positive_M, scale, batch.weights_M, rules.label_smoothing
+    )
     loss, weight = batch.ring.sum(torch.stack((loss_M.sum(), batch.weight_sum(x_MD))))
     share = 1 / (weight * (2 if rules.symmetric else 1))
     diagnostics = diagnose(positive_M, row_ranking, column_ranking) if rules.diagnostics else None
@@ -177,23 +169,20 @@ def _solve(x_MD: Tensor, y_ND: Tensor, scale: Tensor, batch: Batch, rules: Rules
 
 
 @outside_autocast
-def _gradients(
-    x_MD: Tensor, y_ND: Tensor, scale: Tensor, batch: Batch, rules: Rules, way_back: WayBack
-) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """gx_MD, gy_ND (without the scale) and this rank's part of the gradient in the scale, all without the mean's share."""
+def _gradients(x_MD: Tensor, y_ND: Tensor, scale: Tensor, batch: Batch, rules: Rules, way_back: WayBack) -> list[Tensor | None]:
+    """gx_MD and gy_ND of the others."""
     wanted = batch.wanted
     assert wanted is not None
 
     def visit(block: Documents, owner: int) -> tuple[Any, Any]:
         pairs = _pairs(block, owner, batch, rules, way_back.compared_M)
         return batch.tiles.softmax_grads(
-            x_MD, block.y_ND, scale, pairs, way_back.rows, block.columns, wanted=wanted, tile=batch.tile
+            x_MD, block.y_ND, scale, pairs, way_back.rows, block.columns, wanted=wanted, means=batch.means
         )
 
     compared_N = way_back.compared_M if rules.symmetric else None
     block = Documents(y_ND, batch.ids_N, compared_N, way_back.columns)
-    gx_MD, gy_ND = batch.ring.tour(block, batch.lengths, visit, merge)
-    return gx_MD, gy_ND, add_positives(x_MD, y_ND, way_back.own_M, gx_MD, gy_ND)
+    return list(batch.ring.tour(block, batch.lengths, visit, merge))
 
 
 def _pairs(block: Documents, owner: int, batch: Batch, rules: Rules, compared_M: Tensor | None) -> Pairs:
@@ -208,32 +197,3 @@ def _pairs(block: Documents, owner: int, batch: Batch, rules: Rules, compared_M:
         smoothed=rules.label_smoothing > 0,
         ranked=rules.diagnostics,
     )
-
-
-def _finish(
-    stats: Stats, positive_M: Tensor, scale: Tensor, weights_M: Tensor | None, label_smoothing: float
-) -> tuple[Tensor, Softmax, Tensor]:
-    """Each row's (or column's) loss, its softmax for the gradient, and the gradient in its positive's logit.
-
-    With t the weight of the target on the positive itself (1 without further positives and smoothing), the gradient in its logit is
-    p - t = (1 - t) - share of the others.
-    """
-    weight = torch.ones_like(positive_M) if weights_M is None else weights_M
-    s = scale * positive_M
-    peak = torch.maximum(stats.peak, s)
-    others = stats.total * (stats.peak - peak).exp()
-    total = others + (s - peak).exp()
-    # log(total), exact also where the positive is all there is and total is nearly one.
-    loss = torch.log1p(others + torch.expm1(s - peak)) + (peak - s)
-    target, further, counted = torch.full_like(s, 1 - label_smoothing), None, None
-    if stats.further is not None and stats.further_count is not None:
-        target = target / (1 + stats.further_count)
-        further = weight * target
-        loss = loss - scale * target * (stats.further - stats.further_count * positive_M)
-    if stats.counted is not None and stats.counted_count is not None:
-        uniform = torch.full_like(s, label_smoothing) / (1 + stats.counted_count)
-        counted = weight * uniform
-        loss = loss - scale * uniform * (stats.counted - stats.counted_count * positive_M)
-        target = target + uniform
-    own = weight * ((1 - target) - others / total)
-    return loss, Softmax(peak, weight / total, further, counted), own

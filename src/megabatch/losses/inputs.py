@@ -16,10 +16,11 @@ from torch import Tensor
 
 from ..ring import Group, Ring
 from ..tiles import backend_for
-from ..tiles.contract import Tiles, Wanted, accumulator
+from ..tiles.contract import Means, Tiles, Wanted, accumulator
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 DUPLICATES = ("mask", "positive")
+PRECISIONS = ("ieee", "tf32")
 
 _accumulating: ContextVar[bool] = ContextVar("accumulating", default=False)
 
@@ -32,6 +33,7 @@ class Sharing:
     equal_shards: bool = False
     backend: str | None = None
     tile: int | None = None
+    precision: str = "ieee"
 
 
 class Options(Protocol):
@@ -57,7 +59,7 @@ class Batch:
     ring: Ring
     lengths: tuple[int, ...]
     tiles: Tiles
-    tile: int
+    means: Means
     wanted: Wanted | None
 
     @property
@@ -96,8 +98,9 @@ def prepare(
         _check_columns(x, y, ids, weights)
         for name, value in scalars.items():
             _check_scalar(name, value)
-        tiles = backend_for(x.device, sharing.backend)
+        tiles = backend_for(x.device, _product_dtype(x), sharing.backend)
         _check_tile(sharing.tile)
+        _check_precision(sharing.precision)
     except ValueError as error:
         if ring.size == 1 or sharing.equal_shards:
             raise
@@ -119,7 +122,7 @@ def prepare(
         ring=ring,
         lengths=lengths,
         tiles=tiles,
-        tile=tiles.default_tile(x.device) if sharing.tile is None else sharing.tile,
+        means=Means(tiles.default_tile(x.device) if sharing.tile is None else sharing.tile, sharing.precision),
         wanted=Wanted(wants[0] or not wants[1], wants[1]) if any(wants) else None,
     )
 
@@ -221,6 +224,13 @@ def _check_scalar(name: str, value: Tensor | float) -> None:
 def _check_tile(tile: int | None) -> None:
     if tile is not None and (not isinstance(tile, int) or isinstance(tile, bool) or tile <= 0):
         raise ValueError(f"tile={tile!r}: must be a positive number of bytes of working memory, for example 64 * 2**20")
+
+
+def _check_precision(precision: str) -> None:
+    if precision not in PRECISIONS:
+        raise ValueError(
+            f"precision={precision!r}: must be one of {', '.join(map(repr, PRECISIONS))}; it is about fp32 products only"
+        )
 
 
 def _product_dtype(t: Tensor) -> torch.dtype:

@@ -14,7 +14,7 @@ from torch.nn.functional import softplus
 
 from ..ring import Group
 from ..tiles.contract import Pairs, merge
-from .autograd import add_positives, first_derivative_only, outside_autocast, outside_graphs
+from .autograd import finish, first_derivative_only, outside_autocast, outside_graphs
 from .diagnostics import Diagnostics, diagnose
 from .inputs import Batch, Sharing, check_duplicates, join_backward, prepare, scalar
 from .module import LossModule
@@ -34,6 +34,7 @@ def siglip_loss(
     equal_shards: bool = False,
     backend: str | None = None,
     tile: int | None = None,
+    precision: str = "ieee",
     diagnostics: bool = False,
 ) -> Any:
     """The sum over all pairs of `-logsigmoid(±(scale * x @ y.T + bias))`, + for positives, divided by the number of rows of x.
@@ -55,7 +56,7 @@ def siglip_loss(
         {"scale": scale, "bias": bias},
         ids=ids,
         weights=weights,
-        sharing=Sharing(group, equal_shards, backend, tile),
+        sharing=Sharing(group, equal_shards, backend, tile, precision),
         options=rules,
         same_rows=False,
     )
@@ -92,13 +93,15 @@ class Documents(NamedTuple):
     positive_N: Tensor | None
 
 
-class Gradients(NamedTuple):
-    """The gradients of the whole batch's loss in this rank's embeddings and in scale and bias."""
+class WayBack(NamedTuple):
+    """What the gradient needs: gx_MD and gy_ND of the others, the gradient in the positives' logits, that in the bias, and what all
+    of it is still to be multiplied with."""
 
-    dx: Tensor | None
-    dy: Tensor | None
-    dscale: Tensor
-    dbias: Tensor
+    gx_MD: Tensor | None
+    gy_ND: Tensor | None
+    own_M: Tensor
+    slope: Tensor
+    share: Tensor
 
 
 class _SigLipLoss(torch.autograd.Function):
@@ -106,24 +109,24 @@ class _SigLipLoss(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, batch: Batch, rules: Rules
     ) -> tuple[Tensor, Diagnostics | None]:
-        loss, diagnostics, ctx.gradients = _solve(batch.read(x), batch.read(y), scale, bias, batch, rules)
-        ctx.ring = batch.ring
+        loss, diagnostics, ctx.way_back = _solve(batch.read(x), batch.read(y), scale, bias, batch, rules)
+        ctx.batch = batch
         ctx.save_for_backward(x, y, scale, bias)
         return loss, diagnostics
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, g: Tensor, _: None) -> tuple[Tensor | None, ...]:
-        x, y, *_ = ctx.saved_tensors
-        dx, dy, dscale, dbias = ctx.gradients
-        # The ranks hold one loss: its gradient takes what every rank's graph sends down, and all share one gradient in the scale.
-        g = ctx.ring.sum(g.to(dscale.dtype, copy=True))
+        x, y, scale, _ = ctx.saved_tensors
+        *products, own_M, slope, share = ctx.way_back
+        # Not reused: backward may be called again.
+        dx, dy, dscale, factor = finish(x, y, scale, ctx.batch, own_M, share, g, products, reuse=False)
         need_x, need_y, need_scale, need_bias, *_ = ctx.needs_input_grad
         return (
-            (dx * g).to(x.dtype) if need_x else None,
-            (dy * g).to(y.dtype) if need_y else None,
-            dscale * g / ctx.ring.size if need_scale else None,
-            dbias * g / ctx.ring.size if need_bias else None,
+            dx if need_x else None,
+            dy if need_y else None,
+            dscale if need_scale else None,
+            slope * factor if need_bias else None,
             None,
             None,
         )
@@ -132,9 +135,9 @@ class _SigLipLoss(torch.autograd.Function):
 @outside_autocast
 def _solve(
     x_MD: Tensor, y_ND: Tensor, scale: Tensor, bias: Tensor, batch: Batch, rules: Rules
-) -> tuple[Tensor, Diagnostics | None, Gradients | None]:
-    """The loss of the whole batch, this rank's diagnostics and, if wanted, the gradients."""
-    positive_M = batch.tiles.positives(x_MD, y_ND)
+) -> tuple[Tensor, Diagnostics | None, WayBack | None]:
+    """The loss of the whole batch, this rank's diagnostics and, if gradients are wanted, what backward needs."""
+    positive_M = batch.tiles.positives(x_MD, y_ND, batch.means)
 
     def visit(block: Documents, owner: int) -> tuple[Any, Any]:
         pairs = Pairs(
@@ -147,7 +150,7 @@ def _solve(
             ranked=rules.diagnostics,
         )
         found = batch.tiles.sigmoid_sums(
-            x_MD, block.y_ND, scale, bias, pairs, batch.weights_M, wanted=batch.wanted, tile=batch.tile
+            x_MD, block.y_ND, scale, bias, pairs, batch.weights_M, wanted=batch.wanted, means=batch.means
         )
         return (found.value_M, found.slope_M, found.gx_MD, found.row_ranking), (found.gy_ND, found.column_ranking)
 
@@ -157,13 +160,10 @@ def _solve(
     (value_M, slope_M, gx_MD, row_ranking), (gy_ND, column_ranking) = batch.ring.tour(block, batch.lengths, visit, merge)
     own_logit_M = scale * positive_M + bias
     weight_M = torch.ones_like(own_logit_M) if batch.weights_M is None else batch.weights_M
+    own_M = -weight_M * torch.sigmoid(-own_logit_M)
     sums = [(weight_M * (value_M + softplus(-own_logit_M))).sum(), batch.weight_sum(x_MD)]
     if slope_M is not None:
-        own_M = -torch.sigmoid(-own_logit_M)
-        sums += [add_positives(x_MD, y_ND, weight_M * own_M, gx_MD, gy_ND), (weight_M * (slope_M + own_M)).sum()]
-    loss, weight, *slopes = batch.ring.sum(torch.stack(sums))
+        sums.append((weight_M * slope_M + own_M).sum())
+    loss, weight, *slope = batch.ring.sum(torch.stack(sums))
     diagnostics = diagnose(positive_M, row_ranking, column_ranking) if rules.diagnostics else None
-    if not slopes:
-        return loss / weight, diagnostics, None
-    dx, dy = (None if t is None else t.mul_(scale / weight) for t in (gx_MD, gy_ND))
-    return loss / weight, diagnostics, Gradients(dx, dy, *(slope / weight for slope in slopes))
+    return loss / weight, diagnostics, WayBack(gx_MD, gy_ND, own_M, slope[0], 1 / weight) if slope else None

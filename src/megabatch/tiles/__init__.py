@@ -1,6 +1,8 @@
-"""HOW one pair of blocks is computed: the contract, and which backend fulfils it for a device."""
+"""HOW one pair of blocks is computed: the contract, and which backend fulfils it for a device and a dtype."""
 
 from __future__ import annotations
+
+import importlib.util
 
 import torch
 
@@ -10,16 +12,33 @@ from .contract import Tiles
 BACKENDS = ("eager", "fused")
 
 
-def backend_name(device: torch.device, backend: str | None = None) -> str:
+def backend_name(device: torch.device, dtype: torch.dtype = torch.float32, backend: str | None = None) -> str:
     """The backend that serves tensors on `device`: the one that is asked for, or the fastest there is."""
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend={backend!r}: must be one of {', '.join(map(repr, BACKENDS))}, or None to choose by device")
+    if backend == "eager" or (backend is None and device.type != "cuda"):
+        return "eager"
+    reason = _no_fused_tiles(device, dtype)
+    if reason is None:
+        return "fused"
     if backend == "fused":
-        raise ValueError(f"backend='fused': there are no fused tiles for {device.type} yet; pass backend='eager' or None")
+        raise ValueError(f"backend='fused': {reason}; pass backend='eager' or None")
     return "eager"
 
 
-def backend_for(device: torch.device, backend: str | None = None) -> Tiles:
+def backend_for(device: torch.device, dtype: torch.dtype, backend: str | None = None) -> Tiles:
     """The tiles that serve tensors on `device`."""
-    backend_name(device, backend)
-    return eager
+    if backend_name(device, dtype, backend) == "eager":
+        return eager
+    from . import fused
+
+    return fused
+
+
+def _no_fused_tiles(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why there are none here, or None. Triton is imported by the first loss that may use it."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed (pip install megabatch[fused])"
+    from . import fused
+
+    return fused.unsupported(device, dtype)

@@ -62,11 +62,10 @@ class Stats(NamedTuple):
 
 
 class SoftmaxPass(NamedTuple):
-    """Sums over the others; at home, also the similarity of each row's positive as the tiles rounded it. None where not wanted."""
+    """Sums over the others; None where not wanted."""
 
     rows: Stats
     columns: Stats | None = None
-    positive_M: Tensor | None = None
     row_ranking: Ranking | None = None
     column_ranking: Ranking | None = None
 
@@ -79,6 +78,15 @@ class Softmax(NamedTuple):
     gain: Tensor
     further: Tensor | None = None
     counted: Tensor | None = None
+
+
+class Normalised(NamedTuple):
+    """Each row's weighted loss and the gradient in its positive's logit, rows and columns added up, and the softmax of each."""
+
+    loss_M: Tensor
+    own_M: Tensor
+    rows: Softmax
+    columns: Softmax | None
 
 
 class SigmoidPass(NamedTuple):
@@ -99,19 +107,36 @@ class Wanted(NamedTuple):
     y: bool
 
 
+class Means(NamedTuple):
+    """By what means: the working memory in bytes, and how fp32 products may be rounded ("ieee": not at all, "tf32": to 10 bits)."""
+
+    tile: int
+    precision: str = "ieee"
+
+
 class Tiles(Protocol):
-    """What a backend fulfils. `tile` is its working memory in bytes; everything else it allocates is O((M + N) · D).
+    """What a backend fulfils. Besides its working memory, all that it allocates is O((M + N) · D).
 
     Sums and gradients are fp32, or fp64 for fp64 inputs; the scale is not yet in gx_MD and gy_ND.
     """
 
     def default_tile(self, device: torch.device) -> int: ...
 
-    def positives(self, x_MD: Tensor, y_ND: Tensor) -> Tensor: ...
+    def positives(self, x_MD: Tensor, y_ND: Tensor, means: Means) -> Tensor: ...
 
     def softmax_stats(
-        self, x_MD: Tensor, y_ND: Tensor, scale: Tensor, pairs: Pairs, *, columns: bool, tile: int
+        self, x_MD: Tensor, y_ND: Tensor, scale: Tensor, pairs: Pairs, *, columns: bool, means: Means
     ) -> SoftmaxPass: ...
+
+    def normalise(
+        self,
+        rows: Stats,
+        columns: Stats | None,
+        positive_M: Tensor,
+        scale: Tensor,
+        weights_M: Tensor | None,
+        label_smoothing: float,
+    ) -> Normalised: ...
 
     def softmax_grads(
         self,
@@ -123,7 +148,7 @@ class Tiles(Protocol):
         columns: Softmax | None,
         *,
         wanted: Wanted,
-        tile: int,
+        means: Means,
     ) -> tuple[Tensor | None, Tensor | None]: ...
 
     def sigmoid_sums(
@@ -136,8 +161,12 @@ class Tiles(Protocol):
         weights_M: Tensor | None,
         *,
         wanted: Wanted | None,
-        tile: int,
+        means: Means,
     ) -> SigmoidPass: ...
+
+    def finish(
+        self, gradient: Tensor, embeddings: Tensor, partners: Tensor, own_M: Tensor, factor: Tensor, finished: Tensor
+    ) -> Tensor: ...
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:

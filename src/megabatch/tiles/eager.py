@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from .contract import (
+    Means,
+    Normalised,
     Pairs,
     Ranking,
     SigmoidPass,
@@ -23,7 +25,7 @@ from .contract import (
     accumulator,
     merge,
 )
-from .products import Tile, add_products, no_product, own_entries, slices, walk
+from .products import Tile, add_products, no_product, own_entries, slices, units, walk
 
 # While no |s| exceeds this, neither an exponential nor a sum of 2^30 of them leaves fp32's normal range: no maximum is needed, and
 # rows and columns share one exponential.
@@ -44,31 +46,29 @@ def default_tile(device: torch.device) -> int:
     return (32 if device.type == "cpu" else 256) * 2**20
 
 
-def positives(x_MD: Tensor, y_ND: Tensor) -> Tensor:
+def positives(x_MD: Tensor, y_ND: Tensor, means: Means) -> Tensor:
     """The similarity of each row's positive (M)."""
     acc = accumulator(x_MD.dtype)
     positive_M = x_MD.new_empty(len(x_MD), dtype=acc)
     # The diagonals of small products instead of row-wise dots: summed in the order of a tile, so that equal rows tie.
     for rows in slices(len(x_MD), 128):
-        positive_M[rows] = (x_MD[rows].to(acc) @ y_ND[rows].to(acc).T).diagonal()
+        with units(x_MD, means.precision):
+            positive_M[rows] = (x_MD[rows].to(acc) @ y_ND[rows].to(acc).T).diagonal()
     return positive_M
 
 
-def softmax_stats(x_MD: Tensor, y_ND: Tensor, scale: Tensor, pairs: Pairs, *, columns: bool, tile: int) -> SoftmaxPass:
-    """Stats and rankings of rows, and of columns if asked for; at home the positives."""
+def softmax_stats(x_MD: Tensor, y_ND: Tensor, scale: Tensor, pairs: Pairs, *, columns: bool, means: Means) -> SoftmaxPass:
+    """Stats and rankings of rows, and of columns if asked for."""
     bounded = pairs.drop_above is None and _bounded(x_MD, y_ND, scale)
     result = SoftmaxPass(
         _no_stats(x_MD, pairs),
         _no_stats(y_ND, pairs) if columns else None,
-        x_MD.new_empty(len(x_MD), dtype=accumulator(x_MD.dtype)) if pairs.home else None,
         _no_ranking(x_MD) if pairs.ranked else None,
         _no_ranking(y_ND) if pairs.ranked and columns else None,
     )
-    for t in walk(x_MD, y_ND, pairs, tile):
-        if result.positive_M is not None:
-            own, own_rows = own_entries(t, t.z_RC)
-            result.positive_M[own_rows] = own
-            own.zero_()
+    for t in walk(x_MD, y_ND, pairs, means):
+        if pairs.home:
+            own_entries(t, t.z_RC).zero_()
         masks = _masks(t, pairs)
         _rank(t, pairs, masks.same, result.row_ranking, result.column_ranking)
         sums = [_plain_sums(t, pairs, masks, dim) for dim in ((1, 0) if columns else (1,))]
@@ -81,6 +81,18 @@ def softmax_stats(x_MD: Tensor, y_ND: Tensor, scale: Tensor, pairs: Pairs, *, co
     return result
 
 
+def normalise(
+    rows: Stats, columns: Stats | None, positive_M: Tensor, scale: Tensor, weights_M: Tensor | None, label_smoothing: float
+) -> Normalised:
+    """Losses of both sides together, the softmax of each, and the gradient in the positives' logits."""
+    loss_M, softmax, own_M = _normalise(rows, positive_M, scale, weights_M, label_smoothing)
+    column_softmax = None
+    if columns is not None:
+        column_loss_M, column_softmax, column_own_M = _normalise(columns, positive_M, scale, weights_M, label_smoothing)
+        loss_M, own_M = loss_M + column_loss_M, own_M + column_own_M
+    return Normalised(loss_M if weights_M is None else loss_M * weights_M, own_M, softmax, column_softmax)
+
+
 def softmax_grads(
     x_MD: Tensor,
     y_ND: Tensor,
@@ -90,12 +102,12 @@ def softmax_grads(
     columns: Softmax | None,
     *,
     wanted: Wanted,
-    tile: int,
+    means: Means,
 ) -> tuple[Tensor | None, Tensor | None]:
     """gx_MD and gy_ND of the others."""
     bounded = pairs.drop_above is None and rows.counted is None and _bounded(x_MD, y_ND, scale)
     gx_MD, gy_ND = no_product(x_MD, wanted.x), no_product(y_ND, wanted.y)
-    for t in walk(x_MD, y_ND, pairs, tile):
+    for t in walk(x_MD, y_ND, pairs, means):
         masks = _masks(t, pairs)
         row, column = _at(rows, t.rows), None if columns is None else _at(columns, t.columns)
         g_RC = (_shared_gradient_ if bounded else _anchored_gradient_)(t, scale, masks, row, column)
@@ -103,8 +115,8 @@ def softmax_grads(
             further = row.further[:, None] if column is None else row.further[:, None] + column.further
             g_RC.sub_(masks.same * further)
         if pairs.home:
-            own_entries(t, g_RC)[0].zero_()
-        add_products(x_MD, t, g_RC, gx_MD, gy_ND)
+            own_entries(t, g_RC).zero_()
+        add_products(x_MD, t, g_RC, gx_MD, gy_ND, means)
     return gx_MD, gy_ND
 
 
@@ -117,7 +129,7 @@ def sigmoid_sums(
     weights_M: Tensor | None,
     *,
     wanted: Wanted | None,
-    tile: int,
+    means: Means,
 ) -> SigmoidPass:
     """Values of the others and, if wanted, their slopes and gradients from the same pass."""
     result = SigmoidPass(
@@ -128,7 +140,7 @@ def sigmoid_sums(
         _no_ranking(x_MD) if pairs.ranked else None,
         _no_ranking(y_ND) if pairs.ranked else None,
     )
-    for t in walk(x_MD, y_ND, pairs, tile):
+    for t in walk(x_MD, y_ND, pairs, means):
         masks = _masks(t, pairs)
         _rank(t, pairs, masks.same, result.row_ranking, result.column_ranking)
         logits = t.z_RC.mul_(scale).add_(bias)
@@ -138,7 +150,7 @@ def sigmoid_sums(
         if masks.row_out is not None:
             logits.masked_fill_(masks.row_out, -torch.inf)
         if pairs.home:
-            own_entries(t, logits)[0].fill_(-torch.inf)
+            own_entries(t, logits).fill_(-torch.inf)
         result.value_M[t.rows] += _softplus_sum(logits, t.work_RC)
         if result.slope_M is not None:
             g_RC = logits.sigmoid_()
@@ -147,8 +159,24 @@ def sigmoid_sums(
             result.slope_M[t.rows] += g_RC.sum(1)
             if weights_M is not None:
                 g_RC.mul_(weights_M[t.rows, None])
-            add_products(x_MD, t, g_RC, result.gx_MD, result.gy_ND)
+            add_products(x_MD, t, g_RC, result.gx_MD, result.gy_ND, means)
     return result
+
+
+def finish(gradient: Tensor, embeddings: Tensor, partners: Tensor, own_M: Tensor, factor: Tensor, finished: Tensor) -> Tensor:
+    """Writes gx (or gy) with the positives' part added, times a factor, into `finished`, which may be the gradient itself.
+
+    Returns the slope in the scale, without the factor: Σ embeddings · gradient.
+    """
+    slope = own_M.new_zeros(())
+    # Piece by piece: in fp32, whole copies of reduced-precision embeddings would cost as much as the gradients.
+    for piece in slices(len(gradient), 4096):
+        own = own_M[piece, None]
+        part = gradient[piece].clone()
+        part[: len(own)].addcmul_(own, partners[piece][: len(own)].to(own.dtype))
+        slope += (part * embeddings[piece].to(own.dtype)).sum()
+        finished[piece] = part.mul_(factor)
+    return slope
 
 
 def _masks(t: Tile, pairs: Pairs) -> Masks:
@@ -156,7 +184,7 @@ def _masks(t: Tile, pairs: Pairs) -> Masks:
     if pairs.ids_M is not None and pairs.ids_N is not None:
         same = pairs.ids_M[t.rows, None] == pairs.ids_N[t.columns]
         if pairs.home:
-            own_entries(t, same)[0].fill_(False)
+            own_entries(t, same).fill_(False)
     if pairs.drop_above is None:
         out = None if pairs.several else same
         return Masks(out, out, same)
@@ -181,7 +209,7 @@ def _rank(t: Tile, pairs: Pairs, same: Tensor | None, rows: Ranking | None, colu
     if same is not None:
         negative.masked_fill_(same, -torch.inf)
     if pairs.home:
-        own_entries(t, negative)[0].fill_(-torch.inf)
+        own_entries(t, negative).fill_(-torch.inf)
     assert pairs.positive_M is not None
     ahead = (negative >= pairs.positive_M[t.rows, None]).sum(1)
     _absorb(rows, t.rows, Ranking(ahead, negative.amax(1)))
@@ -200,7 +228,7 @@ def _plain_sums(t: Tile, pairs: Pairs, masks: Masks, dim: int) -> tuple[Tensor |
         out = masks.row_out if dim else masks.column_out
         counts = torch.ones_like(t.z_RC, dtype=torch.bool) if out is None else ~out
         if pairs.home:
-            own_entries(t, counts)[0].fill_(False)
+            own_entries(t, counts).fill_(False)
         counted, counted_count = (t.z_RC * counts).sum(dim), counts.sum(dim)
     return further, further_count, counted, counted_count
 
@@ -209,7 +237,7 @@ def _logits_(t: Tile, factor: Tensor, pairs: Pairs, masks: Masks) -> Tensor:
     """The logits times a factor, -inf where neither rows nor columns count a pair."""
     s_RC = t.z_RC.mul_(factor)
     if pairs.home:
-        own_entries(t, s_RC)[0].fill_(-torch.inf)
+        own_entries(t, s_RC).fill_(-torch.inf)
     if masks.row_out is not None and masks.row_out is masks.column_out:
         s_RC.masked_fill_(masks.row_out, -torch.inf)
     return s_RC
@@ -247,6 +275,35 @@ def _anchored(stats: Stats) -> Stats:
     peak = stats.peak + stats.total.log()
     anchor = peak.masked_fill(peak == -torch.inf, 0)
     return stats._replace(peak=peak, total=stats.total * (stats.peak - anchor).exp())
+
+
+def _normalise(
+    stats: Stats, positive_M: Tensor, scale: Tensor, weights_M: Tensor | None, label_smoothing: float
+) -> tuple[Tensor, Softmax, Tensor]:
+    """Each row's (or column's) loss, its softmax for the gradient, and the gradient in its positive's logit.
+
+    With t the weight of the target on the positive itself (1 without further positives and smoothing), the gradient in its logit is
+    p - t = (1 - t) - share of the others.
+    """
+    weight = torch.ones_like(positive_M) if weights_M is None else weights_M
+    s = scale * positive_M
+    peak = torch.maximum(stats.peak, s)
+    others = stats.total * (stats.peak - peak).exp()
+    total = others + (s - peak).exp()
+    # log(total), exact also where the positive is all there is and total is nearly one.
+    loss = torch.log1p(others + torch.expm1(s - peak)) + (peak - s)
+    target, further, counted = torch.full_like(s, 1 - label_smoothing), None, None
+    if stats.further is not None and stats.further_count is not None:
+        target = target / (1 + stats.further_count)
+        further = weight * target
+        loss = loss - scale * target * (stats.further - stats.further_count * positive_M)
+    if stats.counted is not None and stats.counted_count is not None:
+        uniform = torch.full_like(s, label_smoothing) / (1 + stats.counted_count)
+        counted = weight * uniform
+        loss = loss - scale * uniform * (stats.counted - stats.counted_count * positive_M)
+        target = target + uniform
+    own = weight * ((1 - target) - others / total)
+    return loss, Softmax(peak, weight / total, further, counted), own
 
 
 def _shared_gradient_(t: Tile, scale: Tensor, masks: Masks, row: Softmax, column: Softmax | None) -> Tensor:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .contract import Pairs, accumulator
+from .contract import Means, Pairs, accumulator
 
 
 class Tile(NamedTuple):
@@ -28,13 +28,13 @@ class Tile(NamedTuple):
     work_RC: Tensor
 
 
-def walk(x_MD: Tensor, y_ND: Tensor, pairs: Pairs, tile: int) -> Iterator[Tile]:
+def walk(x_MD: Tensor, y_ND: Tensor, pairs: Pairs, means: Means) -> Iterator[Tile]:
     """Every tile, panel of columns by panel of columns, with its similarities computed."""
     acc = accumulator(x_MD.dtype)
     # Masks and what is built from them add about two floats a cell.
     plain = pairs.ids_M is None and pairs.drop_above is None and not pairs.smoothed and not pairs.ranked
     floats = 2 if plain else 4
-    cells = max(1, tile // (floats * acc.itemsize))
+    cells = max(1, means.tile // (floats * acc.itemsize))
     height = max(1, min(len(x_MD), math.isqrt(cells)))
     width = max(1, min(len(y_ND), cells // height))
     z, work = x_MD.new_empty(2, height * width, dtype=acc)
@@ -47,7 +47,7 @@ def walk(x_MD: Tensor, y_ND: Tensor, pairs: Pairs, tile: int) -> Iterator[Tile]:
             shape = len(x_RD), len(y_CD)
             z_RC, work_RC = (buffer[: math.prod(shape)].view(shape) for buffer in (z, work))
             if x_RD.dtype == acc:
-                with _bf16_units(x_MD):
+                with units(x_MD, means.precision):
                     torch.mm(x_RD, y_DC, out=z_RC)
             else:
                 torch.mm(x_RD, y_DC, out_dtype=acc, out=z_RC)
@@ -61,22 +61,29 @@ def _operand(t: Tensor) -> Tensor:
 
 
 @contextmanager
-def _bf16_units(embeddings: Tensor) -> Iterator[None]:
-    """Lets a CPU that has bf16 units (AMX) use them for products with bf16 embeddings.
+def units(embeddings: Tensor, precision: str) -> Iterator[None]:
+    """Which matrix units fp32 products use: what the arguments say, whatever the process has switched on.
 
-    The products read fp32 copies, which bf16 holds exactly, and sum up in fp32: no logit is rounded. The switch is the process's,
-    so it is turned for the product alone.
+    On CUDA, tf32 ones if the precision is "tf32". On a CPU that has bf16 units (AMX), those for bf16 embeddings: the products read
+    fp32 copies, which bf16 holds exactly, and sum up in fp32, so no logit is rounded. The switches are the process's, so they are
+    turned for the product alone.
     """
-    switch = getattr(torch.backends.mkldnn, "matmul", None)
-    if embeddings.dtype != torch.bfloat16 or embeddings.device.type != "cpu" or switch is None:
+    switch: Any = None
+    if embeddings.device.type == "cuda":
+        switch = torch.backends.cuda.matmul
+    elif embeddings.device.type == "cpu" and embeddings.dtype == torch.bfloat16:
+        switch, precision = getattr(torch.backends.mkldnn, "matmul", None), "bf16"
+    if switch is None:
         yield
         return
-    before = switch.fp32_precision
-    switch.fp32_precision = "bf16"
+    # Before torch 2.9 CUDA's switch was a yes or no.
+    name, value = ("fp32_precision", precision) if hasattr(switch, "fp32_precision") else ("allow_tf32", precision == "tf32")
+    before = getattr(switch, name)
+    setattr(switch, name, value)
     try:
         yield
     finally:
-        switch.fp32_precision = before
+        setattr(switch, name, before)
 
 
 def no_product(t: Tensor, wanted: bool) -> Tensor | None:
@@ -84,11 +91,11 @@ def no_product(t: Tensor, wanted: bool) -> Tensor | None:
     return torch.zeros_like(t, dtype=accumulator(t.dtype)) if wanted else None
 
 
-def add_products(embeddings: Tensor, t: Tile, g_RC: Tensor, gx_MD: Tensor | None, gy_ND: Tensor | None) -> None:
+def add_products(embeddings: Tensor, t: Tile, g_RC: Tensor, gx_MD: Tensor | None, gy_ND: Tensor | None, means: Means) -> None:
     """Adds g @ y and g.T @ x of a tile; the embeddings tell the dtype that they came in."""
     if t.x_RD.dtype == torch.bfloat16:
         g_RC = g_RC.to(torch.bfloat16)
-    with _bf16_units(embeddings):
+    with units(embeddings, means.precision):
         if gx_MD is not None:
             _add_product(gx_MD[t.rows], g_RC, t.y_CD)
         if gy_ND is not None:
@@ -103,12 +110,12 @@ def _add_product(into: Tensor, g: Tensor, operand: Tensor) -> None:
         into.addmm_(g, operand.to(into.dtype))
 
 
-def own_entries(t: Tile, matrix_RC: Tensor) -> tuple[Tensor, slice]:
-    """A view of the positives' entries in a tile (or a matrix of its shape) of the home block, and their rows in x."""
+def own_entries(t: Tile, matrix_RC: Tensor) -> Tensor:
+    """A view of the positives' entries in a tile (or a matrix of its shape) of the home block."""
     start, stop = max(t.rows.start, t.columns.start), min(t.rows.stop, t.columns.stop)
     stop = max(start, stop)
     square = matrix_RC[start - t.rows.start : stop - t.rows.start, start - t.columns.start : stop - t.columns.start]
-    return square.diagonal(), slice(start, stop)
+    return square.diagonal()
 
 
 def slices(length: int, size: int) -> Iterator[slice]:

@@ -1,0 +1,191 @@
+"""How far gradients are off on data that is not easy, by precision: `python -m benchmarks.errors --help`.
+
+Embeddings lie in clusters and positives are noisy copies, so noisy that the clip loss is about LOSS at every scale: the
+negatives of a pair's own cluster compete with its positive, and the gradient hangs on the largest logits. Each
+implementation is compared with the formula in float64 on inputs rounded to the precision that it reads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import megabatch
+from benchmarks import peers, report
+from benchmarks.check import LOSSES
+from benchmarks.machine import describe
+from benchmarks.measure import Row
+from megabatch import reference
+
+RESULTS = Path(__file__).parent / "results"
+BIAS = -10.0
+PAIRS_IN_A_CLUSTER = 16
+# Of clip, where the noise is chosen: far from the loss of chance and from none.
+LOSS = 2.0
+# Gradients in float16 underflow without it; a power of two changes nothing else.
+FLOAT16_LOSS_SCALE = 2.0**12
+HEADERS = ("loss", "scale", "value", "implementation", "gradient", "scale gradient", "bias gradient", "value off")
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """An implementation in a precision; `options` go to the functions of megabatch."""
+
+    title: str
+    implementation: str
+    dtype: torch.dtype
+    options: dict[str, str] = field(default_factory=dict)
+
+    def load(self, loss: str) -> peers.LossCall:
+        if self.implementation != "ours":
+            return peers.find(self.implementation, loss).load()
+        if loss == "clip":
+            return lambda x, y, scale, bias: megabatch.clip_loss(x, y, scale, **self.options)
+        return lambda x, y, scale, bias: megabatch.siglip_loss(x, y, scale, bias, **self.options)
+
+
+def contestants(device: str) -> list[Contestant]:
+    """What is compared on a device; precisions of products are a matter of CUDA."""
+    found = [
+        Contestant("megabatch, bfloat16", "ours", torch.bfloat16),
+        Contestant("OpenCLIP, bfloat16 autocast", "openclip", torch.bfloat16),
+        Contestant("megabatch, float16", "ours", torch.float16),
+    ]
+    if device == "cuda" and "precision" in inspect.signature(megabatch.clip_loss).parameters:
+        for precision in ("tf32", "ieee"):
+            found.append(Contestant(f"megabatch, float32 {precision}", "ours", torch.float32, {"precision": precision}))
+    else:
+        found.append(Contestant("megabatch, float32", "ours", torch.float32))
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.errors", description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--batch", type=int, default=4096)
+    parser.add_argument("--dim", type=int, default=768)
+    parser.add_argument("--scales", default="20,50,100", help="factors on the cosines, with commas")
+    parser.add_argument("--out", type=Path, help="file of rows (results/errors-DEVICE.jsonl)")
+    options = parser.parse_args(arguments)
+    out = options.out or RESULTS / f"errors-{options.device}.jsonl"
+    rows: list[Row] = []
+    for scale in (float(scale) for scale in options.scales.split(",")):
+        rows.extend(measure(options.batch, options.dim, scale, options.device))
+    report.write_rows(out, rows)
+    report.show(HEADERS, [_cells(row) for row in rows])
+    print(f"rows: {out}")
+    return 0
+
+
+def measure(batch: int, dim: int, scale: float, device: str, seed: int = 0) -> Iterator[Row]:
+    """The errors of every contestant at one scale, both losses."""
+    x, y, noise = clustered_pairs(batch, dim, scale, device, seed)
+    machine = describe(device)
+    for loss in LOSSES:
+        for contestant in contestants(device):
+            rounded = x.to(contestant.dtype), y.to(contestant.dtype)
+            exact = _result(_formula(loss), *(rows.double() for rows in rounded), scale)
+            given = _result(contestant.load(loss), *rounded, scale)
+            yield {
+                "loss": loss,
+                "implementation": contestant.implementation,
+                "title": contestant.title,
+                "dtype": str(contestant.dtype).removeprefix("torch."),
+                **contestant.options,
+                "batch": batch,
+                "dim": dim,
+                "device": device,
+                "scale": scale,
+                "bias": BIAS,
+                "noise": noise,
+                "pairs_in_a_cluster": PAIRS_IN_A_CLUSTER,
+                "seed": seed,
+                "value": exact["value"].item(),
+                "errors": {name: _off(given[name], right) for name, right in exact.items()},
+                "machine": machine,
+            }
+
+
+def clustered_pairs(batch: int, dim: int, scale: float, device: str, seed: int = 0) -> tuple[Tensor, Tensor, float]:
+    """Unit rows in clusters, their positives (float64), and the noise at which the clip loss is LOSS, found by halving."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def unit(rows: int) -> Tensor:
+        return F.normalize(torch.randn(rows, dim, generator=generator, dtype=torch.float64), dim=1).to(device)
+
+    centres = unit(max(1, batch // PAIRS_IN_A_CLUSTER))
+    x = F.normalize(centres[torch.arange(batch, device=device) % len(centres)] + unit(batch), dim=1)
+    direction = unit(batch)
+    low, high = 0.0, 16.0
+    for _ in range(20):
+        noise = (low + high) / 2
+        y = F.normalize(x + noise * direction, dim=1)
+        low, high = (noise, high) if reference.clip_loss(x, y, scale) < LOSS else (low, noise)
+    return x, y, noise
+
+
+def markdown(rows: list[Row]) -> str:
+    """The table of docs: a line for each loss and scale, a column for each implementation and precision."""
+    names = list(dict.fromkeys(row["title"] for row in rows))
+    cell = {(row["loss"], row["scale"], row["title"]): row for row in rows}
+    lines = [f"| loss | scale | value | {' | '.join(names)} |", f"| --- | ---: | ---: |{' ---: |' * len(names)}"]
+    for loss, scale in sorted({(row["loss"], row["scale"]) for row in rows}):
+        here = [cell[loss, scale, name] for name in names]
+        errors = " | ".join(_bold(row, f"{row['errors']['gradient']:.1e}, {row['errors']['scale']:.0e}") for row in here)
+        lines.append(f"| {loss} | {scale:g} | {report.three_digits(here[0]['value'])} | {errors} |")
+    row = rows[0]
+    machine = row["machine"]
+    caption = (
+        f"‖g − g64‖ / ‖g64‖ of the gradients of both embeddings, then the relative error of the scale's gradient; g64 is that of "
+        f"the formula in float64 on the same rounded inputs. {row['batch']:,} pairs in clusters of {row['pairs_in_a_cluster']}, "
+        f"D = {row['dim']}, so noisy that the clip loss is {LOSS:g}; siglip with a bias of {row['bias']:g}. On "
+        f"{report.device_name(machine)} with torch {machine['torch']}, {machine['date'][:10]}."
+    )
+    return "\n".join([*lines, "", caption])
+
+
+def _formula(loss: str) -> peers.LossCall:
+    if loss == "clip":
+        return lambda x, y, scale, bias: reference.clip_loss(x, y, scale)
+    return reference.siglip_loss
+
+
+def _result(call: peers.LossCall, x: Tensor, y: Tensor, scale: float) -> dict[str, Tensor]:
+    """Value and gradients in float64: of both embeddings as one tensor, of the scale and, where there is one, of the bias."""
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    leaves = [x.clone(), y.clone(), *(torch.tensor(value, dtype=wide, device=x.device) for value in (scale, BIAS))]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    loss = call(*leaves)
+    factor = FLOAT16_LOSS_SCALE if x.dtype == torch.float16 else 1.0
+    (loss * factor).backward()
+    found = {"value": loss.detach().double()}
+    for name, leaf in zip(("scale", "bias"), leaves[2:], strict=True):
+        if leaf.grad is not None:
+            found[name] = leaf.grad.double() / factor
+    return found | {"gradient": torch.cat([leaf.grad.double() for leaf in leaves[:2]]) / factor}
+
+
+def _off(given: Tensor, right: Tensor) -> float:
+    return float((given - right).norm() / right.norm())
+
+
+def _bold(row: Row, text: str) -> str:
+    return f"**{text}**" if row["implementation"] == "ours" else text
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    errors = (f"{row['errors'].get(name, math.nan):.1e}".replace("nan", "") for name in ("gradient", "scale", "bias", "value"))
+    return row["loss"], f"{row['scale']:g}", report.three_digits(row["value"]), row["title"], *errors
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

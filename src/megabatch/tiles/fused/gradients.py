@@ -1,0 +1,83 @@
+"""The two products with the gradient in the logits, panel by panel, as the vendor's library computes them. Legend: "
+"../contract.py."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from ..contract import Means, Wanted
+from ..products import units
+
+# Products of panels with fewer cells do not fill the device: the two run side by side.
+FILLS_THE_DEVICE = 12_288**2
+
+
+class Products:
+    """gx_MD and gy_ND, to which each panel's products are added.
+
+    bf16 embeddings meet a panel in bf16. fp16 could not hold a gradient that is small against the largest: their panel is fp32,
+    rounded to tf32, which holds fp16 exactly. All products are summed up in fp32.
+    """
+
+    def __init__(self, x_MD: Tensor, y_ND: Tensor, wanted: Wanted, means: Means) -> None:
+        self.dtype = torch.bfloat16 if x_MD.dtype == torch.bfloat16 else torch.float32
+        self.precision = "tf32" if x_MD.dtype == torch.float16 else means.precision
+        self.x_MD, self.y_ND = x_MD.to(self.dtype), y_ND.to(self.dtype)
+        new = torch.empty_like if len(x_MD) and len(y_ND) else torch.zeros_like
+        self.gx_MD = new(x_MD, dtype=torch.float32) if wanted.x else None
+        self.gy_ND = new(y_ND, dtype=torch.float32) if wanted.y else None
+        self.buffer = self.x_MD.new_empty(0)
+
+    @property
+    def bytes_a_cell(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def rounds_to_tf32(self) -> bool:
+        return self.dtype == torch.float32 and self.precision == "tf32"
+
+    def panel(self, r: slice, c: slice) -> Tensor:
+        """The buffer for a panel, whose rows begin at multiples of 16 bytes; the first panel is the largest."""
+        rows, columns = r.stop - r.start, c.stop - c.start
+        stride = columns + -columns % 8
+        if not len(self.buffer):
+            self.buffer = self.buffer.new_empty(rows * stride)
+        return self.buffer[: rows * stride].view(rows, stride)[:, :columns]
+
+    def add(self, panel: Tensor, r: slice, c: slice) -> None:
+        """Adds panel @ y and panel.T @ x. Panels come row after row, so the first of a row (column) starts its sum."""
+        products = []
+        if self.gx_MD is not None:
+            products.append((self.gx_MD[r], panel, self.y_ND[c], c.start == 0))
+        if self.gy_ND is not None:
+            products.append((self.gy_ND[c], panel.T, self.x_MD[r], r.start == 0))
+        if len(products) == 2 and panel.is_cuda and panel.numel() < FILLS_THE_DEVICE:
+            here, other = torch.cuda.current_stream(), _second_stream(panel.device)
+            other.wait_stream(here)
+            with torch.cuda.stream(other):
+                self._add(*products.pop())
+            self._add(*products.pop())
+            here.wait_stream(other)
+        for product in products:
+            self._add(*product)
+
+    def _add(self, into: Tensor, g: Tensor, embeddings: Tensor, first: bool) -> None:
+        if self.dtype == torch.bfloat16:
+            if first:
+                torch.mm(g, embeddings, out_dtype=torch.float32, out=into)
+            else:
+                torch.addmm(into, g, embeddings, out_dtype=torch.float32, out=into)
+            return
+        with units(into, self.precision):
+            if first:
+                torch.mm(g, embeddings, out=into)
+            else:
+                into.addmm_(g, embeddings)
+
+
+@functools.cache
+def _second_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

@@ -1,0 +1,87 @@
+"""Which pairs of a tile count: the masks that the kernels share. Legend and meaning: ../../contract.py, Pairs.
+
+Most tiles need none: they lie inside the panel, off the diagonal, and no id occurs on both of their sides. Whether a tile is one of
+the others is one uniform branch.
+
+A `panel` is the tuple (matches, ids_M, ids_N, positive_M, positive_N, margin, rows, columns, shift, across): marks of tiles with
+equal ids, the ids as pairs of 32-bit halves, what similarities are compared with, the panel's size, by how many columns the
+positives of its rows are ahead of them, and how many tiles there are in a row of them.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def match_kernel(ids_M, ids_N, matches, rows, columns, M: tl.constexpr, N: tl.constexpr):
+    """Marks the tiles in which the low halves of some two ids are equal: seldom others than those with equal ids."""
+    i = tl.program_id(1) * M + tl.arange(0, M)
+    j = tl.program_id(0) * N + tl.arange(0, N)
+    low_M = tl.load(ids_M + 2 * i.to(tl.int64), mask=i < rows, other=0)
+    low_N = tl.load(ids_N + 2 * j.to(tl.int64), mask=j < columns, other=0)
+    differ = (low_M[:, None] ^ low_N[None, :]).to(tl.uint32, bitcast=True)
+    equal = tl.min(tl.min(differ, 1), 0) == 0
+    tl.store(matches + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), equal.to(tl.int8))
+
+
+@triton.jit
+def is_special(panel, row, column, HOME: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+    """Whether some pair of the tile does not count as a negative: it is beyond the edge, a positive, or may have equal ids."""
+    matches, _, _, _, _, _, rows, columns, shift, across = panel
+    special = (row + M > rows) | (column + N > columns)
+    if HOME:
+        special = special | ((row + shift < column + N) & (column < row + shift + M))
+    if matches is not None:
+        special = special | (tl.load(matches + (row // M) * across + column // N) != 0)
+    return special
+
+
+@triton.jit
+def others(panel, row, column, HOME: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+    """The pairs inside the panel that are not positives."""
+    _, _, _, _, _, _, rows, columns, shift, _ = panel
+    i, j = row + tl.arange(0, M), column + tl.arange(0, N)
+    found = (i < rows)[:, None] & (j < columns)[None, :]
+    if HOME:
+        found = found & ((i + shift)[:, None] != j[None, :])
+    return found
+
+
+@triton.jit
+def negatives(panel, row, column, HOME: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+    """The pairs inside the panel that are neither positives nor equal in id."""
+    _, ids_M, _, _, _, _, _, _, _, _ = panel
+    found = others(panel, row, column, HOME, M, N)
+    if ids_M is not None:
+        found = found & ~_equal_ids(panel, row, column, M, N)
+    return found
+
+
+@triton.jit
+def further_positives(panel, row, column, HOME: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+    """The pairs with equal ids that are not the positive itself."""
+    return others(panel, row, column, HOME, M, N) & _equal_ids(panel, row, column, M, N)
+
+
+@triton.jit
+def rivals(z, special, panel, row, column, HOME: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+    """The similarities of negatives, -inf elsewhere."""
+    # A product that goes untouched through a branch is waited for in every step of its loop. To add zero is to touch it.
+    found = z + 0.0
+    if special:
+        found = tl.where(negatives(panel, row, column, HOME, M, N), found, float("-inf"))
+    return found
+
+
+@triton.jit
+def _equal_ids(panel, row, column, M: tl.constexpr, N: tl.constexpr):
+    _, ids_M, ids_N, _, _, _, rows, columns, _, _ = panel
+    i, j = row + tl.arange(0, M), column + tl.arange(0, N)
+    equal = tl.full((M, N), True, tl.int1)
+    for half in tl.static_range(2):
+        half_M = tl.load(ids_M + 2 * i.to(tl.int64) + half, mask=i < rows, other=0)
+        half_N = tl.load(ids_N + 2 * j.to(tl.int64) + half, mask=j < columns, other=0)
+        equal = equal & (half_M[:, None] == half_N[None, :])
+    return equal
