@@ -24,7 +24,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,7 +43,7 @@ LARGEST_WARM_UP, LARGE_WARM_UP = 262_144, 32_768
 SUSTAINED_S = 0.5
 # Operations for N² pairs of width D: clip needs the logits twice and two products for the gradients, siglip the logits once.
 USEFUL_FLOP = {"clip": 8, "siglip": 6}
-PRODUCT_SIZE, PRODUCT_RUNS = 8192, 100
+PRODUCT_SIZE, PRODUCTS_A_STEP = 8192, 2
 # Seconds and runs that the timing of one case may take: few runs of a large batch, more of a small one.
 BUDGET_S = {"cpu": 30.0, "cuda": 3.0}
 MOST_RUNS = {"cpu": 10, "cuda": 100}
@@ -142,11 +141,8 @@ def measure(case: Case) -> Row:
         if not found["right"] and not peer.timed_if_wrong:
             return {**row, "error": f"wrong result: {worst(found)}"}
         row |= {"extra_bytes": peak.extra_bytes, "memory_method": peak.method}
-        if case.device == "cuda" and batch.x.dtype in peers.HALF:
-            before = matrix_product_tflops(case.device)
-            row |= _times(case, call, batch, peak.result[0])
-            return row | share(row, (before + matrix_product_tflops(case.device)) / 2)
-        return row | _times(case, call, batch, peak.result[0])
+        row |= _times(case, call, batch, peak.result[0])
+        return row | share(row) if case.device == "cuda" and batch.x.dtype in peers.HALF else row
     except peers.Unavailable as error:
         return {**row, "unavailable": str(error)}
     except Exception as error:  # any failure of an implementation is a row, not the end of the run
@@ -160,28 +156,10 @@ def needed_bytes(peer: peers.Peer, case: Case) -> int:
     return int(peer.matrices * case.batch**2 * max(4, entry)) + 4 * case.batch * case.dim * entry
 
 
-def share(row: Row, tflops: float) -> Row:
-    """What a timed row adds to be compared with a matrix product of that many TFLOP/s."""
+def share(row: Row) -> Row:
+    """What a row that was timed beside a matrix product adds: the operations that count, and their rate as a share of its rate."""
     useful = USEFUL_FLOP[row["loss"]] * row["batch"] ** 2 * row["dim"]
-    rate = useful / row["total_s"] / 1e12
-    return {"matrix_product_tflops": tflops, "useful_flop": useful, "share": rate / tflops}
-
-
-def matrix_product_tflops(device: str, size: int = PRODUCT_SIZE) -> float:
-    """The rate of a bfloat16 product of two random square matrices that a device sustains, the median of several runs."""
-    left, right = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
-
-    def seconds(runs: int) -> float:
-        marks = []
-        for _ in range(runs):
-            marks.append(_mark())
-            torch.matmul(left, right)
-        marks.append(_mark())
-        torch.cuda.synchronize()
-        return statistics.median(_seconds(start, end) for start, end in pairwise(marks))
-
-    seconds(math.ceil(SUSTAINED_S / seconds(3)))
-    return 2 * size**3 / seconds(PRODUCT_RUNS) / 1e12
+    return {"useful_flop": useful, "share": useful / row["total_s"] / 1e12 / row["matrix_product_tflops"]}
 
 
 def worst(found: Row) -> str:
@@ -253,22 +231,45 @@ def _step(call: Callable[..., Tensor], batch: Batch) -> tuple[Seconds, Tensor]:
     return Seconds(middle - start, time.perf_counter() - middle), loss.detach()
 
 
-def _enqueued(call: Callable[..., Tensor], batch: Batch, runs: int, first: Seconds) -> list[Seconds]:
-    """The times of CUDA steps that follow each other without a wait, so that none of them contains the host's start."""
-    warm_up = math.ceil(SUSTAINED_S / max(sum(first), 1e-4)) if runs else 0
+def _enqueued(
+    call: Callable[..., Tensor], batch: Batch, runs: int, first: float, size: int = PRODUCT_SIZE
+) -> tuple[list[Seconds], float]:
+    """The times of CUDA steps, and the TFLOP/s of the bfloat16 products of random square matrices between them.
+
+    Everything is enqueued without a wait, and each step after two products, as in training after the encoders: the device has
+    work while the host prepares the step, and the products meet the clock that the steps meet.
+    """
+    left, right = (torch.randn(size, size, device=batch.x.device).bfloat16() for _ in range(2))
+    warm_up = int(SUSTAINED_S / max(first, 1e-3))
     marks = []
     for _ in range(warm_up + runs):
         for leaf in batch[:4]:
             leaf.grad = None
         marks.append(_mark())
+        for _ in range(PRODUCTS_A_STEP):
+            torch.matmul(left, right)
+        marks.append(_mark())
         loss = call(*batch[:4])
         marks.append(_mark())
         loss.backward()
-    marks.append(_mark())
+        marks.append(_mark())
     torch.cuda.synchronize()
-    # Each step has two marks, and the next one's first is its end.
-    ends = zip(marks[::2], marks[1::2], marks[2::2], strict=False)
-    return [Seconds(_seconds(start, middle), _seconds(middle, end)) for start, middle, end in ends][warm_up:]
+    steps = [marks[place : place + 4] for place in range(4 * warm_up, len(marks), 4)]
+    product = statistics.median(_seconds(start, end) for start, end, *_ in steps) / PRODUCTS_A_STEP
+    times = [Seconds(_seconds(start, middle), _seconds(middle, end)) for _, start, middle, end in steps]
+    return times, 2 * size**3 / product / 1e12
+
+
+def _host_seconds(call: Callable[..., Tensor], batch: Batch) -> float:
+    """How long the host takes to enqueue a step, while the device is idle."""
+    times = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call(*batch[:4]).backward()
+        times.append(time.perf_counter() - start)
+    torch.cuda.synchronize()
+    return statistics.median(times)
 
 
 def _mark() -> torch.cuda.Event:
@@ -306,11 +307,13 @@ def _times(case: Case, call: Callable[..., Tensor], batch: Batch, first: Seconds
     runs = case.repeats
     if runs is None:
         runs = min(MOST_RUNS[case.device], int(BUDGET_S[case.device] / max(sum(first), 1e-6)))
+    row: Row = {}
     if case.device == "cuda":
-        seconds = _enqueued(call, batch, runs, first) or [first]
+        seconds, tflops = _enqueued(call, batch, max(1, runs), sum(first))
+        row = {"matrix_product_tflops": tflops, "host_s": _host_seconds(call, batch)}
     else:
         seconds = [_step(call, batch)[0] for _ in range(runs)] or [first]
-    row: Row = {"runs": len(seconds), "warm_up": runs > 0, "load_average": os.getloadavg()[0]}
+    row |= {"runs": len(seconds), "warm_up": runs > 0, "load_average": os.getloadavg()[0]}
     for name, values in (
         ("forward", [each.forward for each in seconds]),
         ("backward", [each.backward for each in seconds]),

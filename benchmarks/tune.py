@@ -28,15 +28,12 @@ from megabatch.tiles.fused.blocks import Blocks, kind_of
 # m, n, k, warps, stages, programs a multiprocessor, group, pieces. One that does not fit the device fails to start and is left out.
 BF16 = [
     Blocks(128, 128, 64, 4, 3, 2, 8, 1),
-    Blocks(128, 128, 64, 4, 3, 2, 16, 1),
+    Blocks(128, 128, 64, 4, 3, 2, 6, 1),
     Blocks(128, 128, 64, 4, 3, 2, 8, 2),
-    Blocks(128, 128, 64, 4, 3, 2, 16, 2),
+    Blocks(128, 128, 64, 4, 3, 2, 4, 2),
     Blocks(128, 256, 64, 8, 3, 1, 8, 1),
-    Blocks(128, 256, 64, 8, 4, 1, 8, 1),
     Blocks(128, 256, 64, 8, 4, 1, 8, 2),
-    Blocks(128, 256, 64, 8, 4, 1, 16, 2),
     Blocks(256, 128, 64, 8, 4, 1, 8, 2),
-    Blocks(256, 128, 64, 8, 4, 1, 4, 2),
 ]
 CANDIDATES = {
     "bfloat16": BF16,

@@ -97,7 +97,8 @@ def test_a_wrong_result_of_another_package_is_timed_and_marked(monkeypatch: pyte
     assert "(other)" not in text and "(megabatch)" in text
     assert report.table(rows)[1][-1].endswith("(wrong)") and not report.table(rows)[0][-1].endswith("(wrong)")
     assert [line.split(":")[0] for line in report.wrong(rows)] == ["clip, other, N = 64"]
-    picture.draw([row | share(row, 700.0) for row in rows], tmp_path / "wrong.png")
+    rows = [row | {"matrix_product_tflops": 700.0} for row in rows]
+    picture.draw([row | share(row) for row in rows], tmp_path / "wrong.png")
 
 
 @pytest.mark.parametrize(("kind", "smoothing"), [("clip", 0.0), ("clip", 0.1), ("siglip", 0.0)])
@@ -203,27 +204,19 @@ def marks(monkeypatch: pytest.MonkeyPatch) -> type[Mark]:
     return Mark
 
 
-def test_steps_on_cuda_follow_each_other_without_a_wait(marks: type[Mark]) -> None:
-    # The start and the forward's end of three steps, of which the first warms up, and the end of the last.
-    marks.clock = iter([0, 1, 100, 102, 110, 113, 121, 200])
+def test_steps_on_cuda_are_timed_apart_from_the_products_between_them(marks: type[Mark]) -> None:
+    # Two products, forward and backward of three steps, of which the first warms up.
+    marks.clock = iter([0, 90, 91, 99, 100, 104, 106, 114, 120, 128, 131, 139])
     batch = measuring._inputs(Case("clip", "formula", batch=8, dim=4), 8)
-    first = measuring.Seconds(measuring.SUSTAINED_S, 0.0)
-    steps = measuring._enqueued(peers.find("formula", "clip").load(), batch, 2, first)
+    steps, tflops = measuring._enqueued(peers.find("formula", "clip").load(), batch, 2, measuring.SUSTAINED_S, size=16)
     assert steps == [(0.002, 0.008), (0.003, 0.008)]
-    assert measuring._enqueued(peers.find("formula", "clip").load(), batch, 0, first) == []
-
-
-def test_the_matrix_product_is_timed_by_its_median_after_a_while(marks: type[Mark]) -> None:
-    # Three products of a quarter of a second, so two more until half a second has passed, and the last of the timed ones is slow.
-    timed = [2 * place for place in range(measuring.PRODUCT_RUNS)]
-    marks.clock = iter([*range(0, 1000, 250), *range(1000, 1750, 250), *(2000 + place for place in timed), 10_000])
-    assert measuring.matrix_product_tflops("cpu", size=16) == pytest.approx(2 * 16**3 / 0.002 / 1e12)
+    assert tflops == pytest.approx(2 * 16**3 / 0.003 / 1e12)  # two products in the median of 4 and 8 ms
 
 
 def test_the_share_counts_useful_operations_alone() -> None:
-    row = {"loss": "clip", "batch": 1000, "dim": 100, "total_s": 1e-3}
-    assert share(row, 2.0) == {"matrix_product_tflops": 2.0, "useful_flop": 8 * 10**8, "share": pytest.approx(0.4)}
-    assert share(row | {"loss": "siglip"}, 2.0)["useful_flop"] == 6 * 10**8
+    row = {"loss": "clip", "batch": 1000, "dim": 100, "total_s": 1e-3, "matrix_product_tflops": 2.0}
+    assert share(row) == {"useful_flop": 8 * 10**8, "share": pytest.approx(0.4)}
+    assert share(row | {"loss": "siglip"})["useful_flop"] == 6 * 10**8
 
 
 @pytest.mark.parametrize(("device", "batch", "warm_up"), [("cpu", 4096, 128), ("cuda", 65536, 65536), ("cuda", 2**20, 32768)])
@@ -268,7 +261,8 @@ def shared(tmp_path: Path) -> Path:
 
     def row(kind: str, name: str, batch: int, dim: int, ms: float, **more: object) -> Row:
         made = measured(batch, name, ms / 1000, 512) | gpu | {"loss": kind, "dim": dim} | more
-        return made | share(made, 700.0)
+        made |= {"matrix_product_tflops": 700.0}
+        return made | share(made)
 
     wrong = {"right": False, "errors": {"gradient": 0.9, "scale": 0.01}, "version": "25.1.1"}
     rows = [

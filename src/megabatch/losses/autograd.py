@@ -83,7 +83,7 @@ def finish(
     scale: Tensor,
     batch: Batch,
     own_M: Tensor,
-    share: Tensor,
+    share: Tensor | float,
     g: Tensor,
     products: list[Tensor | None],
     *,
@@ -94,19 +94,21 @@ def finish(
     own_M: the gradient in the logit of each row's positive; products: gx_MD and gy_ND, which go as they are used up if `reuse`.
     """
     # The ranks hold one loss: its gradient takes what every rank's graph sends down, and all share one gradient in the scale.
-    g = batch.ring.sum(g.to(share.dtype, copy=True)) * share
+    g = batch.ring.sum(g.to(batch.acc, copy=batch.ring.size > 1)) * share
+    factor = g * scale
     gradients: list[Tensor | None] = [None, None]
-    slope = None
+    slopes = None
     for side, (mine, partners) in enumerate(((x, y), (y, x))):
         product = products[side]
         if product is None:
             continue
         finished = product if reuse and product.dtype == mine.dtype else torch.empty_like(product, dtype=mine.dtype)
-        found = batch.tiles.finish(product, batch.read(mine), batch.read(partners), own_M, g * scale, finished)
-        slope = found if slope is None else slope
+        found = batch.tiles.finish(product, batch.read(mine), batch.read(partners), own_M, factor, finished)
+        slopes = found if slopes is None else slopes
         gradients[side] = finished
         if reuse:
             product = products[side] = None
-    assert slope is not None
-    g = g / batch.ring.size
-    return Finished(gradients[0], gradients[1], batch.ring.sum(slope) * g, g)
+    assert slopes is not None
+    slope = batch.ring.sum(slopes.sum())
+    g = g if batch.ring.size == 1 else g / batch.ring.size
+    return Finished(gradients[0], gradients[1], slope * g, g)

@@ -122,7 +122,7 @@ class WayBack(NamedTuple):
     rows: Softmax
     columns: Softmax | None
     own_M: Tensor
-    share: Tensor
+    share: Tensor | float
     compared_M: Tensor | None
 
 
@@ -162,7 +162,7 @@ def _solve(x_MD: Tensor, y_ND: Tensor, scale: Tensor, batch: Batch, rules: Rules
     loss_M, own_M, rows, columns = batch.tiles.normalise(
         row_stats, column_stats, positive_M, scale, batch.weights_M, rules.label_smoothing
     )
-    loss, weight = batch.ring.sum(torch.stack((loss_M.sum(), batch.weight_sum(x_MD))))
+    (loss,), weight = batch.totals(loss_M.sum())
     share = 1 / (weight * (2 if rules.symmetric else 1))
     diagnostics = diagnose(positive_M, row_ranking, column_ranking) if rules.diagnostics else None
     return loss * share, diagnostics, WayBack(rows, columns, own_M, share, compared_M)

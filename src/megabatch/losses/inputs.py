@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -70,11 +70,13 @@ class Batch:
         """The embeddings as the tiles read them."""
         return embeddings.detach().to(self.dtype).contiguous()
 
-    def weight_sum(self, x_MD: Tensor) -> Tensor:
-        """Σ w over this rank's rows; without weights every row weighs one."""
-        if self.weights_M is None:
-            return x_MD.new_full((), len(x_MD), dtype=self.acc)
-        return self.weights_M.sum()
+    def totals(self, *sums: Tensor) -> tuple[Sequence[Tensor], Tensor | float]:
+        """The sums over all ranks, and the weight of all rows: a number where nobody has to be asked for it."""
+        if self.ring.size == 1:
+            return sums, float(self.rows) if self.weights_M is None else self.weights_M.sum()
+        weight = sums[0].new_full((), self.rows) if self.weights_M is None else self.weights_M.sum()
+        every = self.ring.sum(torch.stack((*sums, weight)))
+        return every[:-1].unbind(), every[-1]
 
 
 def prepare(

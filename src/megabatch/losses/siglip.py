@@ -101,7 +101,7 @@ class WayBack(NamedTuple):
     gy_ND: Tensor | None
     own_M: Tensor
     slope: Tensor
-    share: Tensor
+    share: Tensor | float
 
 
 class _SigLipLoss(torch.autograd.Function):
@@ -161,9 +161,9 @@ def _solve(
     own_logit_M = scale * positive_M + bias
     weight_M = torch.ones_like(own_logit_M) if batch.weights_M is None else batch.weights_M
     own_M = -weight_M * torch.sigmoid(-own_logit_M)
-    sums = [(weight_M * (value_M + softplus(-own_logit_M))).sum(), batch.weight_sum(x_MD)]
+    sums = [(weight_M * (value_M + softplus(-own_logit_M))).sum()]
     if slope_M is not None:
         sums.append((weight_M * slope_M + own_M).sum())
-    loss, weight, *slope = batch.ring.sum(torch.stack(sums))
+    (loss, *slope), weight = batch.totals(*sums)
     diagnostics = diagnose(positive_M, row_ranking, column_ranking) if rules.diagnostics else None
     return loss / weight, diagnostics, WayBack(gx_MD, gy_ND, own_M, slope[0], 1 / weight) if slope else None

@@ -166,7 +166,7 @@ def sigmoid_sums(
 def finish(gradient: Tensor, embeddings: Tensor, partners: Tensor, own_M: Tensor, factor: Tensor, finished: Tensor) -> Tensor:
     """Writes gx (or gy) with the positives' part added, times a factor, into `finished`, which may be the gradient itself.
 
-    Returns the slope in the scale, without the factor: Σ embeddings · gradient.
+    Returns what sums up to the slope in the scale, without the factor: Σ embeddings · gradient.
     """
     slope = own_M.new_zeros(())
     # Piece by piece: in fp32, whole copies of reduced-precision embeddings would cost as much as the gradients.

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
-import triton
 from torch import Tensor
 
 from ..contract import Means, Normalised, Pairs, Ranking, SigmoidPass, Softmax, SoftmaxPass, Stats, Wanted
@@ -20,9 +19,9 @@ from .gradients import Products
 from .kernels.normalise import normalise_kernel
 from .kernels.positives import finish_kernel, positives_kernel
 from .kernels.sigmoid import sigmoid_kernel
-from .kernels.softmax import careful_stats_kernel, gradient_kernel, look_kernel, stats_kernel
+from .kernels.softmax import gradient_kernel, stats_kernel
 from .kernels.sums import COUNTED, EXPONENTIALS, RANKING, SUMS
-from .launch import Launch, Sums, part
+from .launch import Launch, Panel, Sums, cdiv, merge_panel, part
 from .support import unsupported
 
 __all__ = [
@@ -60,37 +59,33 @@ def default_tile(device: torch.device) -> int:
 @_on_its_device
 def positives(x_MD: Tensor, y_ND: Tensor, means: Means) -> Tensor:
     """The similarity of each row's positive (M)."""
-    found_M = x_MD.new_empty(len(x_MD), dtype=torch.float32)
-    if len(x_MD):
-        launch, rows = Launch("stats", x_MD, y_ND, means), slice(0, len(x_MD))
+    rows = x_MD.shape[0]
+    found_M = x_MD.new_empty(rows, dtype=torch.float32)
+    if rows:
+        launch = Launch("stats", x_MD, y_ND, means)
         m = launch.blocks.m
-        x, y = launch.x(rows), launch.y(rows, height=m)
-        positives_kernel[(triton.cdiv(len(x_MD), m),)](x, y, found_M, len(x_MD), M=m, **launch.product)
+        positives_kernel[(cdiv(rows, m),)](*launch.diagonal_operands(), found_M, rows, M=m, **launch.product)
     return found_M
 
 
 @_on_its_device
 def softmax_stats(x_MD: Tensor, y_ND: Tensor, scale: Tensor, pairs: Pairs, *, columns: bool, means: Means) -> SoftmaxPass:
     """Stats and rankings of rows, and of columns if asked for."""
-    several = _several(pairs)
+    several, drops = _several(pairs), pairs.drop_above is not None
     kinds = [EXPONENTIALS.value] + [RANKING.value] * pairs.ranked + [COUNTED.value] * (several + pairs.smoothed)
-    launch = Launch("stats", x_MD, y_ND, means, crowded=len(kinds) > 1 or pairs.ids_M is not None)
-    mine, theirs = Sums(x_MD, len(y_ND), kinds), Sums(y_ND, len(x_MD), kinds) if columns else None
-    trouble = x_MD.new_zeros(1, dtype=torch.int32)
-    options = {"HOME": pairs.home, "SEVERAL": several, "DROP": pairs.drop_above is not None, **launch.constants}
-    careful = {**options, "N": launch.piece}
+    launch = Launch("stats", x_MD, y_ND, means, crowded=pairs.ranked or drops or pairs.ids_M is not None)
+    mine, theirs = Sums(x_MD, kinds), Sums(y_ND, kinds) if columns else None
     parts_a_cell = mine.bytes_a_cell(launch.piece) + (theirs.bytes_a_cell(launch.blocks.m) if theirs else 0)
     # No wider than what the device's cache can hold of y, which every row of tiles reads again.
-    for r, c in launch.panels(parts_a_cell, widest=CACHED_BYTES // (x_MD.shape[1] * x_MD.element_size())):
-        down, across = launch.parts(r, c)
-        row_parts, column_parts = mine.parts(across, r), theirs.parts(down, c) if theirs else None
-        rest = (scale, row_parts, column_parts, trouble, *launch.pairs(pairs, r, c))
-        grid = launch.grid(r, c)
-        stats_kernel[grid](launch.x(r), launch.y(c), *rest, SMOOTHED=pairs.smoothed, RANKED=pairs.ranked, **options)
-        careful_stats_kernel[grid](launch.x(r), launch.y(c, height=launch.piece), *rest, **careful)
-        mine.absorb(row_parts, r, trouble, first=c.start == 0)
-        if theirs is not None and column_parts is not None:
-            theirs.absorb(column_parts, c, trouble, first=r.start == 0)
+    for p in launch.panels(parts_a_cell, widest=CACHED_BYTES // (x_MD.shape[1] * x_MD.element_size())):
+        down, across = launch.parts(p)
+        row_parts, column_parts = mine.parts(across, p.rows), theirs.parts(down, p.columns) if theirs else None
+        stats_kernel[launch.grid(p)](
+            *launch.operands(p), scale, row_parts, column_parts, *launch.pairs(pairs, p),
+            HOME=pairs.home, SEVERAL=several, DROP=drops, SMOOTHED=pairs.smoothed, RANKED=pairs.ranked, **launch.constants,
+        )  # fmt: skip
+        merge_panel(p, mine, row_parts, theirs, column_parts)
+    _without_panels(x_MD, y_ND, mine, theirs)
     row_ranking, column_ranking = _ranking(mine, 1, pairs), _ranking(theirs, 1, pairs)
     return SoftmaxPass(_stats(mine, pairs), _stats(theirs, pairs) if theirs else None, row_ranking, column_ranking)
 
@@ -100,19 +95,19 @@ def normalise(
     rows: Stats, columns: Stats | None, positive_M: Tensor, scale: Tensor, weights_M: Tensor | None, label_smoothing: float
 ) -> Normalised:
     """Losses of both sides together, the softmax of each, and the gradient in the positives' logits."""
-    length, sides, height = len(positive_M), 1 if columns is None else 2, 256
-    loss_M, own_M = positive_M.new_empty(2, length)
-    out = positive_M.new_empty(sides, 4, length)
+    length, sides = positive_M.shape[0], 1 if columns is None else 2
+    loss_M, own_M, *out = positive_M.new_empty(2 + 4 * sides, length).unbind()
     if length:
-        normalise_kernel[(triton.cdiv(length, height),)](
-            *rows, *(columns or (None,) * len(rows)), positive_M, scale, weights_M, loss_M, own_M, out, label_smoothing, length,
-            SIDES=sides, R=height,
+        normalise_kernel[(cdiv(length, 256),)](
+            *rows, *(columns or (None,) * 6), positive_M, scale, weights_M, loss_M, own_M, out[0], label_smoothing, length,
+            SIDES=sides, R=256,
         )  # fmt: skip
+    wanted = True, True, rows.further is not None, rows.counted is not None
     softmax = [
-        Softmax(side[0], side[1], None if rows.further is None else side[2], None if rows.counted is None else side[3])
-        for side in out
+        Softmax(*(v if there else None for v, there in zip(out[4 * side :], wanted, strict=False)))  # type: ignore[arg-type]
+        for side in range(sides)
     ]
-    return Normalised(loss_M, own_M, softmax[0], softmax[1] if columns is not None else None)
+    return Normalised(loss_M, own_M, softmax[0], None if columns is None else softmax[1])
 
 
 @_on_its_device
@@ -130,21 +125,15 @@ def softmax_grads(
     """gx_MD and gy_ND of the others."""
     launch = Launch("gradient", x_MD, y_ND, means)
     products = Products(x_MD, y_ND, wanted, means)
-    trouble = x_MD.new_zeros(1, dtype=torch.int32)
-    for side in (rows,) if columns is None else (rows, columns):
-        if len(side.peak):
-            look_kernel[(triton.cdiv(len(side.peak), 1024),)](side.peak, len(side.peak), trouble, R=1024)
-    for r, c in launch.panels(products.bytes_a_cell):
-        panel = products.panel(r, c)
-        softmax = *(part(v, r) for v in rows), *(part(v, c) for v in columns or (None,) * 4)
-        counted = launch.pairs(pairs, r, c)
-        for careful in (False, True):
-            gradient_kernel[launch.grid(r, c)](
-                launch.x(r), launch.y(c), scale, launch.target(panel), trouble, *softmax, *counted,
-                panel.stride(0), HOME=pairs.home, SEVERAL=_several(pairs), DROP=pairs.drop_above is not None, CAREFUL=careful,
-                ROUND_TO_TF32=products.rounds_to_tf32, **launch.constants,
-            )  # fmt: skip
-        products.add(panel, r, c)
+    for p in launch.panels(products.bytes_a_cell):
+        panel = products.panel(p)
+        gradient_kernel[launch.grid(p)](
+            *launch.operands(p), scale, launch.target(panel),
+            *(part(v, p.r) for v in rows), *(part(v, p.c) for v in columns or (None,) * 4),
+            *launch.pairs(pairs, p), panel.stride(0), HOME=pairs.home, SEVERAL=_several(pairs), DROP=pairs.drop_above is not None,
+            ROUND_TO_TF32=products.rounds_to_tf32, **launch.constants,
+        )  # fmt: skip
+        products.add(panel, p)
     return products.gx_MD, products.gy_ND
 
 
@@ -161,29 +150,26 @@ def sigmoid_sums(
     means: Means,
 ) -> SigmoidPass:
     """Values of the others and, if wanted, their slopes and gradients from the same pass."""
-    launch = Launch("sigmoid", x_MD, y_ND, means)
+    launch = Launch("sigmoid", x_MD, y_ND, means, crowded=pairs.ranked)
     products = Products(x_MD, y_ND, wanted, means) if wanted else None
-    trouble = x_MD.new_zeros(1, dtype=torch.int32)
-    mine = Sums(x_MD, len(y_ND), [SUMS.value] + [RANKING.value] * pairs.ranked)
-    theirs = Sums(y_ND, len(x_MD), [RANKING.value]) if pairs.ranked else None
+    mine = Sums(x_MD, [SUMS.value] + [RANKING.value] * pairs.ranked)
+    theirs = Sums(y_ND, [RANKING.value]) if pairs.ranked else None
     parts_a_cell = mine.bytes_a_cell(launch.piece) + (theirs.bytes_a_cell(launch.blocks.m) if theirs else 0)
-    for r, c in launch.panels(products.bytes_a_cell if products else parts_a_cell):
-        down, across = launch.parts(r, c)
-        row_parts, column_parts = mine.parts(across, r), theirs.parts(down, c) if theirs else None
-        panel = products.panel(r, c) if products else None
+    # Beside a panel of the gradient, the parts do not count.
+    for p in launch.panels(products.bytes_a_cell if products else parts_a_cell):
+        down, across = launch.parts(p)
+        row_parts, column_parts = mine.parts(across, p.rows), theirs.parts(down, p.columns) if theirs else None
+        panel = products.panel(p) if products else None
         target, stride = (None, 0) if panel is None else (launch.target(panel), panel.stride(0))
-        counted = launch.pairs(pairs, r, c)
-        for careful in (False, True):
-            sigmoid_kernel[launch.grid(r, c)](
-                launch.x(r), launch.y(c), scale, bias, target, part(weights_M, r), row_parts, column_parts, trouble, *counted,
-                stride, HOME=pairs.home, SEVERAL=_several(pairs), RANKED=pairs.ranked, CAREFUL=careful,
-                ROUND_TO_TF32=products is not None and products.rounds_to_tf32, **launch.constants,
-            )  # fmt: skip
-        mine.absorb(row_parts, r, trouble, first=c.start == 0)
-        if theirs is not None and column_parts is not None:
-            theirs.absorb(column_parts, c, trouble, first=r.start == 0)
+        sigmoid_kernel[launch.grid(p)](
+            *launch.operands(p), scale, bias, target, part(weights_M, p.r), row_parts, column_parts, *launch.pairs(pairs, p),
+            stride, HOME=pairs.home, SEVERAL=_several(pairs), RANKED=pairs.ranked,
+            ROUND_TO_TF32=products is not None and products.rounds_to_tf32, **launch.constants,
+        )  # fmt: skip
+        merge_panel(p, mine, row_parts, theirs, column_parts)
         if products is not None and panel is not None:
-            products.add(panel, r, c)
+            products.add(panel, p)
+    _without_panels(x_MD, y_ND, mine, theirs)
     slope_M = gx_MD = gy_ND = None
     if products is not None:
         slope_M, gx_MD, gy_ND = mine.found[0, 1], products.gx_MD, products.gy_ND
@@ -192,15 +178,22 @@ def sigmoid_sums(
 
 @_on_its_device
 def finish(gradient: Tensor, embeddings: Tensor, partners: Tensor, own_M: Tensor, factor: Tensor, finished: Tensor) -> Tensor:
-    """Writes gx (or gy) with the positives' part added, times a factor, into `finished`; returns the slope without the factor."""
+    """Writes gx (or gy) with the positives' part added, times a factor, into `finished`; returns what sums up to the slope."""
     rows, width = gradient.shape
-    height = 8
-    slopes = gradient.new_empty(triton.cdiv(rows, height))
+    slopes = gradient.new_empty(cdiv(rows, 8))
     if rows:
-        finish_kernel[(len(slopes),)](
-            gradient, embeddings, partners, own_M, factor, finished, slopes, rows, len(own_M), WIDTH=width, R=height, K=256
+        finish_kernel[(slopes.shape[0],)](
+            gradient, embeddings, partners, own_M, factor, finished, slopes, rows, own_M.shape[0], WIDTH=width, R=8, K=256
         )
-    return slopes.sum()
+    return slopes
+
+
+def _without_panels(x_MD: Tensor, y_ND: Tensor, mine: Sums, theirs: Sums | None) -> None:
+    """The sums of no pairs, where one of the blocks is empty."""
+    if x_MD.shape[0] and y_ND.shape[0]:
+        return
+    p = Panel(slice(0, x_MD.shape[0]), slice(0, y_ND.shape[0]))
+    merge_panel(p, mine, mine.parts(0, p.rows), theirs, theirs.parts(0, p.columns) if theirs else None)
 
 
 def _several(pairs: Pairs) -> bool:

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..contract import Means, Wanted
 from ..products import units
+from .launch import Panel, part
 
 # Products of panels with fewer cells do not fill the device: the two run side by side.
 FILLS_THE_DEVICE = 12_288**2
@@ -29,7 +31,7 @@ class Products:
         new = torch.empty_like if len(x_MD) and len(y_ND) else torch.zeros_like
         self.gx_MD = new(x_MD, dtype=torch.float32) if wanted.x else None
         self.gy_ND = new(y_ND, dtype=torch.float32) if wanted.y else None
-        self.buffer = self.x_MD.new_empty(0)
+        self.buffer: Tensor | None = None
 
     @property
     def bytes_a_cell(self) -> int:
@@ -39,21 +41,20 @@ class Products:
     def rounds_to_tf32(self) -> bool:
         return self.dtype == torch.float32 and self.precision == "tf32"
 
-    def panel(self, r: slice, c: slice) -> Tensor:
+    def panel(self, p: Panel) -> Tensor:
         """The buffer for a panel, whose rows begin at multiples of 16 bytes; the first panel is the largest."""
-        rows, columns = r.stop - r.start, c.stop - c.start
-        stride = columns + -columns % 8
-        if not len(self.buffer):
-            self.buffer = self.buffer.new_empty(rows * stride)
-        return self.buffer[: rows * stride].view(rows, stride)[:, :columns]
+        stride = p.columns + -p.columns % 8
+        if self.buffer is None:
+            self.buffer = self.x_MD.new_empty(p.rows * stride)
+        return self.buffer.as_strided((p.rows, p.columns), (stride, 1))
 
-    def add(self, panel: Tensor, r: slice, c: slice) -> None:
+    def add(self, panel: Tensor, p: Panel) -> None:
         """Adds panel @ y and panel.T @ x. Panels come row after row, so the first of a row (column) starts its sum."""
-        products = []
+        products: list[tuple[Any, ...]] = []
         if self.gx_MD is not None:
-            products.append((self.gx_MD[r], panel, self.y_ND[c], c.start == 0))
+            products.append((part(self.gx_MD, p.r), panel, part(self.y_ND, p.c), p.c.start == 0))
         if self.gy_ND is not None:
-            products.append((self.gy_ND[c], panel.T, self.x_MD[r], r.start == 0))
+            products.append((part(self.gy_ND, p.c), panel.T, part(self.x_MD, p.r), p.r.start == 0))
         if len(products) == 2 and panel.is_cuda and panel.numel() < FILLS_THE_DEVICE:
             here, other = torch.cuda.current_stream(), _second_stream(panel.device)
             other.wait_stream(here)

@@ -1,4 +1,7 @@
-"""From two blocks to kernel launches: the panels, what a kernel is given of each, and the sums that come out of all of them."""
+"""From two blocks to kernel launches: the panels, what a kernel is given of each, and the sums that come out of all of them.
+
+At small batches the host is the limit: what a step asks of it is kept short here.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -17,19 +19,31 @@ from .kernels.pairs import match_kernel
 from .kernels.sums import merge_kernel
 from .support import has_descriptors, processors
 
+MERGED_ROWS, MERGED_TILES = 32, 64
+MATCHED_TILES = 16
+
+
+class Panel:
+    """A rectangle of the similarity matrix: a slice of x's rows and one of y's."""
+
+    def __init__(self, r: slice, c: slice) -> None:
+        self.r, self.c = r, c
+        self.rows, self.columns = r.stop - r.start, c.stop - c.start
+
 
 class Launch:
-    """One kernel over two blocks of embeddings, panel by panel. A panel is a pair of slices, rows of x and rows of y."""
+    """One kernel over two blocks of embeddings, panel by panel."""
 
     def __init__(self, kernel: str, x_MD: Tensor, y_ND: Tensor, means: Means, *, crowded: bool = False) -> None:
         self.described = has_descriptors(x_MD.device)
-        self.x_MD, self.y_ND = (_aligned(t) if self.described else t for t in (x_MD, y_ND))
+        self.x_MD, self.y_ND = (_aligned(x_MD), _aligned(y_ND)) if self.described else (x_MD, y_ND)
         width = self.x_MD.shape[1]
         self.blocks = blocks_for(kernel, x_MD.device, x_MD.dtype, means.precision, width)
         if crowded:
-            # What options ask for needs registers too.
-            self.blocks = self.blocks._replace(pieces=2)
+            # What options ask for needs registers and shared memory too.
+            self.blocks = self.blocks._replace(pieces=2, stages=max(2, self.blocks.stages - (kernel == "sigmoid")))
         self.tile = means.tile
+        self.piece = self.blocks.n // self.blocks.pieces
         self.most_programs = processors(x_MD.device) * self.blocks.programs
         self.product: dict[str, Any] = {
             "WIDTH": width,
@@ -41,93 +55,120 @@ class Launch:
         }
         shape = {"M": self.blocks.m, "N": self.blocks.n, "GROUP": self.blocks.group, "PIECES": self.blocks.pieces}
         self.constants = {**self.product, **shape}
-        self.piece = self.blocks.n // self.blocks.pieces
 
-    def panels(self, bytes_a_cell: float, widest: int | None = None) -> Iterator[tuple[slice, slice]]:
+    def panels(self, bytes_a_cell: float, widest: int | None = None) -> Iterator[Panel]:
         """Panels of equal size, as large as the working memory allows and no wider than `widest`, row after row of them."""
-        rows, columns = len(self.x_MD), len(self.y_ND)
+        rows, columns = self.x_MD.shape[0], self.y_ND.shape[0]
         if not rows or not columns:
             return
-        cells = self.tile / bytes_a_cell
         # Squares, or longer than a square along one side where the other is short.
+        cells = self.tile / bytes_a_cell
         side = math.isqrt(max(1, int(cells)))
         most = min(columns, widest or columns)
         height = min(rows, max(side, int(cells / most)))
         width = min(most, max(side, int(cells / height)))
         for r in _slices(rows, height, self.blocks.m):
             for c in _slices(columns, width, self.blocks.n):
-                yield r, c
+                yield Panel(r, c)
 
-    def parts(self, r: slice, c: slice) -> tuple[int, int]:
+    def parts(self, p: Panel) -> tuple[int, int]:
         """How many parts the sums of a panel have: for its columns, one a tile; for its rows, one a piece of a tile."""
-        return triton.cdiv(_length(r), self.blocks.m), triton.cdiv(_length(c), self.blocks.n) * self.blocks.pieces
+        return cdiv(p.rows, self.blocks.m), cdiv(p.columns, self.blocks.n) * self.blocks.pieces
 
-    def grid(self, r: slice, c: slice) -> tuple[int]:
+    def grid(self, p: Panel) -> tuple[int]:
         """The programs for a panel: no more than there are tiles."""
-        return (min(math.prod(self.parts(r, c)) // self.blocks.pieces, self.most_programs),)
+        return (min(cdiv(p.rows, self.blocks.m) * cdiv(p.columns, self.blocks.n), self.most_programs),)
 
-    def x(self, r: slice) -> Any:
-        return _operand(self.x_MD[r], self.blocks.m, self.blocks.k, self.described)
+    def operands(self, p: Panel) -> tuple[Any, Any]:
+        """What a kernel takes to read blocks of x and y."""
+        m, n, k = self.blocks[:3]
+        return self._operand(part(self.x_MD, p.r), m, k), self._operand(part(self.y_ND, p.c), n, k)
 
-    def y(self, c: slice, height: int | None = None) -> Any:
-        return _operand(self.y_ND[c], height or self.blocks.n, self.blocks.k, self.described)
+    def diagonal_operands(self) -> tuple[Any, Any]:
+        """The same of the positives, for tiles that are square."""
+        m, k, rows = self.blocks.m, self.blocks.k, slice(0, self.x_MD.shape[0])
+        return self._operand(self.x_MD, m, k), self._operand(part(self.y_ND, rows), m, k)
 
     def target(self, panel: Tensor) -> Any:
-        """What a kernel takes to write a tile of a panel."""
-        return _operand(panel, self.blocks.m, self.piece, self.described)
+        """What a kernel takes to write a piece of a tile of a panel."""
+        return self._operand(panel, self.blocks.m, self.piece)
 
-    def pairs(self, pairs: Pairs, r: slice, c: slice) -> tuple[Any, ...]:
+    def pairs(self, pairs: Pairs, p: Panel) -> tuple[Any, ...]:
         """What a kernel is told of a panel: which pairs count, its size, and by how many columns its rows' positives are ahead."""
         compared = pairs.positive_M if pairs.ranked or pairs.drop_above is not None else None
         margin = 0.0 if pairs.drop_above is None else float(pairs.drop_above)
-        rows, columns = _length(r), _length(c)
         matches = ids_M = ids_N = None
         if pairs.ids_M is not None and pairs.ids_N is not None:
-            ids_M, ids_N = (ids.to(torch.int64).view(torch.int32) for ids in (pairs.ids_M[r], pairs.ids_N[c]))
-            down, across = self.parts(r, c)
+            ids_M, ids_N = (ids.to(torch.int64).view(torch.int32) for ids in (pairs.ids_M[p.r], pairs.ids_N[p.c]))
+            down, across = self.parts(p)
             matches = ids_M.new_empty(down, across, dtype=torch.int8)
-            match_kernel[(across, down)](ids_M, ids_N, matches, rows, columns, M=self.blocks.m, N=self.piece)
-        return matches, ids_M, ids_N, part(compared, r), part(pairs.positive_N, c), margin, rows, columns, r.start - c.start
+            grid = (cdiv(across, MATCHED_TILES), down)
+            match_kernel[grid](ids_M, ids_N, matches, p.rows, p.columns, across, M=self.blocks.m, N=self.piece, TILES=MATCHED_TILES)
+        compared_with = part(compared, p.r), part(pairs.positive_N, p.c)
+        return matches, ids_M, ids_N, *compared_with, margin, p.rows, p.columns, p.r.start - p.c.start
+
+    def _operand(self, t: Tensor | None, rows: int, columns: int) -> Any:
+        """The descriptor of a matrix, or the matrix itself."""
+        assert t is not None
+        return TensorDescriptor(t, list(t.shape), list(t.stride()), [rows, columns]) if self.described else t
 
 
 class Sums:
-    """What the tiles find for each row of t among `others` rows: pairs of sums, merged over panels in a fixed order. Kinds:
-    sums.py."""
+    """What the tiles find for each row of t: pairs of sums, merged over panels in a fixed order. Kinds: kernels/sums.py."""
 
-    def __init__(self, t: Tensor, others: int, kinds: Sequence[int]) -> None:
+    def __init__(self, t: Tensor, kinds: Sequence[int]) -> None:
         self.kinds = kinds
-        self.found = t.new_empty(len(kinds), 2, len(t), dtype=torch.float32)
-        self.numbers = t.new_empty(len(kinds), len(t), dtype=torch.int64)
-        if not others:
-            self.absorb(self.parts(0, slice(0, len(t))), slice(0, len(t)), t.new_zeros(1, dtype=torch.int32), first=True)
+        self.length = t.shape[0]
+        self.found = t.new_empty(len(kinds), 2, self.length, dtype=torch.float32)
+        self.numbers = t.new_empty(len(kinds), self.length, dtype=torch.int64)
+        self.code = sum(kind << 2 * place for place, kind in enumerate(kinds))
 
     def bytes_a_cell(self, tile: int) -> float:
         """The working memory for a cell of the panel, of which `tile` in a row share one part."""
         return 8 * len(self.kinds) / tile
 
-    def parts(self, tiles: int, where: slice) -> Tensor:
-        return self.found.new_empty(len(self.kinds), 2, tiles, _length(where))
-
-    def absorb(self, parts: Tensor, where: slice, trouble: Tensor, *, first: bool) -> None:
-        """Adds up the parts of a panel's tiles, to what is there already unless this is the first."""
-        tiles, length = parts.shape[2:]
-        if not length:
-            return
-        height = 32
-        merge_kernel[(triton.cdiv(length, height),)](
-            parts, self.found[:, :, where], self.numbers[:, where], trouble, tiles, length, self.found.shape[2],
-            PAIRS=len(self.kinds), KINDS=sum(kind << 2 * place for place, kind in enumerate(self.kinds)), FIRST=first,
-            T=64, R=height,
-        )  # fmt: skip
+    def parts(self, tiles: int, length: int) -> Tensor:
+        """Room for the parts of a panel's tiles."""
+        return self.found.new_empty(len(self.kinds), 2, tiles, length)
 
 
-def part(vector: Tensor | None, where: slice) -> Tensor | None:
-    return None if vector is None else vector[where]
+def merge_panel(p: Panel, mine: Sums, row_parts: Tensor, theirs: Sums | None, column_parts: Tensor | None) -> None:
+    """Adds up the parts of a panel's tiles for its rows and columns, to what is there already unless this panel is the first."""
+    rows = _sums_arguments(mine, row_parts, p.r)
+    columns: Sequence[Any] = (None, None, None, 0, 0, 0)
+    constants = {"OTHER_PAIRS": 0, "OTHER_KINDS": 0, "OTHER_FIRST": True}
+    programs = cdiv(row_parts.shape[3], MERGED_ROWS)
+    if theirs is not None and column_parts is not None:
+        columns = _sums_arguments(theirs, column_parts, p.c)
+        constants = {"OTHER_PAIRS": len(theirs.kinds), "OTHER_KINDS": theirs.code, "OTHER_FIRST": p.r.start == 0}
+        programs += cdiv(column_parts.shape[3], MERGED_ROWS)
+    if programs:
+        merge_kernel[(programs,)](
+            *rows,
+            *columns,
+            PAIRS=len(mine.kinds),
+            KINDS=mine.code,
+            FIRST=p.c.start == 0,
+            **constants,
+            T=MERGED_TILES,
+            R=MERGED_ROWS,
+        )
 
 
-def _operand(t: Tensor, rows: int, columns: int, described: bool) -> Any:
-    """What a kernel takes to read or write blocks of a matrix: its descriptor, or the matrix itself."""
-    return TensorDescriptor(t, list(t.shape), list(t.stride()), [rows, columns]) if described else t
+def part(t: Tensor | None, where: slice) -> Tensor | None:
+    """A slice of the rows, which most often are all."""
+    if t is None or (where.start == 0 and where.stop == t.shape[0]):
+        return t
+    return t[where]
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _sums_arguments(sums: Sums, parts: Tensor, where: slice) -> tuple[Any, ...]:
+    tiles, length = parts.shape[2:]
+    return parts, sums.found[:, :, where], sums.numbers[:, where], tiles, length, sums.length
 
 
 def _aligned(t: Tensor) -> Tensor:
@@ -140,10 +181,6 @@ def _aligned(t: Tensor) -> Tensor:
 
 def _slices(length: int, most: int, block: int) -> Iterator[slice]:
     """Slices of about equal size, no longer than `most` and made of whole blocks except the last."""
-    count = triton.cdiv(length, max(block, most // block * block))
-    size = triton.cdiv(triton.cdiv(length, count), block) * block
+    count = cdiv(length, max(block, most // block * block))
+    size = cdiv(cdiv(length, count), block) * block
     return (slice(start, min(start + size, length)) for start in range(0, length, size))
-
-
-def _length(where: slice) -> int:
-    return int(where.stop - where.start)

@@ -9,7 +9,7 @@ import triton.language as tl
 from .sums import LOG2_E, log1p
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length"])
 def normalise_kernel(
     row_peak, row_total, row_further, row_further_count, row_counted, row_counted_count,
     column_peak, column_total, column_further, column_further_count, column_counted, column_counted_count,

@@ -14,16 +14,24 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
-def match_kernel(ids_M, ids_N, matches, rows, columns, M: tl.constexpr, N: tl.constexpr):
-    """Marks the tiles in which the low halves of some two ids are equal: seldom others than those with equal ids."""
-    i = tl.program_id(1) * M + tl.arange(0, M)
-    j = tl.program_id(0) * N + tl.arange(0, N)
-    low_M = tl.load(ids_M + 2 * i.to(tl.int64), mask=i < rows, other=0)
+@triton.jit(do_not_specialize=["rows", "columns", "across"])
+def match_kernel(ids_M, ids_N, matches, rows, columns, across, M: tl.constexpr, N: tl.constexpr, TILES: tl.constexpr):
+    """Marks the tiles in which the low halves of some two ids are equal: seldom others than those with equal ids.
+
+    A program looks at TILES tiles side by side, a thread at some of their columns: no thread waits for another.
+    """
+    row, column = tl.program_id(1) * M, tl.program_id(0) * TILES * N
+    j = column + tl.arange(0, TILES * N)
     low_N = tl.load(ids_N + 2 * j.to(tl.int64), mask=j < columns, other=0)
-    differ = (low_M[:, None] ^ low_N[None, :]).to(tl.uint32, bitcast=True)
-    equal = tl.min(tl.min(differ, 1), 0) == 0
-    tl.store(matches + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), equal.to(tl.int8))
+    differ = tl.full((TILES * N,), -1, tl.int32).to(tl.uint32, bitcast=True)
+    here_M = ids_M + 2 * row.to(tl.int64)
+    for i in range(0, tl.minimum(M, rows - row)):
+        low = tl.load(here_M + 2 * i)
+        differ = tl.minimum(differ, (low_N ^ low).to(tl.uint32, bitcast=True))
+    differ = tl.where(j < columns, differ, 1)
+    equal = tl.min(tl.reshape(differ, (TILES, N)), 1) == 0
+    t = tl.program_id(0) * TILES + tl.arange(0, TILES)
+    tl.store(matches + tl.program_id(1) * across + t, equal.to(tl.int8), mask=t < across)
 
 
 @triton.jit

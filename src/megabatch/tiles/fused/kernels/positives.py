@@ -8,7 +8,7 @@ import triton.language as tl
 from .product import similarities
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def positives_kernel(
     x, y, found, rows, WIDTH: tl.constexpr, M: tl.constexpr, K: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr
 ):
@@ -19,7 +19,7 @@ def positives_kernel(
     tl.store(found + row + i, tl.sum(tl.where(i[:, None] == i[None, :], z, 0.0), 1), mask=row + i < rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "own_rows"])
 def finish_kernel(
     gradient, embeddings, partners, own, factor, finished, slopes, rows, own_rows,
     WIDTH: tl.constexpr, R: tl.constexpr, K: tl.constexpr,

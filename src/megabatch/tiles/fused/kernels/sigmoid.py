@@ -2,8 +2,7 @@
 
 With u = exp(logit), a pair costs log(1 + u) and has the slope u / (1 + u). The factors 1 + u of up to 64 pairs are multiplied
 before one logarithm is taken, as log1p of what the product exceeds one by, which loses no digit of small costs. Where something
-overflows, no finite value comes out, a mark is left in `trouble`, and a careful launch, which without the mark ends at once,
-computes the tile again.
+finite value comes out: a program that has met such a tile goes over its tiles again and computes those in another way.
 """
 
 from __future__ import annotations
@@ -13,80 +12,96 @@ import triton.language as tl
 
 from .pairs import further_positives, is_special, negatives, others, rivals
 from .product import halves, put_block, similarities, tile_at
-from .sums import get, log1p, put_pair, put_ranking
+from .sums import get, is_ahead, larger_and_sum, log1p, put_pair
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LARGEST_VALUE = tl.constexpr(2.0**100)
 FACTORS = tl.constexpr(64)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "columns", "shift", "stride"])
 def sigmoid_kernel(
-    x, y, scale, bias, gradient, weights_M, row_parts, column_parts, trouble, matches, ids_M, ids_N, positive_M, positive_N, margin,
+    x, y, scale, bias, gradient, weights_M, row_parts, column_parts, matches, ids_M, ids_N, positive_M, positive_N, margin,
     rows, columns, shift, stride,
-    HOME: tl.constexpr, SEVERAL: tl.constexpr, RANKED: tl.constexpr, CAREFUL: tl.constexpr,
+    HOME: tl.constexpr, SEVERAL: tl.constexpr, RANKED: tl.constexpr,
     WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, PIECES: tl.constexpr,
     DESCRIBED: tl.constexpr, PRECISION: tl.constexpr, ROUND_TO_TF32: tl.constexpr,
 ):  # fmt: skip
-    """Writes values and slopes of each tile, or half of one, for its rows and, if there is room for it, the gradient in the logits.
-
-    CAREFUL: only where a value is not finite.
-    """
+    """Writes values and slopes of each tile, or half of one, for its rows and, if there is room, the gradient in the logits."""
     factor, offset = tl.load(scale), tl.load(bias)
-    if not CAREFUL:
-        # In powers of two, but for the careful launch, whose logits are too large for another rounding.
-        factor, offset = factor * LOG2_E, offset * LOG2_E
+    # In powers of two, but for the careful way, whose logits are too large for another rounding.
+    logit = (factor * LOG2_E, offset * LOG2_E)
     across = PIECES * tl.cdiv(columns, N)
     panel = (matches, ids_M, ids_N, positive_M, positive_N, margin, rows, columns, shift, across)
-    parts = (row_parts, column_parts, trouble)
+    parts = (row_parts, column_parts)
     target = (gradient, stride)
     tiles = tl.cdiv(rows, M) * tl.cdiv(columns, N)
-    if CAREFUL:
-        tiles = tl.where(tl.load(trouble) == 0, 0, tiles)
-    for t in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=not CAREFUL):
+    overflowed_M = tl.zeros((M,), tl.int1)
+    for t in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
         row, column = tile_at(t, rows, columns, M, N, GROUP)
-        wanted = True
-        if CAREFUL:
-            i, piece = row + tl.arange(0, M), column // (N // PIECES)
-            overflowed = _overflowed(get(row_parts, 0, piece, across, i, rows))
-            if PIECES == 2:
-                overflowed = overflowed | _overflowed(get(row_parts, 0, piece + 1, across, i, rows))
-            wanted = tl.max(overflowed.to(tl.int32), 0) > 0
-        if wanted:
-            z = similarities(x, y, row, column, rows, columns, WIDTH, M, N, K, DESCRIBED, PRECISION)
-            if PIECES == 1:
-                g = _put_values(z, factor, offset, weights_M, parts, panel, row, column, HOME, SEVERAL, RANKED, CAREFUL, M, N)
-                if gradient is not None:
-                    put_block(target, g, row, column, rows, columns, M, N, DESCRIBED, ROUND_TO_TF32)
-            else:
-                left, right = halves(z, M, N)
-                g = _put_values(
-                    left, factor, offset, weights_M, parts, panel, row, column, HOME, SEVERAL, RANKED, CAREFUL, M, N // 2
-                )
-                if gradient is not None:
-                    put_block(target, g, row, column, rows, columns, M, N // 2, DESCRIBED, ROUND_TO_TF32)
-                column += N // 2
-                g = _put_values(
-                    right, factor, offset, weights_M, parts, panel, row, column, HOME, SEVERAL, RANKED, CAREFUL, M, N // 2
-                )
-                if gradient is not None:
-                    put_block(target, g, row, column, rows, columns, M, N // 2, DESCRIBED, ROUND_TO_TF32)
+        z = similarities(x, y, row, column, rows, columns, WIDTH, M, N, K, DESCRIBED, PRECISION)
+        if PIECES == 1:
+            g, value = _put_values(z, logit, weights_M, parts, panel, row, column, HOME, SEVERAL, RANKED, False, M, N)
+            if gradient is not None:
+                put_block(target, g, row, column, rows, columns, M, N, DESCRIBED, ROUND_TO_TF32)
+        else:
+            left, right = halves(z, M, N)
+            g, value = _put_values(left, logit, weights_M, parts, panel, row, column, HOME, SEVERAL, RANKED, False, M, N // 2)
+            if gradient is not None:
+                put_block(target, g, row, column, rows, columns, M, N // 2, DESCRIBED, ROUND_TO_TF32)
+            overflowed_M = overflowed_M | _overflowed(value)
+            column += N // 2
+            g, value = _put_values(right, logit, weights_M, parts, panel, row, column, HOME, SEVERAL, RANKED, False, M, N // 2)
+            if gradient is not None:
+                put_block(target, g, row, column, rows, columns, M, N // 2, DESCRIBED, ROUND_TO_TF32)
+        overflowed_M = overflowed_M | _overflowed(value)
+    if tl.max(overflowed_M.to(tl.int32), 0) > 0:
+        tl.debug_barrier()
+        logit = (factor, offset)
+        for t in range(tl.program_id(0), tiles, tl.num_programs(0)):
+            row, column = tile_at(t, rows, columns, M, N, GROUP)
+            i = row + tl.arange(0, M)
+            overflowed_M = tl.zeros((M,), tl.int1)
+            for piece in tl.static_range(PIECES):
+                value = get(row_parts, 0, column // (N // PIECES) + piece, across, i, rows)
+                overflowed_M = overflowed_M | _overflowed(value)
+            if tl.max(overflowed_M.to(tl.int32), 0) > 0:
+                z = similarities(x, y, row, column, rows, columns, WIDTH, M, N, K, DESCRIBED, PRECISION)
+                if PIECES == 1:
+                    g, value = _put_values(z, logit, weights_M, parts, panel, row, column, HOME, SEVERAL, False, True, M, N)
+                    if gradient is not None:
+                        put_block(target, g, row, column, rows, columns, M, N, DESCRIBED, ROUND_TO_TF32)
+                else:
+                    left, right = halves(z, M, N)
+                    g, value = _put_values(left, logit, weights_M, parts, panel, row, column, HOME, SEVERAL, False, True, M, N // 2)
+                    if gradient is not None:
+                        put_block(target, g, row, column, rows, columns, M, N // 2, DESCRIBED, ROUND_TO_TF32)
+                    column += N // 2
+                    g, value = _put_values(
+                        right, logit, weights_M, parts, panel, row, column, HOME, SEVERAL, False, True, M, N // 2
+                    )
+                    if gradient is not None:
+                        put_block(target, g, row, column, rows, columns, M, N // 2, DESCRIBED, ROUND_TO_TF32)
 
 
 @triton.jit
 def _put_values(
-    z, factor, offset, weights_M, parts, panel, row, column,
+    z, logit, weights_M, parts, panel, row, column,
     HOME: tl.constexpr, SEVERAL: tl.constexpr, RANKED: tl.constexpr, CAREFUL: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Puts values, slopes and rankings; returns the gradient in the logits."""
-    row_parts, column_parts, trouble = parts
+    """Puts values, slopes and rankings; returns the gradient in the logits, and the values again. `logit` is a factor and an
+    offset."""
+    factor, offset = logit
+    row_parts, column_parts = parts
     _, _, _, positive_M, positive_N, _, rows, columns, _, across = panel
     i, j = row + tl.arange(0, M), column + tl.arange(0, N)
     special = is_special(panel, row, column, HOME, M, N)
-    if RANKED and not CAREFUL:
+    if RANKED:
         found = rivals(z, special, panel, row, column, HOME, M, N)
-        put_ranking(row_parts, 2, column // N, across, i, rows, found, positive_M, 1)
-        put_ranking(column_parts, 0, row // M, tl.cdiv(rows, M), j, columns, found, positive_N, 0)
+        hardest, ahead = tl.reduce((found, is_ahead(found, positive_M, i, rows, 1)), 1, larger_and_sum)
+        put_pair(row_parts, 2, column // N, across, i, rows, hardest, ahead)
+        hardest, ahead = tl.reduce((found, is_ahead(found, positive_N, j, columns, 0)), 0, larger_and_sum)
+        put_pair(column_parts, 0, row // M, tl.cdiv(rows, M), j, columns, hardest, ahead)
 
     logits = z * factor + offset
     if special:
@@ -107,14 +122,13 @@ def _put_values(
         root = tl.rsqrt(1.0 + u)
         g = u * root * root
         value = tl.sum(log1p(_product(u, M, N)), 1)
-        tl.store(trouble + tl.zeros((M,), tl.int32), 1, mask=_overflowed(value))
     if SEVERAL:
         if special:
             g = tl.where(further_positives(panel, row, column, HOME, M, N), -g, g)
     put_pair(row_parts, 0, column // N, across, i, rows, value, tl.sum(g, 1))
     if weights_M is not None:
         g *= tl.load(weights_M + i, mask=i < rows, other=0.0)[:, None]
-    return g
+    return g, value
 
 
 @triton.jit

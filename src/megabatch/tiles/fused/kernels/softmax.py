@@ -1,9 +1,9 @@
 """The kernels of the softmax loss. Legend: ../../contract.py; what a panel is: pairs.py.
 
-The fast kernels take one exponential an element, shared by rows and columns, without a maximum. For most tiles that is right, and
-which ones are not is known on the device: forward by the sums, which show whether something overflowed or was lost; backward by the
-peaks of rows and columns, which bound the logits. If there is any such tile, a mark is left in `trouble`. The careful kernels are
-launched always: without the mark they end at once, with it they compute those tiles again, with a peak for each row and column.
+A program first goes over its tiles with one exponential an element, shared by rows and columns, without a maximum. For most tiles
+that is right, and which ones are not is known on the device: forward by the sums, which show whether something overflowed or was
+lost; backward by the peaks of rows and columns, which bound the logits. If any of its tiles is such a one, the program then goes
+over them again and computes those with a peak for each row and each column.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton.language as tl
 
 from .pairs import further_positives, is_special, negatives, others, rivals
 from .product import halves, put_block, similarities, tile_at
-from .sums import get, put, put_pair, put_ranking
+from .sums import get, is_ahead, larger_and_sum, put, put_pair, sum_larger_and_sum
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 # A sum of exponentials in here has lost nothing that counts: what underflowed is below 2^-126 a term, and 2^27 of them do not
@@ -25,26 +25,44 @@ LOWEST_PEAK = tl.constexpr(-32.0)
 HIGHEST_PEAK = tl.constexpr(64.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "columns", "shift"])
 def stats_kernel(
-    x, y, scale, row_parts, column_parts, trouble, matches, ids_M, ids_N, positive_M, positive_N, margin, rows, columns, shift,
+    x, y, scale, row_parts, column_parts, matches, ids_M, ids_N, positive_M, positive_N, margin, rows, columns, shift,
     HOME: tl.constexpr, SEVERAL: tl.constexpr, DROP: tl.constexpr, SMOOTHED: tl.constexpr, RANKED: tl.constexpr,
     WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, PIECES: tl.constexpr,
     DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Writes the sums of each tile, or half of one, for its rows and, if there is room for them, for its columns."""
     factor = _nonzero(tl.load(scale)) * LOG2_E
-    panel = (matches, ids_M, ids_N, positive_M, positive_N, margin, rows, columns, shift, PIECES * tl.cdiv(columns, N))
-    parts = (row_parts, column_parts, trouble)
-    for t in tl.range(tl.program_id(0), tl.cdiv(rows, M) * tl.cdiv(columns, N), tl.num_programs(0), flatten=True):
+    across = PIECES * tl.cdiv(columns, N)
+    panel = (matches, ids_M, ids_N, positive_M, positive_N, margin, rows, columns, shift, across)
+    parts = (row_parts, column_parts)
+    tiles = tl.cdiv(rows, M) * tl.cdiv(columns, N)
+    lost_M, lost_N = tl.zeros((M,), tl.int1), tl.zeros((N // PIECES,), tl.int1)
+    for t in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
         row, column = tile_at(t, rows, columns, M, N, GROUP)
         z = similarities(x, y, row, column, rows, columns, WIDTH, M, N, K, DESCRIBED, PRECISION)
         if PIECES == 1:
-            _put_stats(z, factor, parts, panel, row, column, HOME, SEVERAL, DROP, SMOOTHED, RANKED, M, N)
+            here_M, here_N = _put_stats(z, factor, parts, panel, row, column, HOME, SEVERAL, DROP, SMOOTHED, RANKED, M, N)
         else:
             left, right = halves(z, M, N)
-            _put_stats(left, factor, parts, panel, row, column, HOME, SEVERAL, DROP, SMOOTHED, RANKED, M, N // 2)
-            _put_stats(right, factor, parts, panel, row, column + N // 2, HOME, SEVERAL, DROP, SMOOTHED, RANKED, M, N // 2)
+            here_M, here_N = _put_stats(left, factor, parts, panel, row, column, HOME, SEVERAL, DROP, SMOOTHED, RANKED, M, N // 2)
+            lost_M, lost_N = lost_M | here_M, lost_N | here_N
+            column += N // 2
+            here_M, here_N = _put_stats(right, factor, parts, panel, row, column, HOME, SEVERAL, DROP, SMOOTHED, RANKED, M, N // 2)
+        lost_M, lost_N = lost_M | here_M, lost_N | here_N
+    if tl.maximum(tl.max(lost_M.to(tl.int32), 0), tl.max(lost_N.to(tl.int32), 0)) > 0:
+        tl.debug_barrier()
+        for t in range(tl.program_id(0), tiles, tl.num_programs(0)):
+            row, column = tile_at(t, rows, columns, M, N, GROUP)
+            if _has_lost(parts, panel, row, column, M, N, PIECES):
+                z = similarities(x, y, row, column, rows, columns, WIDTH, M, N, K, DESCRIBED, PRECISION)
+                if PIECES == 1:
+                    _put_careful_stats(z, tl.load(scale), parts, panel, row, column, HOME, SEVERAL, DROP, M, N)
+                else:
+                    left, right = halves(z, M, N)
+                    _put_careful_stats(left, tl.load(scale), parts, panel, row, column, HOME, SEVERAL, DROP, M, N // 2)
+                    _put_careful_stats(right, tl.load(scale), parts, panel, row, column + N // 2, HOME, SEVERAL, DROP, M, N // 2)
 
 
 @triton.jit
@@ -53,16 +71,11 @@ def _put_stats(
     HOME: tl.constexpr, SEVERAL: tl.constexpr, DROP: tl.constexpr, SMOOTHED: tl.constexpr, RANKED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """The factor turns similarities into logits of powers of two."""
-    row_parts, column_parts, trouble = parts
+    """Puts the sums; returns for which rows and columns something was lost. The factor turns similarities into powers of two."""
+    row_parts, column_parts = parts
     _, _, _, positive_M, positive_N, _, rows, columns, _, across = panel
     i, j, down = row + tl.arange(0, M), column + tl.arange(0, N), tl.cdiv(rows, M)
     special = is_special(panel, row, column, HOME, M, N)
-    if RANKED:
-        found = rivals(z, special, panel, row, column, HOME, M, N)
-        put_ranking(row_parts, 2, column // N, across, i, rows, found, positive_M, 1)
-        if column_parts is not None:
-            put_ranking(column_parts, 2, row // M, down, j, columns, found, positive_N, 0)
     if SEVERAL:
         channel: tl.constexpr = 4 if RANKED else 2
         row_sum, row_number = tl.zeros((M,), tl.float32), tl.zeros((M,), tl.float32)
@@ -88,94 +101,104 @@ def _put_stats(
     power = tl.exp2(logits)
     total = tl.sum(power, 1)
     put(row_parts, 1, column // N, across, i, rows, total)
-    _mark(trouble, _lost(total) & (i < rows) & (column < columns))
+    lost_M, lost_N = _lost(total) & (i < rows) & (column < columns), tl.zeros((N,), tl.int1)
+    if RANKED:
+        found = rivals(z, special, panel, row, column, HOME, M, N)
+        hardest, ahead = tl.reduce((found, is_ahead(found, positive_M, i, rows, 1)), 1, larger_and_sum)
+        put_pair(row_parts, 2, column // N, across, i, rows, hardest, ahead)
     if column_parts is not None:
         if DROP:
             power = tl.exp2(column_logits)
-        total = tl.sum(power, 0)
+        if RANKED:
+            # Sums over rows are exchanged between warps: together, they wait for each other once.
+            total, hardest, ahead = tl.reduce((power, found, is_ahead(found, positive_N, j, columns, 0)), 0, sum_larger_and_sum)
+            put_pair(column_parts, 2, row // M, down, j, columns, hardest, ahead)
+        else:
+            total = tl.sum(power, 0)
         put(column_parts, 1, row // M, down, j, columns, total)
-        _mark(trouble, _lost(total) & (j < columns))
+        lost_N = _lost(total) & (j < columns)
+    return lost_M, lost_N
 
 
 @triton.jit
-def careful_stats_kernel(
-    x, y, scale, row_parts, column_parts, trouble, matches, ids_M, ids_N, positive_M, positive_N, margin, rows, columns, shift,
-    HOME: tl.constexpr, SEVERAL: tl.constexpr, DROP: tl.constexpr,
-    WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, PIECES: tl.constexpr,
-    DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
+def _has_lost(parts, panel, row, column, M: tl.constexpr, N: tl.constexpr, PIECES: tl.constexpr):
+    """Whether the sums that a tile has put have lost something."""
+    row_parts, column_parts = parts
+    _, _, _, _, _, _, rows, columns, _, across = panel
+    i, j = row + tl.arange(0, M), column + tl.arange(0, N)
+    lost = False
+    for piece in tl.static_range(PIECES):
+        first = column + piece * (N // PIECES)
+        total = get(row_parts, 1, first // (N // PIECES), across, i, rows)
+        lost = lost | (tl.max((_lost(total) & (i < rows) & (first < columns)).to(tl.int32), 0) > 0)
+    if column_parts is not None:
+        total = get(column_parts, 1, row // M, tl.cdiv(rows, M), j, columns)
+        lost = lost | (tl.max((_lost(total) & (j < columns)).to(tl.int32), 0) > 0)
+    return lost
+
+
+@triton.jit
+def _put_careful_stats(
+    z, factor, parts, panel, row, column,
+    HOME: tl.constexpr, SEVERAL: tl.constexpr, DROP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Peaks of all tiles, and totals of those whose sums have lost something. N is that of the pieces."""
-    factor = tl.load(scale)
-    down, across = tl.cdiv(rows, M), PIECES * tl.cdiv(columns, N * PIECES)
-    panel = (matches, ids_M, ids_N, positive_M, positive_N, margin, rows, columns, shift, across)
-    tiles = tl.where(tl.load(trouble) == 0, 0, down * across)
-    for t in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        row, column = tile_at(t, rows, across * N, M, N, GROUP)
-        i, j = row + tl.arange(0, M), column + tl.arange(0, N)
-        lost = tl.max((_lost(get(row_parts, 1, column // N, across, i, rows)) & (i < rows)).to(tl.int32), 0)
-        put(row_parts, 0, column // N, across, i, rows, tl.zeros((M,), tl.float32))
-        if column_parts is not None:
-            total = get(column_parts, 1, row // M, down, j, columns)
-            lost = tl.maximum(lost, tl.max((_lost(total) & (j < columns)).to(tl.int32), 0))
-            put(column_parts, 0, row // M, down, j, columns, tl.zeros((N,), tl.float32))
-        if lost > 0:
-            z = similarities(x, y, row, column, rows, columns, WIDTH, M, N, K, DESCRIBED, PRECISION)
-            special = is_special(panel, row, column, HOME, M, N)
-            logits, column_logits = _counted(z * factor, z, special, panel, row, column, HOME, SEVERAL, DROP, M, N)
-            peak, total = _anchored_total(logits, 1)
-            put_pair(row_parts, 0, column // N, across, i, rows, peak, total)
-            if column_parts is not None:
-                peak, total = _anchored_total(column_logits, 0)
-                put_pair(column_parts, 0, row // M, down, j, columns, peak, total)
+    """Puts peaks and totals, these with a minus: that is how a total tells that it has a peak."""
+    row_parts, column_parts = parts
+    _, _, _, _, _, _, rows, columns, _, across = panel
+    i, j = row + tl.arange(0, M), column + tl.arange(0, N)
+    special = is_special(panel, row, column, HOME, M, N)
+    logits, column_logits = _counted(z * factor, z, special, panel, row, column, HOME, SEVERAL, DROP, M, N)
+    peak, total = _anchored_total(logits, 1)
+    put_pair(row_parts, 0, column // N, across, i, rows, peak, -total)
+    if column_parts is not None:
+        peak, total = _anchored_total(column_logits, 0)
+        put_pair(column_parts, 0, row // M, tl.cdiv(rows, M), j, columns, peak, -total)
 
 
-@triton.jit
-def look_kernel(peak, length, trouble, R: tl.constexpr):
-    """Leaves a mark if there is a peak with which exponentials cannot be taken as they are."""
-    i = tl.program_id(0) * R + tl.arange(0, R)
-    _mark(trouble, _wild(tl.load(peak + i, mask=i < length, other=0.0)))
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "columns", "shift", "stride"])
 def gradient_kernel(
-    x, y, scale, gradient, trouble, row_peak, row_gain, row_further, row_counted,
-    column_peak, column_gain, column_further, column_counted,
+    x, y, scale, gradient, row_peak, row_gain, row_further, row_counted, column_peak, column_gain, column_further, column_counted,
     matches, ids_M, ids_N, positive_M, positive_N, margin, rows, columns, shift, stride,
-    HOME: tl.constexpr, SEVERAL: tl.constexpr, DROP: tl.constexpr, CAREFUL: tl.constexpr,
+    HOME: tl.constexpr, SEVERAL: tl.constexpr, DROP: tl.constexpr,
     WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, PIECES: tl.constexpr,
     DESCRIBED: tl.constexpr, PRECISION: tl.constexpr, ROUND_TO_TF32: tl.constexpr,
 ):  # fmt: skip
-    """Writes the gradient in the logits, zero for pairs that do not count and for positives.
-
-    CAREFUL: only where some peak is out of the range in which exponentials can be taken as they are.
-    """
+    """Writes the gradient in the logits, zero for pairs that do not count and for positives."""
     factor = tl.load(scale)
     panel = (matches, ids_M, ids_N, positive_M, positive_N, margin, rows, columns, shift, PIECES * tl.cdiv(columns, N))
     softmax = (row_peak, row_gain, row_further, row_counted, column_peak, column_gain, column_further, column_counted)
     target = (gradient, stride)
     tiles = tl.cdiv(rows, M) * tl.cdiv(columns, N)
-    if CAREFUL:
-        tiles = tl.where(tl.load(trouble) == 0, 0, tiles)
-    for t in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=not CAREFUL):
+    wild_M, wild_N = tl.zeros((M,), tl.int1), tl.zeros((N,), tl.int1)
+    for t in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
         row, column = tile_at(t, rows, columns, M, N, GROUP)
-        wanted = True
-        if CAREFUL:
-            i, j = row + tl.arange(0, M), column + tl.arange(0, N)
-            wild = tl.max(_wild(tl.load(row_peak + i, mask=i < rows, other=0.0)).to(tl.int32), 0)
-            if column_peak is not None:
-                wild = tl.maximum(wild, tl.max(_wild(tl.load(column_peak + j, mask=j < columns, other=0.0)).to(tl.int32), 0))
-            wanted = wild > 0
-        if wanted:
-            z = similarities(x, y, row, column, rows, columns, WIDTH, M, N, K, DESCRIBED, PRECISION)
-            if PIECES == 1:
-                g = _gradient(z, factor, softmax, panel, row, column, HOME, SEVERAL, DROP, CAREFUL, M, N)
-                put_block(target, g, row, column, rows, columns, M, N, DESCRIBED, ROUND_TO_TF32)
-            else:
-                left, right = halves(z, M, N)
-                g = _gradient(left, factor, softmax, panel, row, column, HOME, SEVERAL, DROP, CAREFUL, M, N // 2)
-                put_block(target, g, row, column, rows, columns, M, N // 2, DESCRIBED, ROUND_TO_TF32)
-                g = _gradient(right, factor, softmax, panel, row, column + N // 2, HOME, SEVERAL, DROP, CAREFUL, M, N // 2)
-                put_block(target, g, row, column + N // 2, rows, columns, M, N // 2, DESCRIBED, ROUND_TO_TF32)
+        z = similarities(x, y, row, column, rows, columns, WIDTH, M, N, K, DESCRIBED, PRECISION)
+        here_M, here_N = _wild_peaks(softmax, panel, row, column, M, N)
+        wild_M, wild_N = wild_M | here_M, wild_N | here_N
+        if PIECES == 1:
+            g = _gradient(z, factor, softmax, panel, row, column, HOME, SEVERAL, DROP, False, M, N)
+            put_block(target, g, row, column, rows, columns, M, N, DESCRIBED, ROUND_TO_TF32)
+        else:
+            left, right = halves(z, M, N)
+            g = _gradient(left, factor, softmax, panel, row, column, HOME, SEVERAL, DROP, False, M, N // 2)
+            put_block(target, g, row, column, rows, columns, M, N // 2, DESCRIBED, ROUND_TO_TF32)
+            g = _gradient(right, factor, softmax, panel, row, column + N // 2, HOME, SEVERAL, DROP, False, M, N // 2)
+            put_block(target, g, row, column + N // 2, rows, columns, M, N // 2, DESCRIBED, ROUND_TO_TF32)
+    if tl.maximum(tl.max(wild_M.to(tl.int32), 0), tl.max(wild_N.to(tl.int32), 0)) > 0:
+        for t in range(tl.program_id(0), tiles, tl.num_programs(0)):
+            row, column = tile_at(t, rows, columns, M, N, GROUP)
+            here_M, here_N = _wild_peaks(softmax, panel, row, column, M, N)
+            if tl.maximum(tl.max(here_M.to(tl.int32), 0), tl.max(here_N.to(tl.int32), 0)) > 0:
+                z = similarities(x, y, row, column, rows, columns, WIDTH, M, N, K, DESCRIBED, PRECISION)
+                if PIECES == 1:
+                    g = _gradient(z, factor, softmax, panel, row, column, HOME, SEVERAL, DROP, True, M, N)
+                    put_block(target, g, row, column, rows, columns, M, N, DESCRIBED, ROUND_TO_TF32)
+                else:
+                    left, right = halves(z, M, N)
+                    g = _gradient(left, factor, softmax, panel, row, column, HOME, SEVERAL, DROP, True, M, N // 2)
+                    put_block(target, g, row, column, rows, columns, M, N // 2, DESCRIBED, ROUND_TO_TF32)
+                    g = _gradient(right, factor, softmax, panel, row, column + N // 2, HOME, SEVERAL, DROP, True, M, N // 2)
+                    put_block(target, g, row, column + N // 2, rows, columns, M, N // 2, DESCRIBED, ROUND_TO_TF32)
 
 
 @triton.jit
@@ -187,7 +210,7 @@ def _gradient(
     _, _, _, _, _, _, rows, columns, _, _ = panel
     i, j = row + tl.arange(0, M), column + tl.arange(0, N)
     special = is_special(panel, row, column, HOME, M, N)
-    # In powers of two, but for the careful launch, whose logits are too large for another rounding.
+    # In powers of two, but for the careful way, whose logits are too large for another rounding.
     logits = z * (factor if CAREFUL else factor * LOG2_E)
     logits, column_logits = _counted(logits, z, special, panel, row, column, HOME, SEVERAL, DROP, M, N)
     peak, gain = _values(row_peak, i, rows)[:, None], _values(row_gain, i, rows)[:, None]
@@ -221,10 +244,10 @@ def _gradient(
                 g = tl.where(logits > float("-inf"), g, 0.0)
     if SEVERAL:
         if special:
-            share = _values(row_further, i, rows)[:, None]
+            further = tl.broadcast_to(_values(row_further, i, rows)[:, None], (M, N))
             if column_peak is not None:
-                share = share + _values(column_further, j, columns)[None, :]
-            g -= tl.where(further_positives(panel, row, column, HOME, M, N), share, 0.0)
+                further += _values(column_further, j, columns)[None, :]
+            g -= tl.where(further_positives(panel, row, column, HOME, M, N), further, 0.0)
     return g
 
 
@@ -293,18 +316,19 @@ def _nonzero(factor):
 
 
 @triton.jit
-def _mark(trouble, where):
-    """Leaves a mark: whichever threads do write the same."""
-    tl.store(trouble + tl.zeros_like(where.to(tl.int32)), 1, mask=where)
-
-
-@triton.jit
 def _lost(total):
     """Which sums of exponentials are so large that something overflowed, or so small that something underflowed."""
     return (total < LEAST_SUM) | (total > LARGEST_SUM)
 
 
 @triton.jit
-def _wild(peak):
-    """Which peaks are out of the range in which exponentials can be taken as they are."""
-    return (peak < LOWEST_PEAK) | (peak > HIGHEST_PEAK)
+def _wild_peaks(softmax, panel, row, column, M: tl.constexpr, N: tl.constexpr):
+    """Which peaks of a tile are out of the range in which exponentials can be taken as they are."""
+    row_peak, _, _, _, column_peak, _, _, _ = softmax
+    _, _, _, _, _, _, rows, columns, _, _ = panel
+    peak = _values(row_peak, row + tl.arange(0, M), rows)
+    wild_M, wild_N = (peak < LOWEST_PEAK) | (peak > HIGHEST_PEAK), tl.zeros((N,), tl.int1)
+    if column_peak is not None:
+        peak = _values(column_peak, column + tl.arange(0, N), columns)
+        wild_N = (peak < LOWEST_PEAK) | (peak > HIGHEST_PEAK)
+    return wild_M, wild_N

@@ -37,35 +37,50 @@ def get(parts, channel, tile, tiles, i, length):
 
 
 @triton.jit
-def put_ranking(parts, channel, tile, tiles, i, length, rivals, positive, AXIS: tl.constexpr):
-    """Writes the most similar rival, and how many are at least as similar as the positive."""
-    bar = tl.load(positive + i, mask=i < length, other=float("inf"))
-    hardest = tl.max(rivals, AXIS)
-    ahead = tl.zeros_like(hardest)
-    # Rivals are counted where there are any.
-    if tl.max((hardest >= bar).to(tl.int32), 0) > 0:
-        ahead = tl.sum((rivals >= tl.expand_dims(bar, AXIS)).to(tl.float32), AXIS)
-    put_pair(parts, channel, tile, tiles, i, length, hardest, ahead)
+def is_ahead(rivals, positive, i, length, AXIS: tl.constexpr):
+    """One where a rival is at least as similar as the positive of its row (or column), zero elsewhere."""
+    bar = tl.load(positive + i, mask=i < length, other=0.0)
+    return (rivals >= tl.expand_dims(bar, AXIS)).to(tl.float32)
 
 
 @triton.jit
+def larger_and_sum(a, b, c, d):
+    return tl.maximum(a, c), b + d
+
+
+@triton.jit
+def sum_larger_and_sum(a, b, c, d, e, f):
+    return a + d, tl.maximum(b, e), c + f
+
+
+@triton.jit(do_not_specialize=["tiles", "length", "stride", "other_tiles", "other_length", "other_stride"])
 def merge_kernel(
-    parts, sums, numbers, trouble, tiles, length, stride, PAIRS: tl.constexpr, KINDS: tl.constexpr, FIRST: tl.constexpr,
-    T: tl.constexpr, R: tl.constexpr,
+    parts, sums, numbers, tiles, length, stride, other_parts, other_sums, other_numbers, other_tiles, other_length, other_stride,
+    PAIRS: tl.constexpr, KINDS: tl.constexpr, FIRST: tl.constexpr,
+    OTHER_PAIRS: tl.constexpr, OTHER_KINDS: tl.constexpr, OTHER_FIRST: tl.constexpr, T: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """Merges the parts of all tiles into `sums` (pair, 2, row) and `numbers` (pair, row), and with what they hold if not FIRST.
 
-    KINDS: the kind of each pair, two bits each. A pair's number is kept in `numbers`, everything else in `sums`.
+    KINDS: the kind of each pair, two bits each. A pair's number is kept in `numbers`, everything else in `sums`. What is said of
+    the others, if there are any, is the same for columns: one launch for both.
     """
-    i = tl.program_id(0) * R + tl.arange(0, R)
-    troubled = tl.load(trouble) != 0
-    for pair in tl.static_range(PAIRS):
-        _merge_pair(parts, sums, numbers, troubled, i, tiles, length, stride, pair, (KINDS >> (2 * pair)) % 4, FIRST, T, R)
+    blocks = tl.cdiv(length, R)
+    if tl.program_id(0) < blocks:
+        i = tl.program_id(0) * R + tl.arange(0, R)
+        for pair in tl.static_range(PAIRS):
+            _merge_pair(parts, sums, numbers, i, tiles, length, stride, pair, (KINDS >> (2 * pair)) % 4, FIRST, T, R)
+    elif other_parts is not None:
+        i = (tl.program_id(0) - blocks) * R + tl.arange(0, R)
+        for pair in tl.static_range(OTHER_PAIRS):
+            _merge_pair(
+                other_parts, other_sums, other_numbers, i, other_tiles, other_length, other_stride,
+                pair, (OTHER_KINDS >> (2 * pair)) % 4, OTHER_FIRST, T, R,
+            )  # fmt: skip
 
 
 @triton.jit
 def _merge_pair(
-    parts, sums, numbers, troubled, i, tiles, length, stride, pair: tl.constexpr, KIND: tl.constexpr, FIRST: tl.constexpr,
+    parts, sums, numbers, i, tiles, length, stride, pair: tl.constexpr, KIND: tl.constexpr, FIRST: tl.constexpr,
     T: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     inside = i < length
@@ -85,10 +100,10 @@ def _merge_pair(
         mask = (start + t < tiles)[:, None] & inside[None, :]
         part_b = tl.load(here + tiles.to(tl.int64) * length, mask=mask, other=0.0)
         if KIND == 0:
-            # Without trouble no peaks are written: all are zero.
-            part_a = tl.where(mask, 0.0, LOWEST)
-            if troubled:
-                part_a = tl.load(here, mask=mask, other=LOWEST)
+            # A total with a minus has a peak of its own; others are sums of exponentials as they are.
+            part_a = tl.where(part_b > 0, 0.0, float("-inf"))
+            part_a = tl.where(part_b < 0, tl.load(here, mask=part_b < 0, other=0.0), part_a)
+            part_b = tl.abs(part_b)
             peak = tl.maximum(a, tl.max(part_a, 0))
             anchor = tl.where(peak == float("-inf"), 0.0, peak)
             b = b * tl.exp2((a - anchor) * LOG2_E) + tl.sum(part_b * tl.exp2((part_a - anchor[None, :]) * LOG2_E), 0)

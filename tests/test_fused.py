@@ -1,0 +1,490 @@
+"""The Triton kernels on a CPU, by Triton's interpreter: right for any input, chosen where they can serve, within their memory."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.util
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import hypothesis.strategies as st
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Case, embeddings, errors, formula, largest_logit, ours
+from hypothesis import given, settings
+from test_losses import CLIP_OPTIONS, build
+
+import megabatch
+from megabatch.tiles import backend_for, backend_name, eager
+from megabatch.tiles.contract import Means
+
+pytest.importorskip("triton")
+
+import triton.language as tl
+
+from megabatch.tiles import fused
+from megabatch.tiles.fused import blocks, launch, support
+from megabatch.tiles.fused.kernels import sigmoid, softmax
+from megabatch.tiles.fused.kernels.sums import COUNTED, EXPONENTIALS, RANKING, SUMS
+
+if not support.INTERPRETED:
+    pytest.skip("kernels are compiled here, and tests on the GPU run them", allow_module_level=True)
+
+# The interpreter says so when numpy overflows, or makes no number, of what the kernels throw away.
+pytestmark = pytest.mark.filterwarnings(
+    r"ignore:(overflow|divide by zero|invalid value) encountered in:RuntimeWarning:triton\.runtime\.interpreter"
+)
+
+EPS = torch.finfo(torch.float32).eps
+CUDA = torch.device("cuda")
+SCALARS = {"clip_loss": (7.0,), "siglip_loss": (7.0, -3.0)}
+EVERYTHING = {"ids": True, "duplicates": "positive", "label_smoothing": 0.1, "drop_above": 0.2, "weights": True}
+EVERY_OPTION = {"clip_loss": EVERYTHING, "siglip_loss": {"ids": True, "duplicates": "positive", "weights": True, "extra": 13}}
+
+both_losses = pytest.mark.parametrize("loss", SCALARS)
+
+
+def combinations(*names: str) -> list[dict]:
+    """Every combination of the options of these groups."""
+    return [dict(itertools.chain(*(o.items() for o in groups))) for groups in itertools.product(*(CLIP_OPTIONS[n] for n in names))]
+
+
+ALONE = [option for group in CLIP_OPTIONS.values() for option in group if option]
+MIXED = combinations(*CLIP_OPTIONS)[4::9]
+CLIP = [{}, *ALONE, EVERYTHING, {**EVERYTHING, "duplicates": "mask", "symmetric": False, "extra": 13}, *MIXED]
+SIGLIP = [{**options, **extra} for options in combinations("ids", "weights") for extra in ({}, {"extra": 13})]
+
+
+def assert_exact(case: Case, dtype: torch.dtype = torch.float32, allowed: float | None = None, **more) -> None:
+    """As exact as fp32 sums allow: bounds as in test_losses.py."""
+    case = case.rounded(dtype)
+    sums = 32 * EPS * (1 + largest_logit(case)) if allowed is None else allowed
+    for name, e in errors(case, ours(case, dtype, backend="fused", **more), formula(case)).items():
+        assert e <= sums + (torch.finfo(dtype).eps if name in ("x", "y", "scale") and dtype != torch.float32 else 0), (name, e)
+
+
+@pytest.mark.parametrize(
+    "loss, place, options",
+    [("clip_loss", *option) for option in enumerate(CLIP)] + [("siglip_loss", *option) for option in enumerate(SIGLIP)],
+    ids=str,
+)
+def test_options(loss, place, options):
+    scalars = (7.0, 20.0, 300.0, -3.0)[place % 4], -3.0
+    dtype = torch.float16 if place % 5 == 2 else torch.float32
+    assert_exact(build(loss, 21, scalars[: len(SCALARS[loss])], options), dtype, tile=1000)
+
+
+@both_losses
+def test_a_scale_of_zero(loss):
+    assert_exact(build(loss, 21, (0.0, -3.0)[: len(SCALARS[loss])], EVERY_OPTION[loss]))
+
+
+@pytest.mark.parametrize("width", [1, 7, 100])
+@both_losses
+def test_any_width(loss, width):
+    assert_exact(build(loss, 18, SCALARS[loss], EVERY_OPTION[loss], width=width))
+
+
+@both_losses
+def test_one_row(loss):
+    case = Case(loss, *embeddings(1, width=5), SCALARS[loss])
+    assert_exact(case)
+    if loss == "clip_loss":
+        assert all(t.abs().max() == 0 for t in ours(case, torch.float32, backend="fused").values())
+
+
+def apart(t: torch.Tensor) -> torch.Tensor:
+    """The same values with others between them."""
+    return torch.stack((t, t + 1), 1)[:, 0]
+
+
+LAYOUTS = {
+    "transposed": lambda given: {"x": given["x"].T.contiguous().T},
+    "cut": lambda given: {"y": torch.cat((given["y"], given["y"]), 1)[:, :8]},
+    "shifted": lambda given: {"x": torch.cat((given["x"][0, :1], given["x"].flatten()))[1:].view(21, 8)},
+    "ids apart": lambda given: {"ids": apart(given["ids"])},
+    "weights apart": lambda given: {"weights": apart(given["weights"])},
+    "weights expanded": lambda given: {"weights": given["weights"][:1].expand(21)},
+    # One row is contiguous wherever the next would begin.
+    "one row, cut": lambda given: {name: torch.cat((given[name], given["x"][:, :1]), 1)[:1, :8] for name in ("x", "y")},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+@both_losses
+def test_inputs_may_lie_in_memory_as_they_like(loss, layout):
+    case = build(loss, 21, SCALARS[loss], {"ids": True, "weights": True}, width=8)
+    given = {"x": case.x.float(), "y": case.y.float(), "ids": case.options["ids"], "weights": case.options["weights"].float()}
+    given |= layout(given)
+    rows, found = len(given["x"]), []
+    for tensors in (given, {name: t.clone(memory_format=torch.contiguous_format) for name, t in given.items()}):
+        x, y = (tensors[name].detach().requires_grad_() for name in ("x", "y"))
+        more = {name: tensors[name][:rows] for name in ("ids", "weights")}
+        value = getattr(megabatch, loss)(x, y, *SCALARS[loss], **more, backend="fused")
+        found.append((value, *torch.autograd.grad(value, (x, y))))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@both_losses
+def test_without_tensor_descriptors_it_is_the_same(loss, monkeypatch):
+    case = build(loss, 21, SCALARS[loss], EVERY_OPTION[loss], width=23)
+    described = ours(case, torch.float32, backend="fused", tile=1000)
+    monkeypatch.setattr(launch, "has_descriptors", lambda device: False)
+    found = ours(case, torch.float32, backend="fused", tile=1000)
+    assert all(torch.allclose(found[name], t, rtol=1e-6, atol=1e-7) for name, t in described.items())
+
+
+@pytest.fixture
+def use_blocks(monkeypatch) -> Iterator[Callable[..., None]]:
+    def use(**changes: int) -> None:
+        monkeypatch.setattr(blocks, "INTERPRETED", blocks.INTERPRETED._replace(**changes))
+        blocks.blocks_for.cache_clear()
+
+    yield use
+    blocks.blocks_for.cache_clear()
+
+
+@both_losses
+def test_tiles_that_are_not_halved(loss, use_blocks):
+    use_blocks(pieces=1)
+    assert_exact(build(loss, 37, SCALARS[loss], {}), tile=1000)
+    assert_exact(build(loss, 21, SCALARS[loss], EVERY_OPTION[loss]))
+
+
+def test_sigmoids_of_wide_tiles_take_several_logarithms_a_row(use_blocks):
+    use_blocks(n=256, pieces=2)
+    assert_exact(build("siglip_loss", 10, (7.0, -3.0), {"extra": 140}))
+
+
+def test_more_rows_of_tiles_than_a_group_has(use_blocks):
+    use_blocks(group=2)
+    assert_exact(build("siglip_loss", 36, (7.0, -3.0), {}, width=4))
+
+
+def careful(monkeypatch, *, where: float, parts: tuple[str, ...] = ("stats", "gradient", "sigmoid")) -> None:
+    """Kernels that take the careful way at any tile (where=math.inf), or at none (where=-math.inf)."""
+    if "stats" in parts:
+        monkeypatch.setattr(softmax, "LEAST_SUM", tl.constexpr(where))
+        monkeypatch.setattr(softmax, "LARGEST_SUM", tl.constexpr(math.inf))
+    if "gradient" in parts:
+        monkeypatch.setattr(softmax, "LOWEST_PEAK", tl.constexpr(where))
+        monkeypatch.setattr(softmax, "HIGHEST_PEAK", tl.constexpr(math.inf))
+    if "sigmoid" in parts:
+        monkeypatch.setattr(sigmoid, "_overflowed", lambda value: (value < value) if where < 0 else (value == value))
+
+
+@pytest.mark.parametrize("options", [{}, EVERY_OPTION], ids=["plain", "everything"])
+@both_losses
+def test_ordinary_logits_do_not_take_the_careful_way_which_is_right_for_them_too(loss, options, monkeypatch):
+    # Where a row drops all of a tile there is nothing to sum up, and that looks like an underflow.
+    options = {name: value for name, value in options.get(loss, {}).items() if name != "drop_above"}
+    case = build(loss, 21, SCALARS[loss], options)
+    expected = ours(case, torch.float32, backend="fused")
+    careful(monkeypatch, where=-math.inf)
+    found = ours(case, torch.float32, backend="fused")
+    assert all(torch.equal(found[name], t) for name, t in expected.items())
+    careful(monkeypatch, where=math.inf)
+    found = ours(case, torch.float32, backend="fused")
+    assert not all(torch.equal(found[name], t) for name, t in expected.items())
+    assert all(e < 1e-6 for e in errors(case, found, formula(case)).values())
+
+
+def far_apart(gap: float) -> Case:
+    """Rows whose largest logits lie far below and above those of their neighbours in the tile."""
+    x, y = embeddings(21, width=4, seed=1)
+    x = x * torch.where(torch.arange(21) % 3 == 0, gap, 1.0)[:, None].double()
+    y[5:7] *= gap
+    return Case("clip_loss", x, y, (1.0,))
+
+
+@pytest.mark.parametrize("gap", [50.0, 1000.0, 1e5])
+def test_rows_far_below_the_largest_logit_of_their_tile_are_right(gap):
+    assert_exact(far_apart(gap), allowed=32 * EPS, tile=1000)
+
+
+@pytest.mark.parametrize("offset", [-500.0, 500.0])
+def test_logits_may_all_be_far_from_zero(offset):
+    x, y = embeddings(21, width=7)
+    x, y = (torch.cat((t, torch.full((21, 1), abs(offset) ** 0.5)), 1) for t in (x, y))
+    x[:, -1] *= math.copysign(1, offset)
+    assert_exact(Case("clip_loss", x, y, (1.0,)))
+
+
+@pytest.mark.parametrize("bias", [-1e4, 0.0, 1e4])
+def test_sigmoids_of_large_logits(bias):
+    # Away from zero a cost is linear in its logit and the slope is zero or one: nothing is lost to the logit's rounding.
+    x, y = embeddings(21, width=7)
+    assert_exact(Case("siglip_loss", x, y, (1e4, bias)), allowed=64 * EPS)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in reduce")
+@pytest.mark.parametrize(
+    "case, part, wrong",
+    [
+        (far_apart(1000.0), "stats", {"value", "x", "y", "scale"}),
+        (far_apart(1000.0), "gradient", {"x", "y", "scale"}),
+        (Case("siglip_loss", *embeddings(21, width=7), (1e4, 0.0)), "sigmoid", {"value", "x", "y", "scale", "bias"}),
+    ],
+    ids=["stats", "gradient", "sigmoid"],
+)
+def test_large_logits_need_the_careful_way(case, part, wrong, monkeypatch):
+    careful(monkeypatch, where=-math.inf, parts=(part,))
+    found = errors(case, ours(case, torch.float32, backend="fused"), formula(case))
+    assert {name for name, e in found.items() if not e < 1e-3} == wrong
+
+
+def test_identical_rows_give_log_n_at_any_size_of_logit():
+    for norm, scale in ((1.0, 1.0), (1.0, 100.0), (1e3, 100.0), (1e4, 1e3)):
+        x = torch.full((20, 16), norm / 4)
+        assert megabatch.clip_loss(x, x, scale, backend="fused").item() == pytest.approx(math.log(20), rel=1e-6)
+
+
+def test_a_small_loss_keeps_its_digits():
+    x = torch.eye(16, dtype=torch.float64)
+    for scale in (12.0, 20.0):
+        for loss, scalars in (("clip_loss", (scale,)), ("siglip_loss", (2 * scale, -scale))):
+            case = Case(loss, x, x, scalars)
+            found, true = ours(case, torch.float32, backend="fused"), formula(case)
+            assert found["value"].item() == pytest.approx(true["value"].item(), rel=1e-5)
+            assert torch.allclose(found["x"], true["x"], rtol=1e-5, atol=0)
+
+
+@both_losses
+def test_what_is_no_number_stays_none(loss):
+    x, y = (t.float().requires_grad_() for t in embeddings(18))
+    with torch.no_grad():
+        x[3, 1] = math.nan
+    value = getattr(megabatch, loss)(x, y, *SCALARS[loss], backend="fused")
+    value.backward()
+    assert value.isnan() and x.grad[3].isnan().all() and y.grad.isnan().all()
+
+
+@pytest.mark.parametrize("loss, options", [("clip_loss", {}), ("clip_loss", {"symmetric": False}), ("siglip_loss", {})])
+def test_diagnostics_are_those_of_the_other_backend(loss, options):
+    x, y = (t.float() for t in embeddings(21, 0 if not options and loss == "clip_loss" else 13, width=5, seed=2))
+    ids = torch.arange(len(y)) % 20
+    f = getattr(megabatch, loss)
+    found, expected = (
+        f(x, y, *SCALARS[loss], ids=ids, diagnostics=True, tile=1000, backend=backend, **options)[1]
+        for backend in ("fused", "eager")
+    )
+    for mine, theirs in zip(found, expected, strict=True):
+        assert (mine is None) == (theirs is None)
+        assert mine is None or (mine.dtype == theirs.dtype and torch.allclose(mine, theirs, rtol=1e-6))
+
+
+def test_a_collapsed_model_does_not_look_perfect():
+    same = torch.randn(1, 20).expand(21, 20)
+    assert megabatch.clip_loss(same, same, 5.0, backend="fused", diagnostics=True)[1].recall(20)[0] == 0
+
+
+@both_losses
+def test_two_runs_are_equal_to_the_last_bit(loss):
+    case = build(loss, 21, SCALARS[loss], {"ids": True})
+    first, second = (ours(case, torch.float32, backend="fused", tile=1000) for _ in range(2))
+    assert all(torch.equal(second[name], t) for name, t in first.items())
+
+
+@both_losses
+def test_backward_may_be_called_again_and_gradients_have_the_dtype_of_their_input(loss):
+    x, y = (t.half().requires_grad_() for t in embeddings(18))
+    scalars = [torch.tensor(s, requires_grad=True) for s in SCALARS[loss]]
+    value = getattr(megabatch, loss)(x, y, *scalars, backend="fused")
+    assert value.dtype == torch.float32
+    first, second = (torch.autograd.grad(value, (x, y, *scalars), retain_graph=True) for _ in range(2))
+    assert [t.dtype for t in first] == [t.dtype for t in (x, y, *scalars)]
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@both_losses
+def test_tf32_rounds_products_and_no_more(loss):
+    case = build(loss, 18, SCALARS[loss], {})
+    found = errors(case, ours(case, torch.float32, backend="fused", precision="tf32"), formula(case))
+    assert all(e < 2**-10 for e in found.values())
+
+
+LENGTHS = ([7, 14], [12, 0])
+
+
+def shard_results(rank: int, size: int) -> list[dict[str, torch.Tensor]]:
+    """One rank's part of every batch, backward included."""
+    results = []
+    for loss, lengths in itertools.product(SCALARS, LENGTHS):
+        case = build(loss, sum(lengths), SCALARS[loss], {"ids": True, "weights": True})
+        where = slice(sum(lengths[:rank]), sum(lengths[: rank + 1]))
+        options = {name: t[where] for name, t in case.options.items()}
+        part = Case(loss, case.x[where], case.y[where], case.scalars, options)
+        results.append(ours(part, torch.float32, backend="fused", group=dist.group.WORLD))
+    return results
+
+
+def test_two_ranks_are_one_batch(world):
+    every = zip(*world.run(2, shard_results), strict=True)
+    for (loss, lengths), parts in zip(itertools.product(SCALARS, LENGTHS), every, strict=True):
+        case = build(loss, sum(lengths), SCALARS[loss], {"ids": True, "weights": True})
+        # A rank's gradient is that of the sum of both ranks' values.
+        found = {name: torch.cat([part[name] for part in parts]) / 2 for name in ("x", "y")}
+        found |= {name: t for name, t in parts[1].items() if name not in found}
+        for name, e in errors(case, found, formula(case)).items():
+            assert e < 32 * EPS * (1 + largest_logit(case)), (loss, lengths, name, e)
+
+
+@pytest.mark.parametrize(
+    "dtype, words", [(torch.bfloat16, r"interpreter \(TRITON_INTERPRET=1\) computes bfloat16"), (torch.float64, "float64")], ids=str
+)
+def test_a_dtype_that_has_no_kernels_is_named(dtype, words):
+    x, y = (t.to(dtype) for t in embeddings(5))
+    with pytest.raises(ValueError, match=f"backend='fused': .*{words}.*pass backend='eager' or None"):
+        megabatch.clip_loss(x, y, 1.0, backend="fused")
+
+
+def test_under_autocast_the_dtype_is_that_of_the_products():
+    x, y = (t.float() for t in embeddings(5))
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ValueError, match="computes bfloat16"):
+        megabatch.clip_loss(x, y, 1.0, backend="fused")
+
+
+def test_a_cpu_is_served_by_pytorchs_operations_unless_asked():
+    cpu = torch.device("cpu")
+    assert backend_for(cpu, torch.float32) is eager
+    assert backend_for(cpu, torch.float32, "fused") is fused
+
+
+def test_without_triton_there_is_a_remedy_and_a_fallback(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"Triton is not installed \(pip install megabatch\[fused\]\)"):
+        megabatch.clip_loss(*(t.float() for t in embeddings(5)), 1.0, backend="fused")
+    assert backend_name(CUDA) == "eager"
+
+
+def test_a_device_is_asked_what_it_can_do(monkeypatch):
+    monkeypatch.setattr(support, "INTERPRETED", False)
+    monkeypatch.setattr(support, "_capability", lambda device: (7, 5))
+    assert "compute capability 7.5, and fused tiles need 8.0" in support.unsupported(CUDA, torch.float16)
+    assert backend_name(CUDA, torch.bfloat16) == "eager"
+    with pytest.raises(ValueError, match=r"backend='fused': .*7\.5"):
+        backend_name(CUDA, torch.bfloat16, "fused")
+    assert "no fused tiles for cpu" in support.unsupported(torch.device("cpu"), torch.float32)
+    for capability, described in (((8, 0), False), ((9, 0), True)):
+        monkeypatch.setattr(support, "_capability", lambda device, capability=capability: capability)
+        assert backend_name(CUDA, torch.bfloat16) == "fused" and backend_name(CUDA, torch.float64) == "eager"
+        assert support.has_descriptors(CUDA) == described
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert support.unsupported(CUDA, torch.float16) is None and not support.has_descriptors(CUDA)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    st.integers(0, 300),
+    st.integers(0, 300),
+    st.integers(1, 2**18),
+    st.sampled_from((0.25, 1.5, 2.0, 4.0)),
+    st.none() | st.integers(32, 400),
+)
+def test_panels_hold_every_pair_once_and_keep_to_the_working_memory(rows, columns, tile, bytes_a_cell, widest):
+    x, y = torch.empty(rows, 4), torch.empty(columns, 4)
+    work = launch.Launch("stats", x, y, Means(tile))
+    panels, held = list(work.panels(bytes_a_cell, widest)), torch.zeros(rows, columns, dtype=torch.int64)
+    for p in panels:
+        held[p.r, p.c] += 1
+        assert p.rows * p.columns <= max(tile / bytes_a_cell, work.blocks.m * work.blocks.n)
+        assert p.r.start % work.blocks.m == 0 and p.c.start % work.blocks.n == 0
+        assert widest is None or p.columns <= widest
+    assert (held == 1).all()
+    assert panels == sorted(panels, key=lambda p: (p.r.start, p.c.start))
+
+
+def test_parts_of_many_tiles_are_merged_over_panels():
+    g = torch.Generator().manual_seed(0)
+    rows, tiles = 40, 150
+    sums = launch.Sums(torch.empty(rows, 1), [kind.value for kind in (EXPONENTIALS, RANKING, COUNTED, SUMS)])
+    panels = torch.randint(-9, 9, (2, 4, 2, tiles, rows), generator=g).float()
+    panels[:, 1:3, 1] = panels[:, 1:3, 1].abs()
+    # Sums of exponentials as they are, with a peak of their own (a minus), and of none, as all of the first five rows.
+    panels[:, 0, 0] *= 30
+    panels[:, 0, 1, :, :5] = 0
+    panels[0, 0, 0, panels[0, 0, 1] >= 0] = math.nan
+    for place, parts in enumerate(panels):
+        launch.merge_panel(launch.Panel(slice(0, rows), slice(place, place + 1)), sums, parts, None, None)
+    first, second = panels.double().permute(1, 2, 4, 0, 3).flatten(3).unbind(1)
+    peaks = torch.where(second[0] < 0, first[0], 0.0)
+    found = sums.found.double()
+    assert torch.allclose(found[0, 0] + found[0, 1].log(), (peaks + second[0].abs().log()).logsumexp(1), rtol=1e-6)
+    assert torch.equal(found[1, 0], first[1].amax(1)) and torch.equal(found[2:, 0], first[2:].sum(2))
+    assert torch.equal(sums.numbers[1:3], second[1:3].sum(2).long()) and torch.equal(found[3, 1], second[3].sum(1))
+
+
+def pretend(monkeypatch, name: str = "a new device", capability: tuple[int, int] = (13, 7), room: int = 99 * 1024) -> None:
+    """A CUDA device of this name and capability, with this much shared memory."""
+    properties = SimpleNamespace(
+        name=name, major=capability[0], minor=capability[1], shared_memory_per_block=48 * 1024, shared_memory_per_block_optin=room
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+
+
+def blocks_on(kernel: str, dtype: torch.dtype, precision: str, width: int) -> blocks.Blocks:
+    return blocks.blocks_for.__wrapped__(kernel, CUDA, dtype, precision, width)
+
+
+@pytest.mark.parametrize("room", [64, 99, 160, 227])
+@pytest.mark.parametrize(
+    "dtype, precision",
+    [(torch.float32, "ieee"), (torch.float32, "tf32"), (torch.bfloat16, "ieee"), (torch.float16, "ieee")],
+    ids=str,
+)
+def test_an_unknown_device_gets_blocks_that_fit_it(monkeypatch, dtype, precision, room):
+    pretend(monkeypatch, room=room * 1024)
+    for kernel, width in itertools.product(("stats", "gradient", "sigmoid"), (1, 20, 768, 4096)):
+        found = blocks_on(kernel, dtype, precision, width)
+        operands = found.stages * (found.m + found.n) * found.k * dtype.itemsize
+        written = found.m * found.n // found.pieces * (2 if dtype == torch.bfloat16 else 4)
+        assert operands + written <= room * 1024
+        assert found.k >= 16 and (found.k == 16 or found.k < 2 * width)
+
+
+def test_a_device_that_does_not_tell_its_largest_shared_memory_gets_blocks(monkeypatch):
+    properties = SimpleNamespace(name="", major=13, minor=7, shared_memory_per_block=48 * 1024)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert blocks_on("stats", torch.bfloat16, "ieee", 768).m == 64
+
+
+def test_measured_blocks_are_well_formed():
+    entries = json.loads(blocks.MEASURED.read_text())["blocks"]
+    assert entries
+    for entry in entries:
+        assert entry["kernel"] in ("stats", "gradient", "sigmoid") and entry["kind"] in ("bfloat16", "float16", "ieee", "tf32")
+        sizes = [entry[name] for name in ("m", "n", "k", "warps", "pieces")]
+        assert all(size & (size - 1) == 0 and size > 0 for size in sizes)
+        assert min(entry["m"], entry["k"], entry["n"] // entry["pieces"]) >= 16 and entry["pieces"] <= 2
+        assert min(entry["stages"], entry["programs"], entry["group"], entry["width"]) >= 1
+        assert datetime.date.fromisoformat(entry["date"])
+        assert all(entry[name] for name in ("device", "capability", "torch", "triton"))
+    measured = [(entry["kernel"], entry["kind"], entry["width"], entry["device"]) for entry in entries]
+    assert len(set(measured)) == len(measured)
+
+
+def test_blocks_were_measured_here_or_on_the_like_at_the_nearest_width(monkeypatch, tmp_path):
+    common = {"kernel": "stats", "kind": "tf32", "k": 64, "warps": 8, "stages": 3, "programs": 1, "group": 8, "pieces": 1}
+    places = [("A", "9.0", 256, 32), ("A", "9.0", 1024, 64), ("B", "9.0", 256, 128)]
+    names = ("device", "capability", "width", "m")
+    entries = [{**common, **dict(zip(names, place, strict=True)), "n": place[-1]} for place in places]
+    file = tmp_path / "blocks.json"
+    file.write_text(json.dumps({"blocks": entries}))
+    monkeypatch.setattr(blocks, "MEASURED", file)
+    for name, capability, width, m in [
+        ("A", (9, 0), 300, 32),
+        ("A", (9, 0), 4096, 64),
+        ("B", (9, 0), 4096, 128),
+        ("C", (9, 0), 1000, 64),
+        ("C", (12, 0), 1000, 128),
+    ]:
+        pretend(monkeypatch, name, capability)
+        found = blocks_on("stats", torch.float32, "tf32", width)
+        assert (found.m, found.k) == (m, 64 if name != "C" or capability == (9, 0) else 16)
+    pretend(monkeypatch, "A", (9, 0))
+    assert [blocks_on("stats", torch.float32, "tf32", width).k for width in (7, 16, 17, 40, 100)] == [16, 16, 32, 64, 64]
+    assert blocks_on("gradient", torch.float32, "tf32", 256) != blocks_on("stats", torch.float32, "tf32", 256)
