@@ -45,8 +45,8 @@ SUSTAINED_S = 0.5
 USEFUL_FLOP = {"clip": 8, "siglip": 6}
 PRODUCT_SIZE, PRODUCTS_A_STEP = 8192, 2
 # Seconds and runs that the timing of one case may take: few runs of a large batch, more of a small one.
-BUDGET_S = {"cpu": 30.0, "cuda": 3.0}
-MOST_RUNS = {"cpu": 10, "cuda": 100}
+BUDGET_S = {"cpu": 30.0, "cuda": 1.5}
+MOST_RUNS = {"cpu": 10, "cuda": 50}
 
 Row = dict[str, Any]
 

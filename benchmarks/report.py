@@ -215,8 +215,8 @@ def _shares(rows: list[Row]) -> str:
     )
     return (
         f" Percentages are shares of the rate of a bfloat16 product of two {PRODUCT_SIZE:,} × {PRODUCT_SIZE:,} matrices by "
-        f"cuBLAS, {rate} TFLOP/s, counting {counted} operations; two such products run before each step, so that both meet the same "
-        f"clock, and the device has work while the host prepares the step."
+        f"cuBLAS, {rate} TFLOP/s, counting {counted} operations; two such products run before each step, so that both meet the "
+        f"same clock, and the device has work while the host prepares the step."
     )
 
 

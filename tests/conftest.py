@@ -17,6 +17,14 @@ from benchmarks.peers import declare_torchvision_schemas
 declare_torchvision_schemas()
 
 
+@pytest.fixture
+def unwritten_memory_is_no_number() -> Iterator[None]:
+    """On a CPU, what nothing has written yet is NaN, or the largest integer, and shows in every sum."""
+    torch.use_deterministic_algorithms(not torch.cuda.is_available())
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture(scope="session")
 def world() -> Iterator[World]:
     processes = World()

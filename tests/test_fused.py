@@ -20,7 +20,7 @@ from test_losses import CLIP_OPTIONS, build
 
 import megabatch
 from megabatch.tiles import backend_for, backend_name, eager
-from megabatch.tiles.contract import Means
+from megabatch.tiles.contract import Means, Pairs
 
 pytest.importorskip("triton")
 
@@ -35,9 +35,12 @@ if not support.INTERPRETED:
     pytest.skip("kernels are compiled here, and tests on the GPU run them", allow_module_level=True)
 
 # The interpreter says so when numpy overflows, or makes no number, of what the kernels throw away.
-pytestmark = pytest.mark.filterwarnings(
-    r"ignore:(overflow|divide by zero|invalid value) encountered in:RuntimeWarning:triton\.runtime\.interpreter"
-)
+pytestmark = [
+    pytest.mark.usefixtures("unwritten_memory_is_no_number"),
+    pytest.mark.filterwarnings(
+        r"ignore:(overflow|divide by zero|invalid value) encountered in:RuntimeWarning:triton\.runtime\.interpreter"
+    ),
+]
 
 EPS = torch.finfo(torch.float32).eps
 CUDA = torch.device("cuda")
@@ -416,6 +419,15 @@ def test_parts_of_many_tiles_are_merged_over_panels():
     assert torch.allclose(found[0, 0] + found[0, 1].log(), (peaks + second[0].abs().log()).logsumexp(1), rtol=1e-6)
     assert torch.equal(found[1, 0], first[1].amax(1)) and torch.equal(found[2:, 0], first[2:].sum(2))
     assert torch.equal(sums.numbers[1:3], second[1:3].sum(2).long()) and torch.equal(found[3, 1], second[3].sum(1))
+
+
+def test_tiles_in_which_ids_may_be_equal_are_marked():
+    ids_M, ids_N = torch.arange(40), torch.arange(40, 640)
+    for i, j, high in ((0, 599, 0), (17, 5, 1), (18, 300, -1), (39, 270, 0)):
+        ids_N[j] = ids_M[i] + high * 2**32
+    work = launch.Launch("stats", torch.empty(40, 4), torch.empty(600, 4), Means(2**20))
+    marks = work.pairs(Pairs(ids_M=ids_M, ids_N=ids_N), launch.Panel(slice(0, 40), slice(0, 600)))[0]
+    assert marks.nonzero().tolist() == [[0, 599 // 16], [1, 5 // 16], [1, 300 // 16], [2, 270 // 16]]
 
 
 def pretend(monkeypatch, name: str = "a new device", capability: tuple[int, int] = (13, 7), room: int = 99 * 1024) -> None:

@@ -73,17 +73,21 @@ def softmax_stats(x_MD: Tensor, y_ND: Tensor, scale: Tensor, pairs: Pairs, *, co
     """Stats and rankings of rows, and of columns if asked for."""
     several, drops = _several(pairs), pairs.drop_above is not None
     kinds = [EXPONENTIALS.value] + [RANKING.value] * pairs.ranked + [COUNTED.value] * (several + pairs.smoothed)
-    launch = Launch("stats", x_MD, y_ND, means, crowded=pairs.ranked or drops or pairs.ids_M is not None)
+    pieces = 4 if pairs.ranked else 2 if drops or pairs.ids_M is not None else 1
+    launch = Launch("stats", x_MD, y_ND, means, pieces)
+    trouble = x_MD.new_zeros(1, dtype=torch.int32)
     mine, theirs = Sums(x_MD, kinds), Sums(y_ND, kinds) if columns else None
     parts_a_cell = mine.bytes_a_cell(launch.piece) + (theirs.bytes_a_cell(launch.blocks.m) if theirs else 0)
     # No wider than what the device's cache can hold of y, which every row of tiles reads again.
     for p in launch.panels(parts_a_cell, widest=CACHED_BYTES // (x_MD.shape[1] * x_MD.element_size())):
         down, across = launch.parts(p)
         row_parts, column_parts = mine.parts(across, p.rows), theirs.parts(down, p.columns) if theirs else None
-        stats_kernel[launch.grid(p)](
-            *launch.operands(p), scale, row_parts, column_parts, *launch.pairs(pairs, p),
-            HOME=pairs.home, SEVERAL=several, DROP=drops, SMOOTHED=pairs.smoothed, RANKED=pairs.ranked, **launch.constants,
-        )  # fmt: skip
+        arguments = *launch.operands(p), scale, row_parts, column_parts, trouble, *launch.pairs(pairs, p)
+        for careful in (False, True):
+            stats_kernel[launch.grid(p)](
+                *arguments, HOME=pairs.home, SEVERAL=several, DROP=drops, SMOOTHED=pairs.smoothed and not careful,
+                RANKED=pairs.ranked and not careful, CAREFUL=careful, **launch.constants,
+            )  # fmt: skip
         merge_panel(p, mine, row_parts, theirs, column_parts)
     _without_panels(x_MD, y_ND, mine, theirs)
     row_ranking, column_ranking = _ranking(mine, 1, pairs), _ranking(theirs, 1, pairs)
@@ -124,15 +128,17 @@ def softmax_grads(
 ) -> tuple[Tensor | None, Tensor | None]:
     """gx_MD and gy_ND of the others."""
     launch = Launch("gradient", x_MD, y_ND, means)
+    trouble = x_MD.new_zeros(1, dtype=torch.int32)
     products = Products(x_MD, y_ND, wanted, means)
     for p in launch.panels(products.bytes_a_cell):
         panel = products.panel(p)
-        gradient_kernel[launch.grid(p)](
-            *launch.operands(p), scale, launch.target(panel),
-            *(part(v, p.r) for v in rows), *(part(v, p.c) for v in columns or (None,) * 4),
-            *launch.pairs(pairs, p), panel.stride(0), HOME=pairs.home, SEVERAL=_several(pairs), DROP=pairs.drop_above is not None,
-            ROUND_TO_TF32=products.rounds_to_tf32, **launch.constants,
-        )  # fmt: skip
+        softmax = *(part(v, p.r) for v in rows), *(part(v, p.c) for v in columns or (None,) * 4)
+        arguments = *launch.operands(p), scale, launch.target(panel), trouble, *softmax, *launch.pairs(pairs, p), panel.stride(0)
+        for careful in (False, True):
+            gradient_kernel[launch.grid(p)](
+                *arguments, HOME=pairs.home, SEVERAL=_several(pairs), DROP=pairs.drop_above is not None, CAREFUL=careful,
+                ROUND_TO_TF32=products.rounds_to_tf32, **launch.constants,
+            )  # fmt: skip
         products.add(panel, p)
     return products.gx_MD, products.gy_ND
 
@@ -150,7 +156,8 @@ def sigmoid_sums(
     means: Means,
 ) -> SigmoidPass:
     """Values of the others and, if wanted, their slopes and gradients from the same pass."""
-    launch = Launch("sigmoid", x_MD, y_ND, means, crowded=pairs.ranked)
+    launch = Launch("sigmoid", x_MD, y_ND, means, 4 if pairs.ranked else 1)
+    trouble = x_MD.new_zeros(1, dtype=torch.int32)
     products = Products(x_MD, y_ND, wanted, means) if wanted else None
     mine = Sums(x_MD, [SUMS.value] + [RANKING.value] * pairs.ranked)
     theirs = Sums(y_ND, [RANKING.value]) if pairs.ranked else None
@@ -161,11 +168,13 @@ def sigmoid_sums(
         row_parts, column_parts = mine.parts(across, p.rows), theirs.parts(down, p.columns) if theirs else None
         panel = products.panel(p) if products else None
         target, stride = (None, 0) if panel is None else (launch.target(panel), panel.stride(0))
-        sigmoid_kernel[launch.grid(p)](
-            *launch.operands(p), scale, bias, target, part(weights_M, p.r), row_parts, column_parts, *launch.pairs(pairs, p),
-            stride, HOME=pairs.home, SEVERAL=_several(pairs), RANKED=pairs.ranked,
-            ROUND_TO_TF32=products is not None and products.rounds_to_tf32, **launch.constants,
-        )  # fmt: skip
+        outputs = target, part(weights_M, p.r), row_parts, column_parts, trouble
+        arguments = *launch.operands(p), scale, bias, *outputs, *launch.pairs(pairs, p), stride
+        for careful in (False, True):
+            sigmoid_kernel[launch.grid(p)](
+                *arguments, HOME=pairs.home, SEVERAL=_several(pairs), RANKED=pairs.ranked, CAREFUL=careful,
+                ROUND_TO_TF32=products is not None and products.rounds_to_tf32, **launch.constants,
+            )  # fmt: skip
         merge_panel(p, mine, row_parts, theirs, column_parts)
         if products is not None and panel is not None:
             products.add(panel, p)

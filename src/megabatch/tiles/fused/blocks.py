@@ -17,7 +17,7 @@ MEASURED = Path(__file__).with_name("blocks.json")
 
 class Blocks(NamedTuple):
     """A tile of m by n, k of the width at a time; `programs` on each multiprocessor; tiles in groups of `group` rows of tiles; what
-    is made of a tile's product is made of it whole or, with two `pieces`, half by half."""
+    is made of a tile's product is made of it whole, or in two or four `pieces`."""
 
     m: int
     n: int

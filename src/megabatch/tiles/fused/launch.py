@@ -34,14 +34,13 @@ class Panel:
 class Launch:
     """One kernel over two blocks of embeddings, panel by panel."""
 
-    def __init__(self, kernel: str, x_MD: Tensor, y_ND: Tensor, means: Means, *, crowded: bool = False) -> None:
+    def __init__(self, kernel: str, x_MD: Tensor, y_ND: Tensor, means: Means, pieces: int = 1) -> None:
+        """pieces: into how many a tile has to be cut at least, because options need registers and shared memory too."""
         self.described = has_descriptors(x_MD.device)
         self.x_MD, self.y_ND = (_aligned(x_MD), _aligned(y_ND)) if self.described else (x_MD, y_ND)
         width = self.x_MD.shape[1]
         self.blocks = blocks_for(kernel, x_MD.device, x_MD.dtype, means.precision, width)
-        if crowded:
-            # What options ask for needs registers and shared memory too.
-            self.blocks = self.blocks._replace(pieces=2, stages=max(2, self.blocks.stages - (kernel == "sigmoid")))
+        self.blocks = self.blocks._replace(pieces=max(pieces, self.blocks.pieces))
         self.tile = means.tile
         self.piece = self.blocks.n // self.blocks.pieces
         self.most_programs = processors(x_MD.device) * self.blocks.programs

@@ -1,9 +1,9 @@
 """The kernels of the softmax loss. Legend: ../../contract.py; what a panel is: pairs.py.
 
-A program first goes over its tiles with one exponential an element, shared by rows and columns, without a maximum. For most tiles
-that is right, and which ones are not is known on the device: forward by the sums, which show whether something overflowed or was
-lost; backward by the peaks of rows and columns, which bound the logits. If any of its tiles is such a one, the program then goes
-over them again and computes those with a peak for each row and each column.
+The fast launches take one exponential an element, shared by rows and columns, without a maximum. For most tiles that is right, and
+which ones are not is known on the device: forward by the sums, which show whether something overflowed or was lost; backward by the
+peaks of rows and columns, which bound the logits. Such a tile leaves a mark in `trouble`. The careful launches follow always:
+without a mark they end at once, with one they compute those tiles again, with a peak for each row and each column.
 """
 
 from __future__ import annotations
@@ -27,52 +27,75 @@ HIGHEST_PEAK = tl.constexpr(64.0)
 
 @triton.jit(do_not_specialize=["rows", "columns", "shift"])
 def stats_kernel(
-    x, y, scale, row_parts, column_parts, matches, ids_M, ids_N, positive_M, positive_N, margin, rows, columns, shift,
+    x, y, scale, row_parts, column_parts, trouble, matches, ids_M, ids_N, positive_M, positive_N, margin, rows, columns, shift,
     HOME: tl.constexpr, SEVERAL: tl.constexpr, DROP: tl.constexpr, SMOOTHED: tl.constexpr, RANKED: tl.constexpr,
-    WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, PIECES: tl.constexpr,
-    DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
+    CAREFUL: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
+    PIECES: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Writes the sums of each tile, or half of one, for its rows and, if there is room for them, for its columns."""
-    factor = _nonzero(tl.load(scale)) * LOG2_E
-    across = PIECES * tl.cdiv(columns, N)
-    panel = (matches, ids_M, ids_N, positive_M, positive_N, margin, rows, columns, shift, across)
-    parts = (row_parts, column_parts)
+    """Writes the sums of each tile, or piece of one, for its rows and, if there is room for them, for its columns.
+
+    CAREFUL: only where they have lost something.
+    """
+    panel = (matches, ids_M, ids_N, positive_M, positive_N, margin, rows, columns, shift, PIECES * tl.cdiv(columns, N))
+    parts = (row_parts, column_parts, trouble)
     tiles = tl.cdiv(rows, M) * tl.cdiv(columns, N)
-    lost_M, lost_N = tl.zeros((M,), tl.int1), tl.zeros((N // PIECES,), tl.int1)
-    for t in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
+    # In powers of two, but for the careful way, whose logits are too large for another rounding.
+    factor = tl.load(scale) if CAREFUL else _nonzero(tl.load(scale)) * LOG2_E
+    if CAREFUL:
+        tiles = tl.where(tl.load(trouble) == 0, 0, tiles)
+    for t in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=not CAREFUL):
         row, column = tile_at(t, rows, columns, M, N, GROUP)
-        z = similarities(x, y, row, column, rows, columns, WIDTH, M, N, K, DESCRIBED, PRECISION)
-        if PIECES == 1:
-            here_M, here_N = _put_stats(z, factor, parts, panel, row, column, HOME, SEVERAL, DROP, SMOOTHED, RANKED, M, N)
-        else:
-            left, right = halves(z, M, N)
-            here_M, here_N = _put_stats(left, factor, parts, panel, row, column, HOME, SEVERAL, DROP, SMOOTHED, RANKED, M, N // 2)
-            lost_M, lost_N = lost_M | here_M, lost_N | here_N
-            column += N // 2
-            here_M, here_N = _put_stats(right, factor, parts, panel, row, column, HOME, SEVERAL, DROP, SMOOTHED, RANKED, M, N // 2)
-        lost_M, lost_N = lost_M | here_M, lost_N | here_N
-    if tl.maximum(tl.max(lost_M.to(tl.int32), 0), tl.max(lost_N.to(tl.int32), 0)) > 0:
-        tl.debug_barrier()
-        for t in range(tl.program_id(0), tiles, tl.num_programs(0)):
-            row, column = tile_at(t, rows, columns, M, N, GROUP)
-            if _has_lost(parts, panel, row, column, M, N, PIECES):
-                z = similarities(x, y, row, column, rows, columns, WIDTH, M, N, K, DESCRIBED, PRECISION)
-                if PIECES == 1:
-                    _put_careful_stats(z, tl.load(scale), parts, panel, row, column, HOME, SEVERAL, DROP, M, N)
-                else:
-                    left, right = halves(z, M, N)
-                    _put_careful_stats(left, tl.load(scale), parts, panel, row, column, HOME, SEVERAL, DROP, M, N // 2)
-                    _put_careful_stats(right, tl.load(scale), parts, panel, row, column + N // 2, HOME, SEVERAL, DROP, M, N // 2)
+        wanted = True
+        if CAREFUL:
+            wanted = _has_lost(parts, panel, row, column, M, N, PIECES)
+        if wanted:
+            z = similarities(x, y, row, column, rows, columns, WIDTH, M, N, K, DESCRIBED, PRECISION)
+            if PIECES == 1:
+                _put_stats(z, factor, parts, panel, row, column, HOME, SEVERAL, DROP, SMOOTHED, RANKED, CAREFUL, M, N)
+            else:
+                left, right = halves(z, M, N)
+                middle = column + N // 2
+                _put_stats_of_half(
+                    left, factor, parts, panel, row, column, HOME, SEVERAL, DROP, SMOOTHED, RANKED, CAREFUL, M, N // 2, PIECES
+                )
+                _put_stats_of_half(
+                    right, factor, parts, panel, row, middle, HOME, SEVERAL, DROP, SMOOTHED, RANKED, CAREFUL, M, N // 2, PIECES
+                )
+
+
+@triton.jit
+def _put_stats_of_half(
+    z, factor, parts, panel, row, column,
+    HOME: tl.constexpr, SEVERAL: tl.constexpr, DROP: tl.constexpr, SMOOTHED: tl.constexpr, RANKED: tl.constexpr,
+    CAREFUL: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    if PIECES == 2:
+        _put_stats(z, factor, parts, panel, row, column, HOME, SEVERAL, DROP, SMOOTHED, RANKED, CAREFUL, M, N)
+    else:
+        left, right = halves(z, M, N)
+        _put_stats(left, factor, parts, panel, row, column, HOME, SEVERAL, DROP, SMOOTHED, RANKED, CAREFUL, M, N // 2)
+        _put_stats(right, factor, parts, panel, row, column + N // 2, HOME, SEVERAL, DROP, SMOOTHED, RANKED, CAREFUL, M, N // 2)
 
 
 @triton.jit
 def _put_stats(
     z, factor, parts, panel, row, column,
     HOME: tl.constexpr, SEVERAL: tl.constexpr, DROP: tl.constexpr, SMOOTHED: tl.constexpr, RANKED: tl.constexpr,
+    CAREFUL: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    if CAREFUL:
+        _put_careful_stats(z, factor, parts, panel, row, column, HOME, SEVERAL, DROP, M, N)
+    else:
+        _put_fast_stats(z, factor, parts, panel, row, column, HOME, SEVERAL, DROP, SMOOTHED, RANKED, M, N)
+
+
+@triton.jit
+def _put_fast_stats(
+    z, factor, parts, panel, row, column,
+    HOME: tl.constexpr, SEVERAL: tl.constexpr, DROP: tl.constexpr, SMOOTHED: tl.constexpr, RANKED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Puts the sums; returns for which rows and columns something was lost. The factor turns similarities into powers of two."""
-    row_parts, column_parts = parts
+    row_parts, column_parts, trouble = parts
     _, _, _, positive_M, positive_N, _, rows, columns, _, across = panel
     i, j, down = row + tl.arange(0, M), column + tl.arange(0, N), tl.cdiv(rows, M)
     special = is_special(panel, row, column, HOME, M, N)
@@ -101,7 +124,7 @@ def _put_stats(
     power = tl.exp2(logits)
     total = tl.sum(power, 1)
     put(row_parts, 1, column // N, across, i, rows, total)
-    lost_M, lost_N = _lost(total) & (i < rows) & (column < columns), tl.zeros((N,), tl.int1)
+    _mark(trouble, _lost(total) & (i < rows) & (column < columns))
     if RANKED:
         found = rivals(z, special, panel, row, column, HOME, M, N)
         hardest, ahead = tl.reduce((found, is_ahead(found, positive_M, i, rows, 1)), 1, larger_and_sum)
@@ -116,14 +139,13 @@ def _put_stats(
         else:
             total = tl.sum(power, 0)
         put(column_parts, 1, row // M, down, j, columns, total)
-        lost_N = _lost(total) & (j < columns)
-    return lost_M, lost_N
+        _mark(trouble, _lost(total) & (j < columns))
 
 
 @triton.jit
 def _has_lost(parts, panel, row, column, M: tl.constexpr, N: tl.constexpr, PIECES: tl.constexpr):
     """Whether the sums that a tile has put have lost something."""
-    row_parts, column_parts = parts
+    row_parts, column_parts, _ = parts
     _, _, _, _, _, _, rows, columns, _, across = panel
     i, j = row + tl.arange(0, M), column + tl.arange(0, N)
     lost = False
@@ -143,7 +165,7 @@ def _put_careful_stats(
     HOME: tl.constexpr, SEVERAL: tl.constexpr, DROP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Puts peaks and totals, these with a minus: that is how a total tells that it has a peak."""
-    row_parts, column_parts = parts
+    row_parts, column_parts, _ = parts
     _, _, _, _, _, _, rows, columns, _, across = panel
     i, j = row + tl.arange(0, M), column + tl.arange(0, N)
     special = is_special(panel, row, column, HOME, M, N)
@@ -157,48 +179,45 @@ def _put_careful_stats(
 
 @triton.jit(do_not_specialize=["rows", "columns", "shift", "stride"])
 def gradient_kernel(
-    x, y, scale, gradient, row_peak, row_gain, row_further, row_counted, column_peak, column_gain, column_further, column_counted,
+    x, y, scale, gradient, trouble, row_peak, row_gain, row_further, row_counted,
+    column_peak, column_gain, column_further, column_counted,
     matches, ids_M, ids_N, positive_M, positive_N, margin, rows, columns, shift, stride,
-    HOME: tl.constexpr, SEVERAL: tl.constexpr, DROP: tl.constexpr,
+    HOME: tl.constexpr, SEVERAL: tl.constexpr, DROP: tl.constexpr, CAREFUL: tl.constexpr,
     WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, PIECES: tl.constexpr,
     DESCRIBED: tl.constexpr, PRECISION: tl.constexpr, ROUND_TO_TF32: tl.constexpr,
 ):  # fmt: skip
-    """Writes the gradient in the logits, zero for pairs that do not count and for positives."""
+    """Writes the gradient in the logits, zero for pairs that do not count and for positives.
+
+    CAREFUL: only where some peak is out of the range in which exponentials can be taken as they are.
+    """
     factor = tl.load(scale)
     panel = (matches, ids_M, ids_N, positive_M, positive_N, margin, rows, columns, shift, PIECES * tl.cdiv(columns, N))
     softmax = (row_peak, row_gain, row_further, row_counted, column_peak, column_gain, column_further, column_counted)
     target = (gradient, stride)
     tiles = tl.cdiv(rows, M) * tl.cdiv(columns, N)
-    wild_M, wild_N = tl.zeros((M,), tl.int1), tl.zeros((N,), tl.int1)
-    for t in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
+    if CAREFUL:
+        tiles = tl.where(tl.load(trouble) == 0, 0, tiles)
+    for t in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=not CAREFUL):
         row, column = tile_at(t, rows, columns, M, N, GROUP)
-        z = similarities(x, y, row, column, rows, columns, WIDTH, M, N, K, DESCRIBED, PRECISION)
-        here_M, here_N = _wild_peaks(softmax, panel, row, column, M, N)
-        wild_M, wild_N = wild_M | here_M, wild_N | here_N
-        if PIECES == 1:
-            g = _gradient(z, factor, softmax, panel, row, column, HOME, SEVERAL, DROP, False, M, N)
-            put_block(target, g, row, column, rows, columns, M, N, DESCRIBED, ROUND_TO_TF32)
-        else:
-            left, right = halves(z, M, N)
-            g = _gradient(left, factor, softmax, panel, row, column, HOME, SEVERAL, DROP, False, M, N // 2)
-            put_block(target, g, row, column, rows, columns, M, N // 2, DESCRIBED, ROUND_TO_TF32)
-            g = _gradient(right, factor, softmax, panel, row, column + N // 2, HOME, SEVERAL, DROP, False, M, N // 2)
-            put_block(target, g, row, column + N // 2, rows, columns, M, N // 2, DESCRIBED, ROUND_TO_TF32)
-    if tl.maximum(tl.max(wild_M.to(tl.int32), 0), tl.max(wild_N.to(tl.int32), 0)) > 0:
-        for t in range(tl.program_id(0), tiles, tl.num_programs(0)):
-            row, column = tile_at(t, rows, columns, M, N, GROUP)
-            here_M, here_N = _wild_peaks(softmax, panel, row, column, M, N)
-            if tl.maximum(tl.max(here_M.to(tl.int32), 0), tl.max(here_N.to(tl.int32), 0)) > 0:
-                z = similarities(x, y, row, column, rows, columns, WIDTH, M, N, K, DESCRIBED, PRECISION)
-                if PIECES == 1:
-                    g = _gradient(z, factor, softmax, panel, row, column, HOME, SEVERAL, DROP, True, M, N)
-                    put_block(target, g, row, column, rows, columns, M, N, DESCRIBED, ROUND_TO_TF32)
-                else:
-                    left, right = halves(z, M, N)
-                    g = _gradient(left, factor, softmax, panel, row, column, HOME, SEVERAL, DROP, True, M, N // 2)
-                    put_block(target, g, row, column, rows, columns, M, N // 2, DESCRIBED, ROUND_TO_TF32)
-                    g = _gradient(right, factor, softmax, panel, row, column + N // 2, HOME, SEVERAL, DROP, True, M, N // 2)
-                    put_block(target, g, row, column + N // 2, rows, columns, M, N // 2, DESCRIBED, ROUND_TO_TF32)
+        wanted = True
+        if CAREFUL:
+            wild_M, wild_N = _wild_peaks(softmax, panel, row, column, M, N)
+            wanted = tl.maximum(tl.max(wild_M.to(tl.int32), 0), tl.max(wild_N.to(tl.int32), 0)) > 0
+        if wanted:
+            z = similarities(x, y, row, column, rows, columns, WIDTH, M, N, K, DESCRIBED, PRECISION)
+            if not CAREFUL:
+                wild_M, wild_N = _wild_peaks(softmax, panel, row, column, M, N)
+                _mark(trouble, wild_M)
+                _mark(trouble, wild_N)
+            if PIECES == 1:
+                g = _gradient(z, factor, softmax, panel, row, column, HOME, SEVERAL, DROP, CAREFUL, M, N)
+                put_block(target, g, row, column, rows, columns, M, N, DESCRIBED, ROUND_TO_TF32)
+            else:
+                left, right = halves(z, M, N)
+                g = _gradient(left, factor, softmax, panel, row, column, HOME, SEVERAL, DROP, CAREFUL, M, N // 2)
+                put_block(target, g, row, column, rows, columns, M, N // 2, DESCRIBED, ROUND_TO_TF32)
+                g = _gradient(right, factor, softmax, panel, row, column + N // 2, HOME, SEVERAL, DROP, CAREFUL, M, N // 2)
+                put_block(target, g, row, column + N // 2, rows, columns, M, N // 2, DESCRIBED, ROUND_TO_TF32)
 
 
 @triton.jit
@@ -313,6 +332,12 @@ def _values(vector, i, length):
 def _nonzero(factor):
     """The scale, by which sums of logits can be divided: zero becomes a number that no logit shows."""
     return tl.where(factor == 0, 1e-30, factor)
+
+
+@triton.jit
+def _mark(trouble, where):
+    """Leaves a mark: whichever threads do write the same."""
+    tl.store(trouble + tl.zeros_like(where.to(tl.int32)), 1, mask=where)
 
 
 @triton.jit
