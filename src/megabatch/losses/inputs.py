@@ -119,8 +119,8 @@ def prepare(
     return Batch(
         rows=len(x),
         dtype=dtype,
-        ids_N=ids,
-        weights_M=None if weights is None else weights.to(accumulator(dtype)),
+        ids_N=None if ids is None else ids.contiguous(),
+        weights_M=None if weights is None else weights.to(accumulator(dtype)).contiguous(),
         ring=ring,
         lengths=lengths,
         tiles=tiles,
