@@ -164,7 +164,7 @@ def test_sigmoids_of_wide_tiles_take_several_logarithms_a_row(use_blocks):
 
 def test_more_rows_of_tiles_than_a_group_has(use_blocks):
     use_blocks(group=2)
-    assert_exact(build("siglip_loss", 36, (7.0, -3.0), {}, width=4))
+    assert_exact(build("siglip_loss", 48, (7.0, -3.0), {"extra": 16}, width=4))
 
 
 def careful(monkeypatch, *, where: float, parts: tuple[str, ...] = ("stats", "gradient", "sigmoid")) -> None:
@@ -213,6 +213,14 @@ def test_logits_may_all_be_far_from_zero(offset):
     x, y = (torch.cat((t, torch.full((21, 1), abs(offset) ** 0.5)), 1) for t in (x, y))
     x[:, -1] *= math.copysign(1, offset)
     assert_exact(Case("clip_loss", x, y, (1.0,)))
+
+
+@pytest.mark.parametrize("side", [0, 1], ids=["row", "column"])
+def test_one_row_or_column_may_be_far_below_all_others(side):
+    x, y = embeddings(21, width=6)
+    x, y = torch.cat((x, torch.ones(21, 1)), 1), torch.cat((y, torch.zeros(21, 1)), 1)
+    y[3, -1] = -200
+    assert_exact(Case("clip_loss", *((x, y), (y, x))[side], (1.0,)))
 
 
 @pytest.mark.parametrize("bias", [-1e4, 0.0, 1e4])
@@ -396,6 +404,7 @@ def test_panels_hold_every_pair_once_and_keep_to_the_working_memory(rows, column
         assert p.r.start % work.blocks.m == 0 and p.c.start % work.blocks.n == 0
         assert widest is None or p.columns <= widest
     assert (held == 1).all()
+    assert len(panels) <= 1 or rows * columns > tile / bytes_a_cell or columns > (widest or columns)
     assert panels == sorted(panels, key=lambda p: (p.r.start, p.c.start))
 
 

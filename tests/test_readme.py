@@ -22,7 +22,7 @@ PAGES = ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))
 
 
 def test_the_tables_are_those_of_the_kept_rows():
-    assert len(PLACE.findall(README)) == 5
+    assert len(PLACE.findall(README)) == 6
     for page in PAGES:
         assert with_tables(page.read_text()) == page.read_text(), page.name
 
@@ -44,6 +44,24 @@ def test_the_ratios_of_encoders_are_those_of_the_kept_rows():
     assert f"The peak of 65,536 pairs is {more / 1024:.1f} GiB above that of 2,048" in text
 
 
+def test_the_ratios_of_options_are_those_of_the_kept_rows():
+    rows = {
+        row["implementation"]: row
+        for row in read_rows(ROOT / "benchmarks/results/loss-cuda.jsonl")
+        if (row["loss"], row["batch"], row["dim"]) == ("clip", 65536, 768)
+    }
+    times = [rows[f"ours, {option}"]["total_s"] / rows["ours"]["total_s"] for option in ("ids", "label smoothing", "diagnostics")]
+    said = "With ids, label smoothing or diagnostics the softmax loss takes {:.2f}, {:.2f} and {:.2f} times as long at 65,536 pairs"
+    assert said.format(*times) in " ".join(README.split())
+
+
+def test_the_ratio_of_errors_is_that_of_the_kept_rows():
+    rows = [row for row in read_rows(ROOT / "benchmarks/results/errors-cuda.jsonl") if row["dtype"] == "bfloat16"]
+    off = {(row["implementation"], row["loss"], row["scale"]): row["errors"]["gradient"] for row in rows}
+    ratios = [off["openclip", loss, scale] / error for (name, loss, scale), error in off.items() if name == "ours"]
+    assert f"{min(ratios):.0f} to {max(ratios):.0f} times smaller" in " ".join(README.split())
+
+
 def test_the_examples_of_losses_and_encoders_run():
     first, _, encoders = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[:3]
     names: dict = {}
@@ -56,7 +74,7 @@ def test_the_examples_of_losses_and_encoders_run():
 def test_the_options_that_it_lists_exist():
     table = README.split("### What else the losses can do")[1].split("## What it costs")[0]
     listed = re.findall(r"^\| `(\w+)=", table, re.MULTILINE)
-    assert len(listed) == 8 and set(listed) <= set(inspect.signature(megabatch.clip_loss).parameters)
+    assert len(listed) == 10 and set(listed) <= set(inspect.signature(megabatch.clip_loss).parameters)
 
 
 def test_links_and_pictures_are_there():
