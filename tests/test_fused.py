@@ -215,7 +215,7 @@ def test_logits_may_all_be_far_from_zero(offset):
     assert_exact(Case("clip_loss", x, y, (1.0,)))
 
 
-@pytest.mark.parametrize("side", [0, 1], ids=["row", "column"])
+@pytest.mark.parametrize("side", [0, 1], ids=["column", "row"])
 def test_one_row_or_column_may_be_far_below_all_others(side):
     x, y = embeddings(21, width=6)
     x, y = torch.cat((x, torch.ones(21, 1)), 1), torch.cat((y, torch.zeros(21, 1)), 1)

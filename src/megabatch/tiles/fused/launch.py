@@ -63,7 +63,7 @@ class Launch:
         # Squares, or longer than a square along one side where the other is short.
         cells = self.tile / bytes_a_cell
         side = math.isqrt(max(1, int(cells)))
-        most = min(columns, widest or columns)
+        most = min(columns, max(widest or columns, self.blocks.n))
         height = min(rows, max(side, int(cells / most)))
         width = min(most, max(side, int(cells / height)))
         for r in _slices(rows, height, self.blocks.m):
@@ -183,6 +183,6 @@ def _aligned(t: Tensor) -> Tensor:
 
 def _slices(length: int, most: int, block: int) -> Iterator[slice]:
     """Slices of about equal size, no longer than `most` and made of whole blocks except the last."""
-    count = cdiv(length, max(block, most // block * block))
+    count = 1 if length <= most else cdiv(length, max(block, most // block * block))
     size = cdiv(cdiv(length, count), block) * block
     return (slice(start, min(start + size, length)) for start in range(0, length, size))

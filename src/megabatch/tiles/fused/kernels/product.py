@@ -72,8 +72,9 @@ def put_block(
     """Writes a tile into a matrix of the panel, given with its stride, as its dtype."""
     matrix, stride = target
     if ROUND_TO_TF32:
-        # To the nearest number that tf32 holds: the product's units would cut the rest off, always towards zero.
-        values = ((values.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+        # To the nearest number that tf32 holds: the product's units would cut the rest off, always towards zero. NaN stays NaN.
+        rounded = ((values.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+        values = tl.where(values == values, rounded, values)
     if DESCRIBED:
         matrix.store([row, column], values.to(matrix.dtype))
     else:
