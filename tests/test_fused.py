@@ -7,6 +7,7 @@ import importlib.util
 import itertools
 import json
 import math
+import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ from hypothesis import given, settings
 from test_losses import CLIP_OPTIONS, build
 
 import megabatch
+from megabatch import tiles
 from megabatch.tiles import backend_for, backend_name, eager
 from megabatch.tiles.contract import Means, Pairs
 
@@ -367,6 +369,14 @@ def test_without_triton_there_is_a_remedy_and_a_fallback(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"Triton is not installed \(pip install megabatch\[fused\]\)"):
         megabatch.clip_loss(*(t.float() for t in embeddings(5)), 1.0, backend="fused")
+    assert backend_name(CUDA) == "eager"
+
+
+def test_a_broken_triton_is_said_and_does_without(monkeypatch):
+    monkeypatch.delattr(tiles, "fused")
+    monkeypatch.setitem(sys.modules, "megabatch.tiles.fused", None)
+    with pytest.raises(ValueError, match="Triton cannot be imported"):
+        backend_name(CUDA, backend="fused")
     assert backend_name(CUDA) == "eager"
 
 

@@ -39,6 +39,8 @@ def _no_fused_tiles(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why there are none here, or None. Triton is imported by the first loss that may use it."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed (pip install megabatch[fused])"
-    from . import fused
-
+    try:
+        from . import fused
+    except ImportError as error:
+        return f"Triton cannot be imported ({error})"
     return fused.unsupported(device, dtype)
