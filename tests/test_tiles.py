@@ -26,6 +26,8 @@ pytestmark = [
     pytest.mark.filterwarnings(
         r"ignore:(overflow|divide by zero|invalid value) encountered in:RuntimeWarning:triton\.runtime\.interpreter"
     ),
+    # Sums are numpy's own, called from there.
+    pytest.mark.filterwarnings(r"ignore:(overflow|invalid value) encountered in reduce:RuntimeWarning"),
 ]
 
 
