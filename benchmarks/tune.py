@@ -1,7 +1,7 @@
 """Measures the block sizes of the fused kernels on this device: `python -m benchmarks.tune`, and writes them into the package.
 
-Every candidate is compiled in parallel first, then checked against the answer of the others and timed. What the file holds for
-other devices stays.
+Every candidate is compiled in parallel first, then timed; whether kernels are right is for the tests. What the file holds for other
+devices stays.
 """
 
 from __future__ import annotations
@@ -63,6 +63,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=12, help="that compile at the same time")
     parser.add_argument("--dry-run", action="store_true", help="print, and leave the file as it is")
     options = parser.parse_args(arguments)
+    unknown = [kind for kind in options.kinds.split(",") if kind not in CANDIDATES]
+    if unknown:
+        parser.error(f"kinds {', '.join(unknown)}: choose among {', '.join(CANDIDATES)}")
     if not torch.cuda.is_available():
         parser.error("there is no CUDA device here, and block sizes are a device's own")
     cases = [

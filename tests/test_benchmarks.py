@@ -3,6 +3,7 @@ rows can be shown again."""
 
 from __future__ import annotations
 
+import json
 import mmap
 import time
 from collections.abc import Iterator
@@ -343,3 +344,27 @@ def test_kept_rows_as_markdown(kept: Path, capsys: pytest.CaptureFixture[str]) -
     assert lines[0] == "| loss | batch | megabatch | OpenCLIP |"
     assert lines[2] == "| clip | 256 | **2.00 s, 4.00 MiB** | 3.00 s, 16.0 MiB |"
     assert lines[3] == "| clip | 512 | **8.00 s, 5.00 MiB** | needs 9 GiB |"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="would measure for minutes")
+@pytest.mark.parametrize(
+    ("arguments", "said"), [([], "no CUDA device"), (["--kinds", "int8"], "kinds int8: choose among bfloat16")]
+)
+def test_block_sizes_are_not_measured_where_they_cannot_be(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tune = pytest.importorskip("benchmarks.tune")
+    with pytest.raises(SystemExit):
+        tune.main(arguments)
+    assert said in capsys.readouterr().err
+
+
+def test_measured_block_sizes_replace_those_of_the_same_device_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tune = pytest.importorskip("benchmarks.tune")
+    monkeypatch.setattr(tune.measured, "MEASURED", tmp_path / "blocks.json")
+    (tmp_path / "blocks.json").write_text('{"blocks": []}')
+    for device, m in (("A", 64), ("B", 64), ("A", 128)):
+        tune._write([{"kernel": "stats", "kind": "bfloat16", "width": 768, "device": device, "m": m}])
+    kept = json.loads((tmp_path / "blocks.json").read_text())["blocks"]
+    assert sorted((entry["device"], entry["m"]) for entry in kept) == [("A", 128), ("B", 64)]
+    assert all(entry["date"] and entry["torch"] == torch.__version__ for entry in kept)

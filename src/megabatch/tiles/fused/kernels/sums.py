@@ -11,7 +11,8 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
-EXPONENTIALS = tl.constexpr(0)  # a peak, and the sum of exponentials with it taken out
+# A sum of exponentials as they are, after an unwritten peak; or with a peak taken out, and then the sum has a minus.
+EXPONENTIALS = tl.constexpr(0)
 RANKING = tl.constexpr(1)  # a maximum, and a number
 COUNTED = tl.constexpr(2)  # a sum, and a number
 SUMS = tl.constexpr(3)  # two sums
