@@ -161,6 +161,8 @@ def _progress(row: Row) -> str:
         return f"{start}{report.reason(row)}"
     seconds, mib = report.three_digits(row["total_s"]), report.three_digits(row["extra_bytes"] / 2**20)
     share = f", {row['share']:.0%} of cuBLAS" if "share" in row else ""
+    if "rested_share" in row:
+        share += f", after a rest {report.three_digits(row['rested_s'])} s, {row['rested_share']:.0%}"
     wrong = "" if row["right"] else f", wrong: {worst(row)}"
     return f"{start}{seconds} s{share}, {mib} MiB, gradient error {row['errors']['gradient']:.1e}{wrong}"
 

@@ -6,8 +6,10 @@ result of ours becomes a row with `error` and no time; one of another package is
 Extra memory is the peak during forward and backward above what was in use once the inputs existed: it includes the
 gradients of x and y, which every implementation must return.
 
-On CUDA the timed steps are enqueued one after the other, as in training, and in half precision a matrix product is timed
-before and after them: `share` is the rate at which the loss does its useful operations, relative to that product's.
+On CUDA the timed steps are enqueued one after the other, as in training, and in half precision matrix products are timed
+between them: `share` is the rate at which the loss does its useful operations, relative to that of the products. A device that
+has rested is faster for a moment: `rested_s` is the time of one step after a rest, and `rested_share` compares it with products
+of as many operations after a rest.
 
 The batch holds at most DISTINCT different pairs, each as often as the size asks, in random order: that keeps the
 exact answer affordable at any size (see check.py).
@@ -15,6 +17,7 @@ exact answer affordable at any size (see check.py).
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -41,6 +44,8 @@ TINY = 128
 LARGEST_WARM_UP, LARGE_WARM_UP = 262_144, 32_768
 # A device that has been idle runs faster than it can for long: what is timed on CUDA comes after so many seconds of the same work.
 SUSTAINED_S = 0.5
+# Before a step or products are timed from a standstill, and how often, within how many seconds; longer steps are not.
+REST_S, RESTED_RUNS, RESTED_BUDGET_S = 0.5, 5, 5.0
 # Operations for N² pairs of width D: clip needs the logits twice and two products for the gradients, siglip the logits once.
 USEFUL_FLOP = {"clip": 8, "siglip": 6}
 PRODUCT_SIZE, PRODUCTS_A_STEP = 8192, 2
@@ -158,8 +163,15 @@ def needed_bytes(peer: peers.Peer, case: Case) -> int:
 
 def share(row: Row) -> Row:
     """What a row that was timed beside a matrix product adds: the operations that count, and their rate as a share of its rate."""
-    useful = USEFUL_FLOP[row["loss"]] * row["batch"] ** 2 * row["dim"]
-    return {"useful_flop": useful, "share": useful / row["total_s"] / 1e12 / row["matrix_product_tflops"]}
+    useful = _useful_flop(row["loss"], row["batch"], row["dim"])
+    found = {"useful_flop": useful, "share": useful / row["total_s"] / 1e12 / row["matrix_product_tflops"]}
+    if "rested_s" in row:
+        found["rested_share"] = useful / row["rested_s"] / 1e12 / row["rested_product_tflops"]
+    return found
+
+
+def _useful_flop(loss: str, batch: int, dim: int) -> int:
+    return USEFUL_FLOP[loss] * batch**2 * dim
 
 
 def worst(found: Row) -> str:
@@ -239,7 +251,9 @@ def _enqueued(
     Everything is enqueued without a wait, and each step after two products, as in training after the encoders: the device has
     work while the host prepares the step, and the products meet the clock that the steps meet.
     """
-    left, right = (torch.randn(size, size, device=batch.x.device).bfloat16() for _ in range(2))
+    left, right = _factors(size, batch.x.device)
+    # The first product loads the library: where there is one step and no warm-up, its time would be that.
+    torch.matmul(left, right)
     warm_up = int(SUSTAINED_S / max(first, 1e-3))
     marks = []
     for _ in range(warm_up + runs):
@@ -260,13 +274,58 @@ def _enqueued(
     return times, 2 * size**3 / product / 1e12
 
 
-def _host_seconds(call: Callable[..., Tensor], batch: Batch) -> float:
+def _factors(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    left, right = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
+    return left, right
+
+
+def _rested(work: Callable[[], object], runs: int) -> float:
+    """The seconds that a device takes for some work after a rest: the median of several runs, the host's part included."""
+    times = []
+    for _ in range(runs):
+        torch.cuda.synchronize()
+        time.sleep(REST_S)
+        start = _mark()
+        work()
+        end = _mark()
+        torch.cuda.synchronize()
+        times.append(_seconds(start, end))
+    return statistics.median(times)
+
+
+@functools.cache
+def _rested_product_tflops(products: int, runs: int, size: int) -> float:
+    """The rate of so many products after a rest; contestants with the same work to do share it."""
+    left, right = _factors(size, torch.device("cuda"))
+
+    def work() -> None:
+        for _ in range(products):
+            torch.matmul(left, right)
+
+    work()
+    return products * 2 * size**3 / _rested(work, runs) / 1e12
+
+
+def _after_a_rest(case: Case, call: Callable[..., Tensor], batch: Batch, runs: int) -> Row:
+    """The time of a step after a rest, and the rate of about as many operations in products."""
+    products = max(1, round(_useful_flop(case.loss, case.batch, case.dim) / (2 * PRODUCT_SIZE**3)))
+    seconds = _rested(lambda: _enqueue(call, batch), runs)
+    return {"rested_s": seconds, "rested_runs": runs, "rested_product_tflops": _rested_product_tflops(products, runs, PRODUCT_SIZE)}
+
+
+def _enqueue(call: Callable[..., Tensor], batch: Batch) -> None:
+    for leaf in batch[:4]:
+        leaf.grad = None
+    call(*batch[:4]).backward()
+
+
+def _host_seconds(call: Callable[..., Tensor], batch: Batch, runs: int) -> float:
     """How long the host takes to enqueue a step, while the device is idle."""
     times = []
-    for _ in range(5):
+    for _ in range(runs):
         torch.cuda.synchronize()
         start = time.perf_counter()
-        call(*batch[:4]).backward()
+        _enqueue(call, batch)
         times.append(time.perf_counter() - start)
     torch.cuda.synchronize()
     return statistics.median(times)
@@ -310,7 +369,10 @@ def _times(case: Case, call: Callable[..., Tensor], batch: Batch, first: Seconds
     row: Row = {}
     if case.device == "cuda":
         seconds, tflops = _enqueued(call, batch, max(1, runs), sum(first))
-        row = {"matrix_product_tflops": tflops, "host_s": _host_seconds(call, batch)}
+        few = max(1, min(RESTED_RUNS, int(RESTED_BUDGET_S / max(sum(first), 1e-6))))
+        row = {"matrix_product_tflops": tflops, "host_s": _host_seconds(call, batch, few)}
+        if sum(first) <= RESTED_BUDGET_S:
+            row |= _after_a_rest(case, call, batch, few)
     else:
         seconds = [_step(call, batch)[0] for _ in range(runs)] or [first]
     row |= {"runs": len(seconds), "warm_up": runs > 0, "load_average": os.getloadavg()[0]}

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import PRODUCT_SIZE, USEFUL_FLOP, Row, largest_error, worst
+from benchmarks.measure import PRODUCT_SIZE, REST_S, USEFUL_FLOP, Row, largest_error, worst
 
 TITLES = {
     "ours": "megabatch",
@@ -37,6 +37,9 @@ HEADERS = (
     "total s",
     "of cuBLAS",
     "speed",
+    "after a rest s",
+    "of cuBLAS rested",
+    "speed rested",
     "extra MiB",
     "memory",
     "gradient error",
@@ -91,7 +94,6 @@ def table(rows: list[Row]) -> list[tuple[str, ...]]:
     cells = []
     for row in _measured(in_order(rows)):
         peer = _openclip(rows, row)
-        speed = f"{peer['total_s'] / row['total_s']:.2f}×" if peer else ""
         share = f"{row['extra_bytes'] / max(1, peer['extra_bytes']):.1%}" if peer else ""
         cells.append(
             (
@@ -102,7 +104,10 @@ def table(rows: list[Row]) -> list[tuple[str, ...]]:
                 row["dtype"],
                 *(three_digits(row[f"{part}_s"]) for part in ("forward", "backward", "total")),
                 f"{row['share']:.1%}" if "share" in row else "",
-                speed,
+                _speed(peer, row, "total_s"),
+                three_digits(row["rested_s"]) if "rested_s" in row else "",
+                f"{row['rested_share']:.1%}" if "rested_share" in row else "",
+                _speed(peer, row, "rested_s"),
                 three_digits(row["extra_bytes"] / 2**20),
                 share,
                 f"{row['errors']['gradient']:.1e}" + ("" if _right(row) else " (wrong)"),
@@ -133,14 +138,13 @@ def reason(row: Row) -> str:
 def markdown(rows: list[Row]) -> str:
     """The table of the README: a line for each loss and batch, a column for each implementation, and where it was run.
 
-    Rows of several widths have a column for it, and those with a share of a matrix product say it. Rows of megabatch with
-    an option are left out: `options_markdown` shows them.
+    Rows of several widths have a column for it. Rows with a share of a matrix product have a table of their own kind, see
+    `shares_markdown`. Rows of megabatch with an option are left out: `options_markdown` shows them.
     """
     rows = in_order([row for row in rows if not is_option(row)])
-    names = list(dict.fromkeys(title(row) for row in rows))
     if _shared(rows):
-        # Put together from several runs, rows come in any order.
-        names.sort(key=lambda name: name != TITLES["ours"])
+        return shares_markdown(rows)
+    names = list(dict.fromkeys(title(row) for row in rows))
     cell = {(*_place(row), title(row)): _markdown_cell(row) for row in rows}
     width = len({row["dim"] for row in rows}) > 1
     lines = [
@@ -150,6 +154,51 @@ def markdown(rows: list[Row]) -> str:
     for loss, batch, dim in dict.fromkeys(_place(row) for row in rows):
         cells = " | ".join(cell.get((loss, batch, dim, name), "") for name in names)
         lines.append(f"| {loss} | {batch:,} |{f' {dim:,} |' if width else ''} {cells} |")
+    return "\n".join([*lines, "", caption(rows)])
+
+
+SHARES_HEADERS = (
+    "batch",
+    "D",
+    "implementation",
+    "sustained",
+    "of cuBLAS",
+    "speed",
+    "after a rest",
+    "of cuBLAS",
+    "speed",
+    "memory",
+)
+
+
+def shares_markdown(rows: list[Row]) -> str:
+    """A line for each size and implementation, megabatch first: times under load and after a rest, shares of the rate of a matrix
+    product under the same circumstances, speeds relative to OpenCLIP, and memory."""
+    # Put together from several runs, rows come in any order.
+    rows = sorted(in_order(rows), key=lambda row: (row["loss"], row["batch"], row["dim"], not is_ours(row)))
+    lines = [f"| {' | '.join(SHARES_HEADERS)} |", f"| ---: | ---: | --- |{' ---: |' * (len(SHARES_HEADERS) - 3)}"]
+    for row in rows:
+        peer = _openclip(rows, row)
+        size = f"{row['batch']:,} | {row['dim']:,}"
+        if "total_s" not in row:
+            lines.append(f"| {size} | {title(row)} | {_without_time(row)} |{' |' * (len(SHARES_HEADERS) - 4)}")
+            continue
+        cells = [
+            _milliseconds(row["total_s"]),
+            _percent(row["share"]) if "share" in row else "",
+            _speed(peer, row, "total_s"),
+            _milliseconds(row["rested_s"]) if "rested_s" in row else "",
+            _percent(row["rested_share"]) if "rested_share" in row else "",
+            _speed(peer, row, "rested_s"),
+            f"{three_digits(row['extra_bytes'] / 2**20)} MiB",
+        ]
+        name = title(row)
+        if not _right(row):
+            what, error = largest_error(row)
+            name += f" ({ERRORS.get(what, what)} off by {error:.0e})"
+        if is_ours(row):
+            name, cells[0], cells[3] = f"**{name}**", f"**{cells[0]}**", f"**{cells[3]}**" if cells[3] else ""
+        lines.append(f"| {size} | {name} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", caption(rows)])
 
 
@@ -164,7 +213,7 @@ def options_markdown(rows: list[Row]) -> str:
         other = plain.get(_place(row))
         relative = f"{row['total_s'] / other['total_s']:.2f}×" if other and "total_s" in row else ""
         option = row["implementation"].partition(", ")[2]
-        time = _time(row) if "total_s" in row else _markdown_cell(row)
+        time = _milliseconds(row["total_s"]) if "total_s" in row else _without_time(row)
         lines.append(f"| {row['loss']} | {row['batch']:,} | {row['dim']:,} | {option} | {time} | {relative} |")
     return "\n".join([*lines, "", f"{_start(found)} Times are relative to the same loss without options in the same run."])
 
@@ -205,19 +254,29 @@ def _start(rows: list[Row]) -> str:
 
 def _shares(rows: list[Row]) -> str:
     """What the shares are of, where rows have them."""
-    rates = [row["matrix_product_tflops"] for row in _measured(rows) if "share" in row]
-    if not rates:
+    if not _shared(rows):
         return ""
-    low, high = f"{min(rates):,.0f}", f"{max(rates):,.0f}"
-    rate = low if low == high else f"{low} to {high}"
     counted = " and ".join(
         f"{flop}·N²·D ({loss})" for loss, flop in USEFUL_FLOP.items() if any(row["loss"] == loss for row in rows)
     )
-    return (
-        f" Percentages are shares of the rate of a bfloat16 product of two {PRODUCT_SIZE:,} × {PRODUCT_SIZE:,} matrices by "
-        f"cuBLAS, {rate} TFLOP/s, counting {counted} operations; two such products run before each step, so that both meet the "
-        f"same clock, and the device has work while the host prepares the step."
+    size = f"{PRODUCT_SIZE:,} × {PRODUCT_SIZE:,}"
+    text = (
+        f" Sustained: after half a second of the same work, with two bfloat16 products of {size} matrices by cuBLAS before each "
+        f"step, which ran at {_span(rows, 'matrix_product_tflops')} TFLOP/s; percentages are shares of their rate, counting "
+        f"{counted} operations."
     )
+    if any("rested_s" in row for row in _measured(rows)):
+        text += (
+            f" After a rest: one step on a device that was idle for {REST_S:g} s, the host's part included, beside such products "
+            f"of as many operations after the same rest, which ran at {_span(rows, 'rested_product_tflops')} TFLOP/s."
+        )
+    return f"{text} Speeds are relative to OpenCLIP."
+
+
+def _span(rows: list[Row], field: str) -> str:
+    values = [row[field] for row in _measured(rows) if field in row]
+    low, high = f"{min(values):,.0f}", f"{max(values):,.0f}"
+    return low if low == high else f"{low} to {high}"
 
 
 def device_name(machine: dict[str, Any]) -> str:
@@ -279,22 +338,32 @@ def _openclip(rows: list[Row], row: Row) -> Row | None:
 
 
 def _markdown_cell(row: Row) -> str:
-    if "needed_bytes" in row:
-        return f"needs {row['needed_bytes'] / 2**30:,.0f} GiB"
     if "total_s" not in row:
-        return "refused: wrong result" if row.get("right") is False else "failed"
-    part = f" ({row['share']:.0%})".replace("%", " %") if "share" in row else ""
-    text = f"{_time(row)}{part}, {three_digits(row['extra_bytes'] / 2**20)} MiB"
+        return _without_time(row)
+    text = f"{three_digits(row['total_s'])} s, {three_digits(row['extra_bytes'] / 2**20)} MiB"
     if not _right(row):
         name, error = largest_error(row)
         text += f", {ERRORS.get(name, name)} off by {error:.0e}"
     return f"**{text}**" if row["implementation"] == "ours" else text
 
 
-def _time(row: Row) -> str:
-    # Rows without a share are of tables in seconds throughout.
-    in_ms = "share" in row and row["total_s"] < 1
-    return f"{three_digits(row['total_s'] * 1000)} ms" if in_ms else f"{three_digits(row['total_s'])} s"
+def _without_time(row: Row) -> str:
+    if "needed_bytes" in row:
+        return f"needs {row['needed_bytes'] / 2**30:,.0f} GiB"
+    return "refused: wrong result" if row.get("right") is False else "failed"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{three_digits(seconds * 1000)} ms" if seconds < 1 else f"{three_digits(seconds)} s"
+
+
+def _percent(share: float) -> str:
+    return f"{share * 100:.0f} %"
+
+
+def _speed(peer: Row | None, row: Row, field: str) -> str:
+    """How many times as fast as a peer."""
+    return f"{peer[field] / row[field]:.2f}×" if peer and field in peer and field in row else ""
 
 
 def _is_number(text: str) -> bool:

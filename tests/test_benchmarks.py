@@ -214,10 +214,29 @@ def test_steps_on_cuda_are_timed_apart_from_the_products_between_them(marks: typ
     assert tflops == pytest.approx(2 * 16**3 / 0.003 / 1e12)  # two products in the median of 4 and 8 ms
 
 
+def test_after_a_rest_a_step_is_timed_and_products_of_as_many_operations(
+    marks: type[Mark], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rests: list[float] = []
+    monkeypatch.setattr(measuring.time, "sleep", rests.append)
+    monkeypatch.setattr(measuring, "_factors", lambda size, device: (torch.ones(1, 1), torch.ones(1, 1)))
+    monkeypatch.setattr(measuring, "PRODUCT_SIZE", 4)
+    measuring._rested_product_tflops.cache_clear()
+    # Three steps of 5, 9 and 7 ms; as many times the products, 2, 4 and 3 ms.
+    marks.clock = iter([0, 5, 100, 109, 200, 207, 300, 302, 400, 404, 500, 503])
+    case = Case("clip", "formula", batch=8, dim=4)
+    row = measuring._after_a_rest(case, peers.find("formula", "clip").load(), measuring._inputs(case, 8), 3)
+    assert row["rested_s"] == 0.007 and rests == [measuring.REST_S] * 6
+    products = 8 * 8**2 * 4 // (2 * 4**3)
+    assert row["rested_product_tflops"] == pytest.approx(products * 2 * measuring.PRODUCT_SIZE**3 / 0.003 / 1e12)
+
+
 def test_the_share_counts_useful_operations_alone() -> None:
     row = {"loss": "clip", "batch": 1000, "dim": 100, "total_s": 1e-3, "matrix_product_tflops": 2.0}
     assert share(row) == {"useful_flop": 8 * 10**8, "share": pytest.approx(0.4)}
     assert share(row | {"loss": "siglip"})["useful_flop"] == 6 * 10**8
+    rested = share(row | {"rested_s": 0.5e-3, "rested_product_tflops": 3.2})
+    assert rested["share"] == pytest.approx(0.4) and rested["rested_share"] == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(("device", "batch", "warm_up"), [("cpu", 4096, 128), ("cuda", 65536, 65536), ("cuda", 2**20, 32768)])
@@ -263,6 +282,8 @@ def shared(tmp_path: Path) -> Path:
     def row(kind: str, name: str, batch: int, dim: int, ms: float, **more: object) -> Row:
         made = measured(batch, name, ms / 1000, 512) | gpu | {"loss": kind, "dim": dim} | more
         made |= {"matrix_product_tflops": 700.0}
+        if batch < 2**20:
+            made |= {"rested_s": ms / 1000 / 1.25, "rested_product_tflops": 800.0}
         return made | share(made)
 
     wrong = {"right": False, "errors": {"gradient": 0.9, "scale": 0.01}, "version": "25.1.1"}
@@ -273,6 +294,8 @@ def shared(tmp_path: Path) -> Path:
         row("clip", "ours", 65536, 768, 40),
         row("clip", "ours", 65536, 1024, 52),
         row("clip", "ours", 8192, 768, 0.7),
+        row("clip", "ours", 2**20, 768, 10_600),
+        gpu | {"loss": "clip", "implementation": "openclip", "batch": 2**20, "dim": 768, "needed_bytes": 2**43, "skipped": "large"},
         row("clip", "ours, ids", 65536, 768, 42),
         row("siglip", "ours, diagnostics", 65536, 768, 62),
     ]
@@ -282,13 +305,18 @@ def shared(tmp_path: Path) -> Path:
 
 def test_rows_with_shares_as_markdown(shared: Path) -> None:
     lines = report.markdown(report.read_rows(shared)).splitlines()
-    assert lines[0] == "| loss | batch | D | megabatch | OpenCLIP | Cut Cross-Entropy |"
-    assert lines[2] == "| clip | 8,192 | 768 | **0.700 ms (84 %), 512 MiB** |  |  |"
-    off = "1.50 s (3 %), 512 MiB, gradient off by 9e-01"
-    assert lines[3] == f"| clip | 65,536 | 768 | **40.0 ms (94 %), 512 MiB** | 127 ms (30 %), 512 MiB | {off} |"
-    assert [line.split("|")[3].strip() for line in lines[4:6]] == ["1,024", "768"]
+    assert lines[0] == f"| {' | '.join(report.SHARES_HEADERS)} |"
+    times = "**0.700 ms** | 84 % |  | **0.560 ms** | 92 % | "
+    assert lines[2] == f"| 8,192 | 768 | **megabatch** | {times} | 512 MiB |"
+    times = "**40.0 ms** | 94 % | 3.17× | **32.0 ms** | 103 % | 3.17×"
+    assert lines[3] == f"| 65,536 | 768 | **megabatch** | {times} | 512 MiB |"
+    assert lines[4].startswith("| 65,536 | 768 | OpenCLIP | 127 ms | 30 % | 1.00× | 102 ms |")
+    assert lines[5].startswith("| 65,536 | 768 | Cut Cross-Entropy (gradient off by 9e-01) | 1.50 s | 3 % | 0.08× | 1.20 s |")
+    assert lines[7] == "| 1,048,576 | 768 | **megabatch** | **10.6 s** | 91 % |  |  |  |  | 512 MiB |"
+    assert lines[8] == "| 1,048,576 | 768 | OpenCLIP | needs 8,192 GiB | | | | | | |"
     assert "with torch 2.11.0, OpenCLIP 3.3.0, Cut Cross-Entropy 25.1.1, 2026-11-15." in lines[-1]
-    assert "700 TFLOP/s, counting 8·N²·D (clip) and 6·N²·D (siglip) operations" in lines[-1]
+    assert "700 TFLOP/s; percentages are shares of their rate, counting 8·N²·D (clip) and 6·N²·D (siglip) operations" in lines[-1]
+    assert "as many operations after the same rest, which ran at 800 TFLOP/s" in lines[-1]
     assert not any("ids" in line or "diagnostics" in line for line in lines)
 
 
@@ -300,14 +328,14 @@ def test_tables_of_parts_of_a_file(shared: Path, monkeypatch: pytest.MonkeyPatch
         "| siglip | 65,536 | 768 | diagnostics | 62.0 ms | 2.00× |",
     ]
     siglip = readme._table(f"{shared.name}#siglip")
-    assert siglip.startswith("| loss | batch | megabatch |\n") and "8·N²·D" not in siglip and "D = 768" in siglip
+    assert siglip.count("**megabatch**") == 1 and "8·N²·D" not in siglip and "D = 768" in siglip
 
 
 def test_rows_with_shares_are_shown_and_drawn(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert loss.main(["--redraw", str(shared)]) == 0
     assert shared.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     shown = capsys.readouterr().out
-    assert "of cuBLAS" in shown and "94.2%" in shown and "9.0e-01 (wrong)" in shown
+    assert "of cuBLAS" in shown and "94.2%" in shown and "103.1%" in shown and "9.0e-01 (wrong)" in shown
     assert "timed, but wrong: clip, Cut Cross-Entropy, N = 65,536: gradient off by 9.0e-01, 1.0e-01 allowed" in shown
 
 

@@ -289,6 +289,19 @@ def test_diagnostics_are_those_of_the_other_backend(loss, options):
         assert mine is None or (mine.dtype == theirs.dtype and torch.allclose(mine, theirs, rtol=1e-6))
 
 
+@pytest.mark.parametrize("loss, rows_of_a_tile", [("siglip_loss", 16), ("clip_loss", 16), ("clip_loss", 128), ("clip_loss", 256)])
+def test_ranks_and_hardest_negatives_are_exact_ties_included(loss, rows_of_a_tile, use_blocks):
+    # As many rivals ahead in a column of a tile as it has rows, in the first; whole numbers, whose products are exact.
+    use_blocks(m=rows_of_a_tile, n=64)
+    g = torch.Generator().manual_seed(1)
+    rows = rows_of_a_tile + 3
+    for x, y in (torch.ones(2, rows, 16), torch.randint(-1, 2, (2, rows, 16), generator=g).float()):
+        found = getattr(megabatch, loss)(x, y, *SCALARS[loss], diagnostics=True, backend="fused")[1]
+        z, own = (x @ y.T).fill_diagonal_(-torch.inf), (x * y).sum(1)
+        assert torch.equal(found.row_rank, (z >= own[:, None]).sum(1)) and torch.equal(found.column_rank, (z >= own).sum(0))
+        assert torch.equal(found.row_hardest, z.amax(1)) and torch.equal(found.column_hardest, z.amax(0))
+
+
 def test_a_collapsed_model_does_not_look_perfect():
     same = embeddings(1, width=20)[0].float().expand(21, 20)
     for scale in (5.0, 500.0):
@@ -446,7 +459,7 @@ def test_tiles_in_which_ids_may_be_equal_are_marked():
         ids_N[j] = ids_M[i] + high * 2**32
     work = launch.Launch("stats", torch.empty(40, 4), torch.empty(600, 4), Means(2**20))
     marks = work.pairs(Pairs(ids_M=ids_M, ids_N=ids_N), launch.Panel(slice(0, 40), slice(0, 600)))[0]
-    assert marks.nonzero().tolist() == [[0, 599 // 16], [1, 5 // 16], [1, 300 // 16], [2, 270 // 16]]
+    assert marks.nonzero().tolist() == [[0, 599 // 32], [1, 5 // 32], [1, 300 // 32], [2, 270 // 32]]
 
 
 def pretend(monkeypatch, name: str = "a new device", capability: tuple[int, int] = (13, 7), room: int = 99 * 1024) -> None:

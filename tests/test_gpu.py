@@ -175,6 +175,24 @@ def test_ten_runs_are_bit_equal(loss, scale):
     assert all(torch.equal(s, t) for run in runs[1:] for s, t in zip(runs[0], run, strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("loss", ["clip_loss", "siglip_loss"])
+@pytest.mark.parametrize("collapsed", [False, True], ids=["whole numbers", "collapsed"])
+def test_ranks_and_hardest_negatives_are_exact_ties_included(loss, dtype, collapsed):
+    # Products of small whole numbers are exact in every dtype, and many are equal; all are, where all embeddings are.
+    g = torch.Generator().manual_seed(1)
+    x, y = (torch.randint(-1, 2, (700, 24), generator=g).cuda() for _ in range(2))
+    if collapsed:
+        x, y = torch.ones_like(x), torch.ones_like(y)
+    ids = torch.arange(700, device="cuda") % 690
+    scalars = (0.5, -1.0)[: 1 if loss == "clip_loss" else 2]
+    found = getattr(megabatch, loss)(x.to(dtype), y.to(dtype), *scalars, ids=ids, diagnostics=True, tile=2**20)[1]
+    z = (x.double() @ y.double().T).masked_fill(ids[:, None] == ids, -torch.inf)
+    own = (x * y).sum(1).double()
+    assert torch.equal(found.row_rank, (z >= own[:, None]).sum(1)) and torch.equal(found.column_rank, (z >= own).sum(0))
+    assert torch.equal(found.row_hardest.double(), z.amax(1)) and torch.equal(found.column_hardest.double(), z.amax(0))
+
+
 def test_autocast_rounds_the_embeddings_and_nothing_else():
     x, y = embeddings(200, width=64)
     true = formula(Case("clip_loss", x, y, (50.0,)).rounded(torch.bfloat16))

@@ -77,7 +77,7 @@ def softmax_stats(x_MD: Tensor, y_ND: Tensor, scale: Tensor, pairs: Pairs, *, co
     launch = Launch("stats", x_MD, y_ND, means, pieces)
     trouble = x_MD.new_zeros(1, dtype=torch.int32)
     mine, theirs = Sums(x_MD, kinds), Sums(y_ND, kinds) if columns else None
-    parts_a_cell = mine.bytes_a_cell(launch.piece) + (theirs.bytes_a_cell(launch.blocks.m) if theirs else 0)
+    parts_a_cell = mine.bytes_a_cell(launch.blocks.n) + (theirs.bytes_a_cell(launch.blocks.m) if theirs else 0)
     # No wider than what the device's cache can hold of y, which every row of tiles reads again.
     for p in launch.panels(parts_a_cell, widest=CACHED_BYTES // (x_MD.shape[1] * x_MD.element_size())):
         down, across = launch.parts(p)
@@ -86,7 +86,7 @@ def softmax_stats(x_MD: Tensor, y_ND: Tensor, scale: Tensor, pairs: Pairs, *, co
         for careful in (False, True):
             stats_kernel[launch.grid(p)](
                 *arguments, HOME=pairs.home, SEVERAL=several, DROP=drops, SMOOTHED=pairs.smoothed and not careful,
-                RANKED=pairs.ranked and not careful, CAREFUL=careful, **launch.constants,
+                RANKED=pairs.ranked and not careful, CAREFUL=careful, WARPS=launch.blocks.warps, **launch.constants,
             )  # fmt: skip
         merge_panel(p, mine, row_parts, theirs, column_parts)
     _without_panels(x_MD, y_ND, mine, theirs)
@@ -161,7 +161,7 @@ def sigmoid_sums(
     products = Products(x_MD, y_ND, wanted, means) if wanted else None
     mine = Sums(x_MD, [SUMS.value] + [RANKING.value] * pairs.ranked)
     theirs = Sums(y_ND, [RANKING.value]) if pairs.ranked else None
-    parts_a_cell = mine.bytes_a_cell(launch.piece) + (theirs.bytes_a_cell(launch.blocks.m) if theirs else 0)
+    parts_a_cell = mine.bytes_a_cell(launch.blocks.n) + (theirs.bytes_a_cell(launch.blocks.m) if theirs else 0)
     # Beside a panel of the gradient, the parts do not count.
     for p in launch.panels(products.bytes_a_cell if products else parts_a_cell):
         down, across = launch.parts(p)
@@ -172,8 +172,8 @@ def sigmoid_sums(
         arguments = *launch.operands(p), scale, bias, *outputs, *launch.pairs(pairs, p), stride
         for careful in (False, True):
             sigmoid_kernel[launch.grid(p)](
-                *arguments, HOME=pairs.home, SEVERAL=_several(pairs), RANKED=pairs.ranked, CAREFUL=careful,
-                ROUND_TO_TF32=products is not None and products.rounds_to_tf32, **launch.constants,
+                *arguments, HOME=pairs.home, SEVERAL=_several(pairs), RANKED=pairs.ranked and not careful, CAREFUL=careful,
+                ROUND_TO_TF32=products is not None and products.rounds_to_tf32, WARPS=launch.blocks.warps, **launch.constants,
             )  # fmt: skip
         merge_panel(p, mine, row_parts, theirs, column_parts)
         if products is not None and panel is not None:

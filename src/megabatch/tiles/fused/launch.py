@@ -20,7 +20,7 @@ from .kernels.sums import merge_kernel
 from .support import has_descriptors, processors
 
 MERGED_ROWS, MERGED_TILES = 32, 64
-MATCHED_TILES = 16
+MATCHED_TILES = 8
 
 
 class Panel:
@@ -71,12 +71,12 @@ class Launch:
                 yield Panel(r, c)
 
     def parts(self, p: Panel) -> tuple[int, int]:
-        """How many parts the sums of a panel have: for its columns, one a tile; for its rows, one a piece of a tile."""
-        return cdiv(p.rows, self.blocks.m), cdiv(p.columns, self.blocks.n) * self.blocks.pieces
+        """How many parts the sums of a panel have, for its columns and for its rows: one a tile."""
+        return cdiv(p.rows, self.blocks.m), cdiv(p.columns, self.blocks.n)
 
     def grid(self, p: Panel) -> tuple[int]:
         """The programs for a panel: no more than there are tiles."""
-        return (min(cdiv(p.rows, self.blocks.m) * cdiv(p.columns, self.blocks.n), self.most_programs),)
+        return (min(math.prod(self.parts(p)), self.most_programs),)
 
     def operands(self, p: Panel) -> tuple[Any, Any]:
         """What a kernel takes to read blocks of x and y."""
@@ -102,7 +102,8 @@ class Launch:
             down, across = self.parts(p)
             matches = ids_M.new_empty(down, across, dtype=torch.int8)
             grid = (cdiv(across, MATCHED_TILES), down)
-            match_kernel[grid](ids_M, ids_N, matches, p.rows, p.columns, across, M=self.blocks.m, N=self.piece, TILES=MATCHED_TILES)
+            m, n = self.blocks[:2]
+            match_kernel[grid](ids_M, ids_N, matches, p.rows, p.columns, across, M=m, N=n, TILES=MATCHED_TILES)
         compared_with = part(compared, p.r), part(pairs.positive_N, p.c)
         return matches, ids_M, ids_N, *compared_with, margin, p.rows, p.columns, p.r.start - p.c.start
 

@@ -3,9 +3,9 @@
 Most tiles need none: they lie inside the panel, off the diagonal, and no id occurs on both of their sides. Whether a tile is one of
 the others is one uniform branch.
 
-A `panel` is the tuple (matches, ids_M, ids_N, positive_M, positive_N, margin, rows, columns, shift, across): marks of tiles with
-equal ids, the ids as pairs of 32-bit halves, what similarities are compared with, the panel's size, by how many columns the
-positives of its rows are ahead of them, and how many tiles there are in a row of them.
+A `panel` is the tuple (matches, ids_M, ids_N, positive_M, positive_N, margin, rows, columns, shift): marks of tiles with equal
+ids, the ids as pairs of 32-bit halves, what similarities are compared with, the panel's size, and by how many columns the positives
+of its rows are ahead of them.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ def match_kernel(ids_M, ids_N, matches, rows, columns, across, M: tl.constexpr, 
 @triton.jit
 def is_special(panel, row, column, HOME: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
     """Whether some pair of the tile does not count as a negative: it is beyond the edge, a positive, or may have equal ids."""
-    matches, _, _, _, _, _, rows, columns, shift, across = panel
+    matches, _, _, _, _, _, rows, columns, shift = panel
     special = (row + M > rows) | (column + N > columns)
     if HOME:
         special = special | ((row + shift < column + N) & (column < row + shift + M))
     if matches is not None:
-        special = special | (tl.load(matches + (row // M) * across + column // N) != 0)
+        special = special | (tl.load(matches + (row // M) * tl.cdiv(columns, N) + column // N) != 0)
     return special
 
 
 @triton.jit
 def others(panel, row, column, HOME: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
     """The pairs inside the panel that are not positives."""
-    _, _, _, _, _, _, rows, columns, shift, _ = panel
+    _, _, _, _, _, _, rows, columns, shift = panel
     i, j = row + tl.arange(0, M), column + tl.arange(0, N)
     found = (i < rows)[:, None] & (j < columns)[None, :]
     if HOME:
@@ -60,7 +60,7 @@ def others(panel, row, column, HOME: tl.constexpr, M: tl.constexpr, N: tl.conste
 @triton.jit
 def negatives(panel, row, column, HOME: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
     """The pairs inside the panel that are neither positives nor equal in id."""
-    _, ids_M, _, _, _, _, _, _, _, _ = panel
+    _, ids_M, _, _, _, _, _, _, _ = panel
     found = others(panel, row, column, HOME, M, N)
     if ids_M is not None:
         found = found & ~_equal_ids(panel, row, column, M, N)
@@ -85,7 +85,7 @@ def rivals(z, special, panel, row, column, HOME: tl.constexpr, M: tl.constexpr, 
 
 @triton.jit
 def _equal_ids(panel, row, column, M: tl.constexpr, N: tl.constexpr):
-    _, ids_M, ids_N, _, _, _, rows, columns, _, _ = panel
+    _, ids_M, ids_N, _, _, _, rows, columns, _ = panel
     i, j = row + tl.arange(0, M), column + tl.arange(0, N)
     equal = tl.full((M, N), True, tl.int1)
     for half in tl.static_range(2):

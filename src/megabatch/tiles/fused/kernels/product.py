@@ -57,6 +57,13 @@ def halves(z, M: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
+def side_by_side(left, right):
+    """What was found for the columns of the halves of a tile, (parts, columns) each, as one."""
+    joined = tl.permute(tl.join(left, right), (0, 2, 1))
+    return tl.reshape(joined, (left.shape[0], 2 * left.shape[1]))
+
+
+@triton.jit
 def put_block(
     target,
     values,

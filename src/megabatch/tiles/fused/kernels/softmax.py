@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 
 from .pairs import further_positives, is_special, negatives, others, rivals
-from .product import halves, put_block, similarities, tile_at
-from .sums import get, is_ahead, larger_and_sum, put, put_pair, sum_larger_and_sum
+from .product import halves, put_block, side_by_side, similarities, tile_at
+from .sums import bars, counts_of_columns, get, of_columns, of_rows, put, put_pair, sum_and_larger, unpacked
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 # A sum of exponentials in here has lost nothing that counts: what underflowed is below 2^-126 a term, and 2^27 of them do not
@@ -30,13 +30,13 @@ def stats_kernel(
     x, y, scale, row_parts, column_parts, trouble, matches, ids_M, ids_N, positive_M, positive_N, margin, rows, columns, shift,
     HOME: tl.constexpr, SEVERAL: tl.constexpr, DROP: tl.constexpr, SMOOTHED: tl.constexpr, RANKED: tl.constexpr,
     CAREFUL: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
-    PIECES: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
+    PIECES: tl.constexpr, WARPS: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Writes the sums of each tile, or piece of one, for its rows and, if there is room for them, for its columns.
+    """Writes the sums of each tile for its rows and, if there is room for them, for its columns.
 
     CAREFUL: only where they have lost something.
     """
-    panel = (matches, ids_M, ids_N, positive_M, positive_N, margin, rows, columns, shift, PIECES * tl.cdiv(columns, N))
+    panel = (matches, ids_M, ids_N, positive_M, positive_N, margin, rows, columns, shift)
     parts = (row_parts, column_parts, trouble)
     tiles = tl.cdiv(rows, M) * tl.cdiv(columns, N)
     # In powers of two, but for the careful way, whose logits are too large for another rounding.
@@ -47,112 +47,165 @@ def stats_kernel(
         row, column = tile_at(t, rows, columns, M, N, GROUP)
         wanted = True
         if CAREFUL:
-            wanted = _has_lost(parts, panel, row, column, M, N, PIECES)
+            wanted = _has_lost(parts, panel, row, column, M, N)
         if wanted:
             z = similarities(x, y, row, column, rows, columns, WIDTH, M, N, K, DESCRIBED, PRECISION)
-            if PIECES == 1:
-                _put_stats(z, factor, parts, panel, row, column, HOME, SEVERAL, DROP, SMOOTHED, RANKED, CAREFUL, M, N)
+            special = is_special(panel, row, column, HOME, M, N)
+            if CAREFUL:
+                _put_careful_stats(z, special, factor, parts, panel, row, column, HOME, SEVERAL, DROP, M, N, PIECES)
             else:
-                left, right = halves(z, M, N)
-                middle = column + N // 2
-                _put_stats_of_half(
-                    left, factor, parts, panel, row, column, HOME, SEVERAL, DROP, SMOOTHED, RANKED, CAREFUL, M, N // 2, PIECES
-                )
-                _put_stats_of_half(
-                    right, factor, parts, panel, row, middle, HOME, SEVERAL, DROP, SMOOTHED, RANKED, CAREFUL, M, N // 2, PIECES
-                )
-
-
-@triton.jit
-def _put_stats_of_half(
-    z, factor, parts, panel, row, column,
-    HOME: tl.constexpr, SEVERAL: tl.constexpr, DROP: tl.constexpr, SMOOTHED: tl.constexpr, RANKED: tl.constexpr,
-    CAREFUL: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PIECES: tl.constexpr,
-):  # fmt: skip
-    if PIECES == 2:
-        _put_stats(z, factor, parts, panel, row, column, HOME, SEVERAL, DROP, SMOOTHED, RANKED, CAREFUL, M, N)
-    else:
-        left, right = halves(z, M, N)
-        _put_stats(left, factor, parts, panel, row, column, HOME, SEVERAL, DROP, SMOOTHED, RANKED, CAREFUL, M, N // 2)
-        _put_stats(right, factor, parts, panel, row, column + N // 2, HOME, SEVERAL, DROP, SMOOTHED, RANKED, CAREFUL, M, N // 2)
-
-
-@triton.jit
-def _put_stats(
-    z, factor, parts, panel, row, column,
-    HOME: tl.constexpr, SEVERAL: tl.constexpr, DROP: tl.constexpr, SMOOTHED: tl.constexpr, RANKED: tl.constexpr,
-    CAREFUL: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
-    if CAREFUL:
-        _put_careful_stats(z, factor, parts, panel, row, column, HOME, SEVERAL, DROP, M, N)
-    else:
-        _put_fast_stats(z, factor, parts, panel, row, column, HOME, SEVERAL, DROP, SMOOTHED, RANKED, M, N)
+                _put_fast_stats(
+                    z, special, factor, parts, panel, row, column,
+                    HOME, SEVERAL, DROP, SMOOTHED, RANKED, M, N, PIECES, WARPS,
+                )  # fmt: skip
 
 
 @triton.jit
 def _put_fast_stats(
-    z, factor, parts, panel, row, column,
+    z, special, factor, parts, panel, row, column,
     HOME: tl.constexpr, SEVERAL: tl.constexpr, DROP: tl.constexpr, SMOOTHED: tl.constexpr, RANKED: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, PIECES: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    row_parts, column_parts, trouble = parts
-    _, _, _, positive_M, positive_N, _, rows, columns, _, across = panel
-    i, j, down = row + tl.arange(0, M), column + tl.arange(0, N), tl.cdiv(rows, M)
-    special = is_special(panel, row, column, HOME, M, N)
-    if SEVERAL:
-        channel: tl.constexpr = 4 if RANKED else 2
-        row_sum, row_number = tl.zeros((M,), tl.float32), tl.zeros((M,), tl.float32)
-        column_sum, column_number = tl.zeros((N,), tl.float32), tl.zeros((N,), tl.float32)
-        if special:
-            further = further_positives(panel, row, column, HOME, M, N)
-            further_z = tl.where(further, z, 0.0)
-            row_sum, row_number = tl.sum(further_z, 1), tl.sum(further.to(tl.float32), 1)
-            column_sum, column_number = tl.sum(further_z, 0), tl.sum(further.to(tl.float32), 0)
-        put_pair(row_parts, channel, column // N, across, i, rows, row_sum, row_number)
-        if column_parts is not None:
-            put_pair(column_parts, channel, row // M, down, j, columns, column_sum, column_number)
-
-    logits, column_logits = _counted(z * factor, z, special, panel, row, column, HOME, SEVERAL, DROP, M, N)
-    if SMOOTHED:
-        last: tl.constexpr = 2 + 2 * RANKED + 2 * SEVERAL
-        row_sum, row_number = _finite_sum(logits, special, DROP, 1, M, N)
-        put_pair(row_parts, last, column // N, across, i, rows, row_sum / factor, row_number)
-        if column_parts is not None:
-            column_sum, column_number = _finite_sum(column_logits, special, DROP, 0, N, M)
-            put_pair(column_parts, last, row // M, down, j, columns, column_sum / factor, column_number)
-
-    power = tl.exp2(logits)
-    total = tl.sum(power, 1)
+    """Puts the sums of a tile's rows, having collected those of its pieces."""
+    row_parts, _, trouble = parts
+    _, _, _, positive_M, _, _, rows, columns, _ = panel
+    i, across = row + tl.arange(0, M), tl.cdiv(columns, N)
+    bar_M = bars(positive_M, i, rows)
+    total, hardest, ahead, further, further_number, counted, counted_number = _fast_sums(
+        z, special, bar_M, factor, parts, panel, row, column, HOME, SEVERAL, DROP, SMOOTHED, RANKED, M, N, PIECES, WARPS
+    )
+    total = tl.sum(total, 1)
     put(row_parts, 1, column // N, across, i, rows, total)
-    _mark(trouble, _lost(total) & (i < rows) & (column < columns))
+    _mark(trouble, _lost(total) & (i < rows))
     if RANKED:
-        found = rivals(z, special, panel, row, column, HOME, M, N)
-        hardest, ahead = tl.reduce((found, is_ahead(found, positive_M, i, rows, 1)), 1, larger_and_sum)
-        put_pair(row_parts, 2, column // N, across, i, rows, hardest, ahead)
+        put_pair(row_parts, 2, column // N, across, i, rows, tl.max(hardest, 1), tl.sum(ahead, 1).to(tl.float32))
+    if SEVERAL:
+        put_pair(row_parts, 2 + 2 * RANKED, column // N, across, i, rows, further, further_number)
+    if SMOOTHED:
+        put_pair(row_parts, 2 + 2 * RANKED + 2 * SEVERAL, column // N, across, i, rows, counted / factor, counted_number)
+
+
+@triton.jit
+def _fast_sums(
+    z, special, bar_M, factor, parts, panel, row, column,
+    HOME: tl.constexpr, SEVERAL: tl.constexpr, DROP: tl.constexpr, SMOOTHED: tl.constexpr, RANKED: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, PIECES: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """Sums of rows: of exponentials, rankings, of further positives and of all that count, with their numbers. What is not wanted
+    repeats the first. Those of columns are put, of two pieces at once: for less, warps wait too often, and more takes registers.
+    """
+    if PIECES > 1:
+        left, right = halves(z, M, N)
+        middle = column + N // 2
+        if PIECES > 2:
+            a = _fast_sums(
+                left, special, bar_M, factor, parts, panel, row, column,
+                HOME, SEVERAL, DROP, SMOOTHED, RANKED, M, N // 2, PIECES // 2, WARPS,
+            )  # fmt: skip
+            b = _fast_sums(
+                right, special, bar_M, factor, parts, panel, row, middle,
+                HOME, SEVERAL, DROP, SMOOTHED, RANKED, M, N // 2, PIECES // 2, WARPS,
+            )  # fmt: skip
+        else:
+            a = _fast_sums_of_piece(
+                left, special, bar_M, factor, parts, panel, row, column,
+                HOME, SEVERAL, DROP, SMOOTHED, RANKED, M, N // 2, WARPS,
+            )  # fmt: skip
+            b = _fast_sums_of_piece(
+                right, special, bar_M, factor, parts, panel, row, middle,
+                HOME, SEVERAL, DROP, SMOOTHED, RANKED, M, N // 2, WARPS,
+            )  # fmt: skip
+            found = side_by_side(a[7], b[7]), side_by_side(a[8], b[8]), side_by_side(a[9], b[9])
+            _put_columns(found, parts, panel, row, column, RANKED, M, N, PIECES)
+        sums = a[0] + b[0], tl.maximum(a[1], b[1]), a[2] + b[2], a[3] + b[3], a[4] + b[4], a[5] + b[5], a[6] + b[6]
+    else:
+        a = _fast_sums_of_piece(
+            z, special, bar_M, factor, parts, panel, row, column, HOME, SEVERAL, DROP, SMOOTHED, RANKED, M, N, WARPS
+        )
+        _put_columns((a[7], a[8], a[9]), parts, panel, row, column, RANKED, M, N, PIECES)
+        sums = a[0], a[1], a[2], a[3], a[4], a[5], a[6]
+    return sums
+
+
+@triton.jit
+def _put_columns(found, parts, panel, row, column, RANKED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PIECES: tl.constexpr):
+    total, hardest, ahead = found
+    _, column_parts, trouble = parts
+    _, _, _, _, _, _, rows, columns, _ = panel
+    j, down = column + tl.arange(0, N), tl.cdiv(rows, M)
     if column_parts is not None:
-        if DROP:
-            power = tl.exp2(column_logits)
         if RANKED:
-            # Sums over rows are exchanged between warps: together, they wait for each other once.
-            total, hardest, ahead = tl.reduce((power, found, is_ahead(found, positive_N, j, columns, 0)), 0, sum_larger_and_sum)
+            # Warps wait for each other once for both.
+            total, hardest = tl.reduce((total, hardest), 0, sum_and_larger)
+            ahead = unpacked(tl.sum(ahead, 0), M, N, PIECES).to(tl.float32)
             put_pair(column_parts, 2, row // M, down, j, columns, hardest, ahead)
         else:
-            total = tl.sum(power, 0)
+            total = tl.sum(total, 0)
         put(column_parts, 1, row // M, down, j, columns, total)
         _mark(trouble, _lost(total) & (j < columns))
 
 
 @triton.jit
-def _has_lost(parts, panel, row, column, M: tl.constexpr, N: tl.constexpr, PIECES: tl.constexpr):
+def _fast_sums_of_piece(
+    z, special, bar_M, factor, parts, panel, row, column,
+    HOME: tl.constexpr, SEVERAL: tl.constexpr, DROP: tl.constexpr, SMOOTHED: tl.constexpr, RANKED: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """The same of one piece, and at the end what columns have of exponentials and rankings, to be put; their other sums are put."""
+    _, column_parts, _ = parts
+    _, _, _, _, positive_N, _, rows, columns, _ = panel
+    j, down = column + tl.arange(0, N), tl.cdiv(rows, M)
+    bar_N = bars(positive_N, j, columns)
+    if SEVERAL:
+        further, further_number = tl.zeros((M,), tl.float32), tl.zeros((M,), tl.float32)
+        column_sum, column_number = tl.zeros((N,), tl.float32), tl.zeros((N,), tl.float32)
+        if special:
+            positive = further_positives(panel, row, column, HOME, M, N)
+            further_z = tl.where(positive, z, 0.0)
+            further, further_number = tl.sum(further_z, 1), tl.sum(positive.to(tl.float32), 1)
+            column_sum, column_number = tl.sum(further_z, 0), tl.sum(positive.to(tl.float32), 0)
+        if column_parts is not None:
+            put_pair(column_parts, 2 + 2 * RANKED, row // M, down, j, columns, column_sum, column_number)
+
+    logits, column_logits = _counted(z * factor, z, special, panel, row, column, HOME, SEVERAL, DROP, M, N)
+    if SMOOTHED:
+        counted, counted_number = _finite_sum(logits, special, DROP, 1, M, N)
+        if column_parts is not None:
+            last: tl.constexpr = 2 + 2 * RANKED + 2 * SEVERAL
+            column_sum, column_number = _finite_sum(column_logits, special, DROP, 0, N, M)
+            put_pair(column_parts, last, row // M, down, j, columns, column_sum / factor, column_number)
+
+    power = tl.exp2(logits)
+    total = of_rows(power, False, M, N)
+    hardest, ahead = total, total
+    column_total, column_hardest, column_ahead = total, total, total
+    if column_parts is not None:
+        if DROP:
+            power = tl.exp2(column_logits)
+        column_total = of_columns(power, False, M, N, WARPS)
+    if RANKED:
+        found = rivals(z, special, panel, row, column, HOME, M, N)
+        hardest, ahead = of_rows(found, True, M, N), of_rows((found >= bar_M[:, None]).to(tl.int32), False, M, N)
+        if column_parts is not None:
+            column_hardest = of_columns(found, True, M, N, WARPS)
+            column_ahead = counts_of_columns((found >= bar_N[None, :]).to(tl.int32), M, N, WARPS)
+    if not SEVERAL:
+        further, further_number = total, total
+    if not SMOOTHED:
+        counted, counted_number = total, total
+    return (
+        total, hardest, ahead, further, further_number, counted, counted_number, column_total, column_hardest, column_ahead
+    )  # fmt: skip
+
+
+@triton.jit
+def _has_lost(parts, panel, row, column, M: tl.constexpr, N: tl.constexpr):
     """Whether the sums that a tile has put have lost something."""
     row_parts, column_parts, _ = parts
-    _, _, _, _, _, _, rows, columns, _, across = panel
+    _, _, _, _, _, _, rows, columns, _ = panel
     i, j = row + tl.arange(0, M), column + tl.arange(0, N)
-    lost = False
-    for piece in tl.static_range(PIECES):
-        first = column + piece * (N // PIECES)
-        total = get(row_parts, 1, first // (N // PIECES), across, i, rows)
-        lost = lost | (tl.max((_lost(total) & (i < rows) & (first < columns)).to(tl.int32), 0) > 0)
+    total = get(row_parts, 1, column // N, tl.cdiv(columns, N), i, rows)
+    lost = tl.max((_lost(total) & (i < rows)).to(tl.int32), 0) > 0
     if column_parts is not None:
         total = get(column_parts, 1, row // M, tl.cdiv(rows, M), j, columns)
         lost = lost | (tl.max((_lost(total) & (j < columns)).to(tl.int32), 0) > 0)
@@ -161,20 +214,42 @@ def _has_lost(parts, panel, row, column, M: tl.constexpr, N: tl.constexpr, PIECE
 
 @triton.jit
 def _put_careful_stats(
-    z, factor, parts, panel, row, column,
-    HOME: tl.constexpr, SEVERAL: tl.constexpr, DROP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    z, special, factor, parts, panel, row, column,
+    HOME: tl.constexpr, SEVERAL: tl.constexpr, DROP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     """Puts peaks and totals, these with a minus: that is how a total tells that it has a peak."""
-    row_parts, column_parts, _ = parts
-    _, _, _, _, _, _, rows, columns, _, across = panel
-    i, j = row + tl.arange(0, M), column + tl.arange(0, N)
-    special = is_special(panel, row, column, HOME, M, N)
-    logits, column_logits = _counted(z * factor, z, special, panel, row, column, HOME, SEVERAL, DROP, M, N)
-    peak, total = _anchored_total(logits, 1)
-    put_pair(row_parts, 0, column // N, across, i, rows, peak, -total)
-    if column_parts is not None:
-        peak, total = _anchored_total(column_logits, 0)
-        put_pair(column_parts, 0, row // M, tl.cdiv(rows, M), j, columns, peak, -total)
+    row_parts, _, _ = parts
+    _, _, _, _, _, _, rows, columns, _ = panel
+    peak, total = _careful_sums(z, special, factor, parts, panel, row, column, HOME, SEVERAL, DROP, M, N, PIECES)
+    put_pair(row_parts, 0, column // N, tl.cdiv(columns, N), row + tl.arange(0, M), rows, peak, -total)
+
+
+@triton.jit
+def _careful_sums(
+    z, special, factor, parts, panel, row, column,
+    HOME: tl.constexpr, SEVERAL: tl.constexpr, DROP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    """Peaks and totals of rows; those of columns are put."""
+    if PIECES > 1:
+        left, right = halves(z, M, N)
+        middle = column + N // 2
+        peak, total = _careful_sums(left, special, factor, parts, panel, row, column, HOME, SEVERAL, DROP, M, N // 2, PIECES // 2)
+        peak_2, total_2 = _careful_sums(
+            right, special, factor, parts, panel, row, middle, HOME, SEVERAL, DROP, M, N // 2, PIECES // 2
+        )
+        anchor = _anchor(tl.maximum(peak, peak_2))
+        total = total * tl.exp2((peak - anchor) * LOG2_E) + total_2 * tl.exp2((peak_2 - anchor) * LOG2_E)
+        peak = tl.maximum(peak, peak_2)
+    else:
+        _, column_parts, _ = parts
+        _, _, _, _, _, _, rows, columns, _ = panel
+        logits, column_logits = _counted(z * factor, z, special, panel, row, column, HOME, SEVERAL, DROP, M, N)
+        peak, total = _anchored_total(logits, 1)
+        if column_parts is not None:
+            column_peak, column_total = _anchored_total(column_logits, 0)
+            j = column + tl.arange(0, N)
+            put_pair(column_parts, 0, row // M, tl.cdiv(rows, M), j, columns, column_peak, -column_total)
+    return peak, total
 
 
 @triton.jit(do_not_specialize=["rows", "columns", "shift", "stride"])
@@ -191,7 +266,7 @@ def gradient_kernel(
     CAREFUL: only where some peak is out of the range in which exponentials can be taken as they are.
     """
     factor = tl.load(scale)
-    panel = (matches, ids_M, ids_N, positive_M, positive_N, margin, rows, columns, shift, PIECES * tl.cdiv(columns, N))
+    panel = (matches, ids_M, ids_N, positive_M, positive_N, margin, rows, columns, shift)
     softmax = (row_peak, row_gain, row_further, row_counted, column_peak, column_gain, column_further, column_counted)
     target = (gradient, stride)
     tiles = tl.cdiv(rows, M) * tl.cdiv(columns, N)
@@ -209,26 +284,26 @@ def gradient_kernel(
                 wild_M, wild_N = _wild_peaks(softmax, panel, row, column, M, N)
                 _mark(trouble, wild_M)
                 _mark(trouble, wild_N)
+            special = is_special(panel, row, column, HOME, M, N)
             if PIECES == 1:
-                g = _gradient(z, factor, softmax, panel, row, column, HOME, SEVERAL, DROP, CAREFUL, M, N)
+                g = _gradient(z, special, factor, softmax, panel, row, column, HOME, SEVERAL, DROP, CAREFUL, M, N)
                 put_block(target, g, row, column, rows, columns, M, N, DESCRIBED, ROUND_TO_TF32)
             else:
                 left, right = halves(z, M, N)
-                g = _gradient(left, factor, softmax, panel, row, column, HOME, SEVERAL, DROP, CAREFUL, M, N // 2)
+                g = _gradient(left, special, factor, softmax, panel, row, column, HOME, SEVERAL, DROP, CAREFUL, M, N // 2)
                 put_block(target, g, row, column, rows, columns, M, N // 2, DESCRIBED, ROUND_TO_TF32)
-                g = _gradient(right, factor, softmax, panel, row, column + N // 2, HOME, SEVERAL, DROP, CAREFUL, M, N // 2)
+                g = _gradient(right, special, factor, softmax, panel, row, column + N // 2, HOME, SEVERAL, DROP, CAREFUL, M, N // 2)
                 put_block(target, g, row, column + N // 2, rows, columns, M, N // 2, DESCRIBED, ROUND_TO_TF32)
 
 
 @triton.jit
 def _gradient(
-    z, factor, softmax, panel, row, column,
+    z, special, factor, softmax, panel, row, column,
     HOME: tl.constexpr, SEVERAL: tl.constexpr, DROP: tl.constexpr, CAREFUL: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     row_peak, row_gain, row_further, row_counted, column_peak, column_gain, column_further, column_counted = softmax
-    _, _, _, _, _, _, rows, columns, _, _ = panel
+    _, _, _, _, _, _, rows, columns, _ = panel
     i, j = row + tl.arange(0, M), column + tl.arange(0, N)
-    special = is_special(panel, row, column, HOME, M, N)
     # In powers of two, but for the careful way, whose logits are too large for another rounding.
     logits = z * (factor if CAREFUL else factor * LOG2_E)
     logits, column_logits = _counted(logits, z, special, panel, row, column, HOME, SEVERAL, DROP, M, N)
@@ -276,7 +351,7 @@ def _counted(
     HOME: tl.constexpr, SEVERAL: tl.constexpr, DROP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """The logits as rows and as columns count them: -inf where a pair does not count."""
-    _, _, _, positive_M, positive_N, margin, rows, columns, _, _ = panel
+    _, _, _, positive_M, positive_N, margin, rows, columns, _ = panel
     column_logits = logits
     if DROP:
         droppable = tl.full((M, N), True, tl.int1)
@@ -319,8 +394,13 @@ def _finite_sum(logits, special, DROP: tl.constexpr, AXIS: tl.constexpr, LENGTH:
 def _anchored_total(logits, AXIS: tl.constexpr):
     """Peaks, and sums of exponentials with them taken out."""
     peak = tl.max(logits, AXIS)
-    anchor = tl.expand_dims(tl.where(peak == float("-inf"), 0.0, peak), AXIS)
-    return peak, tl.sum(tl.exp2((logits - anchor) * LOG2_E), AXIS)
+    return peak, tl.sum(tl.exp2((logits - tl.expand_dims(_anchor(peak), AXIS)) * LOG2_E), AXIS)
+
+
+@triton.jit
+def _anchor(peak):
+    """What can be taken out of logits: the peak, unless there is none."""
+    return tl.where(peak == float("-inf"), 0.0, peak)
 
 
 @triton.jit
@@ -350,7 +430,7 @@ def _lost(total):
 def _wild_peaks(softmax, panel, row, column, M: tl.constexpr, N: tl.constexpr):
     """Which peaks of a tile are out of the range in which exponentials can be taken as they are."""
     row_peak, _, _, _, column_peak, _, _, _ = softmax
-    _, _, _, _, _, _, rows, columns, _, _ = panel
+    _, _, _, _, _, _, rows, columns, _ = panel
     peak = _values(row_peak, row + tl.arange(0, M), rows)
     wild_M, wild_N = (peak < LOWEST_PEAK) | (peak > HIGHEST_PEAK), tl.zeros((N,), tl.int1)
     if column_peak is not None:
