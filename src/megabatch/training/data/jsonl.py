@@ -1,0 +1,95 @@
+"""Pairs as JSON lines: one object a line, found by its byte offset and read when it is needed."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from array import array
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megabatch.config import Data
+
+from .paths import shown
+from .rows import Rows, columns_of
+from .source import BadSample, Sample, Sides
+
+# So many lines are looked at for the keys that there are.
+LOOKED_AT = 1000
+
+
+class JsonLines:
+    """Every line that is not blank is a sample, every file a shard; relative paths of pictures start at their file's folder."""
+
+    def __init__(self, data: Data, files: Sequence[Path], sides: Sides) -> None:
+        self._files = list(files)
+        self._lines = [_lines(path) for path in files]
+        columns = columns_of(data, sides, self._known_keys(), str(files[0]))
+        self._rows = [Rows(columns, sides, path.parent.resolve(), data.max_pixels) for path in files]
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        return [len(starts) for starts, _ in self._lines]
+
+    def read(self, shard: int, index: int) -> Sample:
+        return self._rows[shard].sample(self._key(shard, index), self._object(shard, index))
+
+    def group(self, shard: int, index: int) -> str:
+        rows, key = self._rows[shard], self._key(shard, index)
+        try:
+            return rows.group(key, self._object(shard, index).get(rows.columns.x))
+        except BadSample:
+            return key
+
+    def label(self, shard: int, index: int) -> str | None:
+        try:
+            return self._rows[shard].label(self._object(shard, index))
+        except BadSample:
+            return None
+
+    def _key(self, shard: int, index: int) -> str:
+        return f"{shown(self._files[shard].name)}:{self._lines[shard][1][index]}"
+
+    def _object(self, shard: int, index: int) -> dict[Any, Any]:
+        key = self._key(shard, index)
+        try:
+            # Opened for each line: an offset shared between worker processes would be moved under their feet.
+            with self._files[shard].open("rb") as file:
+                file.seek(self._lines[shard][0][index])
+                entry = json.loads(file.readline().decode("utf-8-sig"))
+        except UnicodeDecodeError as error:
+            raise BadSample(key, f"line is not valid UTF-8 at byte {error.start}") from None
+        except (ValueError, RecursionError) as error:
+            raise BadSample(key, f"line is not valid JSON ({error})") from None
+        except OSError as error:
+            raise BadSample(key, f"file cannot be read ({error.strerror})") from None
+        if not isinstance(entry, dict):
+            raise BadSample(key, f"line holds a {type(entry).__name__}, an object {{…}} is wanted")
+        return entry
+
+    def _objects(self) -> Iterator[dict[Any, Any]]:
+        for shard, (starts, _) in enumerate(self._lines):
+            for index in range(len(starts)):
+                try:
+                    yield self._object(shard, index)
+                except BadSample:
+                    continue
+
+    def _known_keys(self) -> list[str]:
+        keys = dict.fromkeys(key for entry in itertools.islice(self._objects(), LOOKED_AT) for key in entry)
+        if not keys:
+            raise ValueError(f"{self._files[0]}: no line holds a JSON object with keys; one object a line is wanted")
+        return list(keys)
+
+
+def _lines(path: Path) -> tuple[array[int], array[int]]:
+    """Where each line that is not blank starts, and its number, counted from 1."""
+    starts, numbers, position = array("q"), array("q"), 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.isspace():
+                starts.append(position)
+                numbers.append(number)
+            position += len(line)
+    return starts, numbers

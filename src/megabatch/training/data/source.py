@@ -1,0 +1,70 @@
+"""What a source of pairs is: shards of known length whose samples can be read one by one, in any order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+Kind = Literal["picture", "text"]
+
+
+class Sides(NamedTuple):
+    """What the two sides of a pair are, which its towers decide: a column of texts may hold captions, or paths of pictures."""
+
+    x: Kind = "picture"
+    y: Kind = "text"
+
+
+class Sample(NamedTuple):
+    """One pair as it was stored: pictures decoded, texts as they are.
+
+    key: names the sample in logs and messages: file and line, shard and member, character and style.
+    negatives: further texts that are wrong for x.
+    label: its class, for a run that classifies.
+    """
+
+    key: str
+    x: Image | str
+    y: Image | str
+    negatives: tuple[str, ...] = ()
+    label: str | None = None
+
+
+class BadSample(ValueError):
+    """A sample that cannot be used, and why: it is skipped, counted and named in the log."""
+
+    def __init__(self, key: str, reason: str) -> None:
+        super().__init__(key, reason)
+        self.key = key
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.reason}"
+
+
+class Source(Protocol):
+    """Pairs in shards. Can be pickled, since worker processes read from it too.
+
+    lengths: how many samples each shard holds; known from the beginning, so that order and position are arithmetic.
+    """
+
+    @property
+    def lengths(self) -> Sequence[int]: ...
+
+    def read(self, shard: int, index: int) -> Sample:
+        """The sample, or BadSample."""
+        ...
+
+    def group(self, shard: int, index: int) -> str:
+        """What the sample has to share with others to be held out together with them (its picture, its character).
+
+        Cheap: nothing is decoded.
+        """
+        ...
+
+    def label(self, shard: int, index: int) -> str | None:
+        """The sample's class, if it has one. Cheap as well."""
+        ...

@@ -1,0 +1,135 @@
+"""What one step computes: the loss of a batch and its gradients, whatever the batch, with memory set by the chunk."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..chunks import accumulate, cached, repeat_on_oom
+from ..chunks.rows import map_tensors, rows_of, split
+from ..config import Run
+from ..losses import clip_loss, siglip_loss
+from .data.loader import Batch
+from .launch import Ranks, autocast, shard, share
+from .model import Classifier, Pair
+
+
+class Outcome(NamedTuple):
+    """The loss of the whole batch; how many of this rank's rows came out right (their own pair is the most similar of the batch,
+    the class is the right one), and how many there were."""
+
+    loss: Tensor
+    right: Tensor
+    rows: int
+
+
+class Contrastive:
+    """CLIP or SigLIP: both sides encoded in chunks, one loss over the batch of all ranks."""
+
+    def __init__(self, model: Pair, run: Run, ranks: Ranks) -> None:
+        self.model = model
+        self.run = run
+        self.ranks = ranks
+        for encoder in (model.x, model.y):
+            if encoder is not None:
+                shard(encoder, run.compute, ranks)
+        # A tower for both sides takes both at once: it is then gathered, and its gradients are exchanged, once a step.
+        self.encode_x = self._cached(share(model.x, run.compute, ranks))
+        self.encode_y = self.encode_x if model.y is None else self._cached(share(model.y, run.compute, ranks))
+        self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=run.compute.precision == "fp16")
+
+    def repeated_on_oom(self, optimizer: torch.optim.Optimizer) -> Any:
+        """The step, repeated in smaller chunks when memory runs out; where ranks meet inside the encoders, the step as it is."""
+        meeting = self.ranks.group is not None and (self.run.compute.sharding == "fsdp2" or self.run.compute.sync_batchnorm)
+        return self.step if meeting else repeat_on_oom(self.step, optimizer, group=self.ranks.group)
+
+    def step(self, batch: Batch) -> Outcome:
+        """Forward and backward."""
+        rows = len(batch.keys)
+        with autocast(self.run.compute, self.ranks.device)():
+            documents = batch.y if batch.negatives is None else _joined(batch.y, batch.negatives)
+            if self.model.y is None:
+                x, y = self.encode_x(_joined(batch.x, documents)).split([rows, rows_of(documents)])
+            else:
+                y = self.encode_y(documents)
+                x = self.encode_x(batch.x)
+        loss, found = self._loss(x, y, batch)
+        self.scaler.scale(loss).backward()
+        ranks = [rank for rank in (found.row_rank, found.column_rank) if rank is not None]
+        right = sum((rank == 0).sum() for rank in ranks) / len(ranks)
+        return Outcome(loss.detach(), torch.as_tensor(right), rows)
+
+    @torch.no_grad()
+    def embed(self, inputs: Any, side: str) -> Tensor:
+        """Embeddings of inputs of one side ("x", "y"), on the device."""
+        with autocast(self.run.compute, self.ranks.device)():
+            return (self.encode_x if side == "x" else self.encode_y)(inputs)
+
+    def _loss(self, x: Tensor, y: Tensor, batch: Batch) -> Any:
+        options = self.run.loss
+        shared: dict[str, Any] = {"group": self.ranks.group, "tile": self.run.compute.tile, "diagnostics": True}
+        if options.duplicates != "negative":
+            assert batch.ids is not None
+            shared |= {"ids": batch.ids.to(x.device), "duplicates": options.duplicates}
+        if self.model.bias is not None:
+            return siglip_loss(x, y, self.model.scale(), self.model.bias, **shared)
+        shared |= {"label_smoothing": options.label_smoothing, "drop_above": options.drop_above}
+        return clip_loss(x, y, self.model.scale(), symmetric=batch.negatives is None, **shared)
+
+    def _cached(self, encoder: nn.Module) -> Any:
+        return cached(encoder, self.run.batch.chunk, keep=self.run.batch.keep, device=self.ranks.device)
+
+
+class Classification:
+    """Cross-entropy over classes: a mean over samples, so the batch is accumulated and nothing is computed twice."""
+
+    def __init__(self, model: Classifier, run: Run, ranks: Ranks) -> None:
+        self.model = model
+        self.run = run
+        self.ranks = ranks
+        shard(model, run.compute, ranks)
+        self._shared = share(model, run.compute, ranks)
+        self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=run.compute.precision == "fp16")
+        self._right = torch.zeros((), device=ranks.device)
+        # Wrapped or sharded, the model itself says whom it exchanges gradients with.
+        group = ... if ranks.group is not None else None
+        self._accumulate = accumulate(self._mean, self._shared, run.batch.chunk, scaler=self.scaler, group=group)
+
+    def repeated_on_oom(self, optimizer: torch.optim.Optimizer) -> Any:
+        meeting = self.ranks.group is not None and (self.run.compute.sharding == "fsdp2" or self.run.compute.sync_batchnorm)
+        return self.step if meeting else repeat_on_oom(self.step, optimizer, group=self.ranks.group)
+
+    def step(self, batch: Batch) -> Outcome:
+        self._right.zero_()
+        loss = self._accumulate(batch.x, batch.labels)
+        return Outcome(loss.detach(), self._right.clone(), len(batch.keys))
+
+    @torch.no_grad()
+    def classify(self, inputs: Any) -> Tensor:
+        """The logits of inputs, a chunk at a time."""
+        with autocast(self.run.compute, self.ranks.device)():
+            pieces = split(inputs, self.run.batch.chunk)
+            return torch.cat([self.model(_on(piece, self.ranks.device)) for piece in pieces])
+
+    def _mean(self, inputs: Any, labels: Tensor) -> Tensor:
+        with autocast(self.run.compute, self.ranks.device)():
+            logits = self._shared(_on(inputs, self.ranks.device))
+        labels = labels.to(self.ranks.device)
+        # The first call also tries the loss on a few rows, without gradients: those are not rows of the batch.
+        if torch.is_grad_enabled():
+            self._right += (logits.argmax(1) == labels).sum()
+        return F.cross_entropy(logits, labels, label_smoothing=self.run.loss.label_smoothing)
+
+
+def _on(tree: Any, device: torch.device) -> Any:
+    return map_tensors(tree, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def _joined(a: Any, b: Any) -> Any:
+    """The rows of two trees of the same shape, one after the other."""
+    if isinstance(a, Tensor):
+        return torch.cat([a, b])
+    return {key: _joined(a[key], b[key]) for key in a}

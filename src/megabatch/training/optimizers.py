@@ -1,0 +1,128 @@
+"""The optimizer of a run: which parameters decay, what class it is, its state as tensors, and the moving average of the weights."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..config import Optimizer
+
+
+def build_optimizer(model: nn.Module, options: Optimizer) -> torch.optim.Optimizer:
+    """The optimizer over the parameters that learn: matrices and convolutions decay, gains, biases and the logit scale do not."""
+    learning = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in learning if p.ndim >= 2], "weight_decay": options.weight_decay},
+        {"params": [p for p in learning if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if not groups:
+        raise ValueError("no parameter learns: both towers are locked and nothing else is left; unlock one (x.locked=false)")
+    if options.name == "adamw":
+        return torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps, **options.options)
+    if options.name == "sgd":
+        return torch.optim.SGD(groups, lr=options.lr, momentum=options.momentum, **options.options)
+    optimizer = _named(options.name)(groups, lr=options.lr, **options.options)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(f"optimizer.name is {options.name!r}: gives a {type(optimizer).__name__}, must be a torch Optimizer")
+    return optimizer
+
+
+def _named(name: str) -> Any:
+    """The class that "package.module:Class" names in the user's configuration."""
+    if ":" not in name:
+        raise ValueError(f'optimizer.name is {name!r}: must be adamw, sgd, or "package.module:Class"')
+    try:
+        return pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"optimizer.name is {name!r}: cannot be imported ({error})") from error
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], limit: float | None) -> Tensor:
+    """The norm of the whole gradient, over all shards of it; longer than `limit`, it is shortened to that."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    # Sharded and whole parameters cannot be in one list of operands.
+    sharded = [g for g in gradients if hasattr(g, "full_tensor")]
+    whole = [g for g in gradients if not hasattr(g, "full_tensor")]
+    norms = [torch.nn.utils.get_total_norm(part) for part in (sharded, whole) if part]
+    norm = torch.stack([n.full_tensor() if hasattr(n, "full_tensor") else n for n in norms]).norm()
+    if limit is not None:
+        factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+        for gradient in gradients:
+            gradient.mul_(factor)
+    return norm
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The optimizer's state by parameter name, the tensors themselves: what is read into them is the optimizer's."""
+    _fill(optimizer)
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if not isinstance(value, Tensor):
+                raise ValueError(
+                    f"{type(optimizer).__name__} keeps {key!r} as a {type(value).__name__}: a checkpoint holds tensors only; "
+                    "choose an optimizer whose state is tensors"
+                )
+            tensors[f"optimizer.{name}.{key}"] = value
+    return tensors
+
+
+def _fill(optimizer: torch.optim.Optimizer) -> None:
+    """Creates the state that the first step would create, and changes nothing: no gradient, no rate."""
+    if optimizer.state:
+        return
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, Tensor):
+                value.zero_()
+
+
+class Average:
+    """A moving average of the weights that learn, updated once a step."""
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.decay = decay
+        self._weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._means = {name: p.detach().clone() for name, p in self._weights.items()}
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {f"average.{name}": mean for name, mean in self._means.items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        for name, mean in self._means.items():
+            mean.mul_(self.decay).add_(self._weights[name].detach(), alpha=1 - self.decay)
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Exchanges weights and averages; a second call puts them back."""
+        for name, mean in self._means.items():
+            kept = mean.clone()
+            mean.copy_(self._weights[name].detach())
+            self._weights[name].copy_(kept)
+
+
+def count(parameters: Iterable[Any]) -> int:
+    return sum(p.numel() for p in parameters)

@@ -1,0 +1,51 @@
+"""The report of a run: one HTML file that holds all of it, loads nothing and runs nothing."""
+
+from __future__ import annotations
+
+import os
+from importlib import resources
+from pathlib import Path
+
+from .folder import Folder, read_folder
+from .markup import text
+from .opening import opening
+from .sections import answers, bad_samples, curves, machine, memory, notes, settings
+
+POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+SECTIONS = (opening, curves, answers, memory, settings, machine, bad_samples, notes)
+
+
+def write_report(run: Path) -> Path:
+    """Writes RUN/report.html from what the folder holds, and returns its path. What the folder lacks is left out."""
+    if not run.is_dir():
+        raise ValueError(f"{run}: there is no such folder; name the folder that `megabatch train` wrote to")
+    page = _page(read_folder(run))
+    path = run / "report.html"
+    # An interrupted write leaves the report that was there.
+    part = path.with_suffix(".part")
+    part.write_text(page, encoding="utf-8")
+    os.replace(part, path)
+    return path
+
+
+def _page(folder: Folder) -> str:
+    style = resources.files(__name__).joinpath("style.css").read_text("utf-8")
+    body = "".join(section(folder) for section in SECTIONS)
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{POLICY}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="referrer" content="no-referrer">
+<title>{text(folder.name)} · megabatch</title>
+<style>
+{style}</style>
+</head>
+<body>
+<main>
+{body}<footer>megabatch {text(folder.environment.get("megabatch", ""))}</footer>
+</main>
+</body>
+</html>
+"""

@@ -1,0 +1,88 @@
+"""What a run has said of itself in log.jsonl, read back."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+Row = Mapping[str, Any]
+
+
+class History(NamedTuple):
+    """The rows of a log by event, in order of steps. unread: lines that are no rows, such as the last one of a killed run."""
+
+    steps: list[Row]
+    evaluations: list[Row]
+    bad: list[Row]
+    notes: list[Row]
+    unread: int
+
+
+def read_history(log: Path) -> History:
+    """The history of a run; an empty one where there is no log yet.
+
+    A run that resumes repeats the steps after its last checkpoint: what it says of a step replaces what was said of that step and
+    of all later ones.
+    """
+    history = History([], [], [], [], 0)
+    unread = 0
+    for line in _lines(log):
+        row = _row(line)
+        if row is None:
+            unread += 1
+        elif row["event"] == "step":
+            _rewind(history.steps, row["step"] - 1)
+            _rewind(history.evaluations, row["step"])
+            history.steps.append(row)
+        elif row["event"] == "evaluation":
+            _rewind(history.evaluations, row["step"] - 1)
+            history.evaluations.append(row)
+        elif row["event"] == "bad":
+            history.bad.append(row)
+        elif row["event"] == "note":
+            history.notes.append(row)
+    return history._replace(unread=unread)
+
+
+def number(row: Row, *path: str) -> float | None:
+    """The finite number under a key of a row, or of a table within it; None if there is none.
+
+    >>> number({"x_to_y": {"1": 0.5}}, "x_to_y", "1")
+    0.5
+    """
+    value: Any = row
+    for key in path:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    # An integer of a thousand digits is valid JSON, and too large for a float.
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:
+        return None
+
+
+def _lines(log: Path) -> list[str]:
+    # Bytes of a torn line need not be UTF-8.
+    return log.read_text("utf-8", errors="replace").splitlines() if log.exists() else []
+
+
+def _row(line: str) -> Row | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(row, dict) or not isinstance(row.get("event"), str):
+        return None
+    if row["event"] in ("step", "evaluation") and not isinstance(row.get("step"), int):
+        return None
+    return row
+
+
+def _rewind(rows: list[Row], step: int) -> None:
+    """Drops the rows of later steps."""
+    while rows and rows[-1]["step"] > step:
+        rows.pop()

@@ -1,0 +1,150 @@
+"""What a run says while it runs: a progress bar, one JSON line for each event, TensorBoard, Weights & Biases."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from .. import config
+
+# How often a line is printed where there is no terminal to draw a bar on, in seconds.
+LINE_EVERY = 15.0
+SCALARS = ("loss", "recall", "accuracy", "scale", "lr", "grad_norm", "batch", "pairs_per_s", "memory_bytes")
+
+
+class Watch:
+    """The run's voice on the first rank; on the others it says nothing."""
+
+    def __init__(self, run: config.Run, folder: Path, samples: int, seen: int, *, silent: bool) -> None:
+        self._silent = silent
+        self._samples = samples
+        self._bar: Any = None
+        self._task: Any = None
+        self._writers: list[Any] = []
+        self._printed = time.monotonic()
+        if silent:
+            return
+        self._log = open(folder / "log.jsonl", "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
+        if run.watch.bar and sys.stderr.isatty():
+            self._bar, self._task = _bar(samples, seen)
+        if run.watch.tensorboard:
+            self._writers.append(_TensorBoard(folder / "tensorboard"))
+        if run.watch.wandb is not None:
+            self._writers.append(_Wandb(run, folder))
+        self._lines = run.watch.bar and self._bar is None
+
+    def __enter__(self) -> Watch:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        for writer in self._writers:
+            writer.close()
+        if not self._silent:
+            self._log.close()
+
+    def event(self, event: str, **fields: Any) -> None:
+        """One line of the log, at once on its way to the disk."""
+        if self._silent:
+            return
+        print(json.dumps({"event": event, **fields}), file=self._log, flush=True)
+        for writer in self._writers:
+            writer.put(event, fields)
+        if event == "step":
+            self._show(fields)
+
+    def note(self, text: str) -> None:
+        """A sentence for the log and for whoever watches."""
+        self.event("note", text=text)
+        self.say(text)
+
+    def say(self, text: str) -> None:
+        if not self._silent:
+            print(text, file=sys.stderr) if self._bar is None else self._bar.console.print(text, markup=False, highlight=False)
+
+    def _show(self, fields: Mapping[str, Any]) -> None:
+        seen = fields["samples"]
+        if self._bar is not None:
+            self._bar.update(self._task, completed=seen, words=_words(fields))
+        elif self._lines and (time.monotonic() - self._printed > LINE_EVERY or seen >= self._samples):
+            self._printed = time.monotonic()
+            left = (self._samples - seen) / fields["pairs_per_s"] if fields["pairs_per_s"] else 0
+            print(f"{seen:>11,} of {self._samples:,} pairs · {_words(fields)} · {left:,.0f} s left", file=sys.stderr, flush=True)
+
+
+def _words(fields: Mapping[str, Any]) -> str:
+    quality = "recall" if "recall" in fields else "accuracy"
+    return (
+        f"loss {fields['loss']:.3f} · {quality} {fields[quality]:.1%} · {fields['pairs_per_s']:,.0f} pairs/s"
+        f" · {fields['memory_bytes'] / 2**20:,.0f} MiB"
+    )
+
+
+def _bar(samples: int, seen: int) -> tuple[Any, Any]:
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+    except ModuleNotFoundError:
+        raise ValueError("watch.bar needs rich: pip install 'megabatch[train]', or watch.bar=false") from None
+    columns = (
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[words]}"),
+        TimeRemainingColumn(compact=True),
+        TextColumn("left"),
+    )
+    bar = Progress(*columns, console=Console(stderr=True))
+    return bar, bar.add_task("training", total=samples, completed=seen, words="starting")
+
+
+class _TensorBoard:
+    def __init__(self, folder: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ModuleNotFoundError:
+            raise ValueError("watch.tensorboard needs tensorboard: pip install 'megabatch[train]'") from None
+        self._writer = SummaryWriter(str(folder))
+
+    def put(self, event: str, fields: Mapping[str, Any]) -> None:
+        for name, value in _numbers(event, fields).items():
+            self._writer.add_scalar(name, value, fields["step"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Wandb:
+    def __init__(self, run: config.Run, folder: Path) -> None:
+        try:
+            import wandb
+        except ModuleNotFoundError:
+            raise ValueError(
+                f"watch.wandb is {run.watch.wandb!r}: it needs wandb (pip install wandb); leave it out for none"
+            ) from None
+        self._run = wandb.init(project=run.watch.wandb, dir=str(folder), config=config.as_table(run), resume="allow")
+
+    def put(self, event: str, fields: Mapping[str, Any]) -> None:
+        numbers = _numbers(event, fields)
+        if numbers:
+            self._run.log(numbers, step=fields["step"])
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _numbers(event: str, fields: Mapping[str, Any]) -> dict[str, float]:
+    """The curves that an event adds a point to."""
+    if event == "step":
+        return {f"train/{name}": fields[name] for name in SCALARS if name in fields}
+    if event != "evaluation":
+        return {}
+    flat = {f"held-out/{side}@{k}": v for side in ("x_to_y", "y_to_x") for k, v in fields.get(side, {}).items()}
+    return flat | {f"held-out/{name}": fields[name] for name in ("accuracy",) if name in fields}
