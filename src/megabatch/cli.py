@@ -1,4 +1,7 @@
-"""The verbs of the `megabatch` command: each parses its arguments, calls the library, prints the answer."""
+"""The verbs of the `megabatch` command: each parses its arguments, calls the library, prints the answer.
+
+What a verb alone needs is imported by it: `megabatch env` works where nothing but torch is installed.
+"""
 
 from __future__ import annotations
 
@@ -6,30 +9,61 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from megabatch import __version__, environment
+from megabatch import __version__, config, environment
+
+if TYPE_CHECKING:
+    from megabatch.training.answers import Answer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status of one command line: 0, or 2 where the arguments cannot be met. `argv` None reads sys.argv."""
+    """The exit status of one command line: 0; 2 where the arguments cannot be met; 1, or 128 and the signal's number, where a run
+    stopped before its end. `argv` None reads sys.argv."""
     parser = _parser()
     arguments = parser.parse_args(argv)
     if arguments.verb is None:
         parser.print_help()
         return 0
     try:
-        arguments.run(arguments)
+        return int(arguments.run(arguments) or 0)
     except ValueError as error:
         # By our convention a ValueError names the value, the rule and the remedy: a traceback would only bury them.
-        print("megabatch: error:", " ".join(str(error).splitlines()), file=sys.stderr)
-        return 2
-    return 0
+        return _complain(error, 2)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("PIL", "matplotlib", "rich", "safetensors"):
+            raise
+        return _complain(f"`megabatch {arguments.verb}` needs {error.name}: pip install 'megabatch[train]'", 2)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="megabatch", description="Exact contrastive losses at any batch size for PyTorch.")
+    parser = argparse.ArgumentParser(
+        prog="megabatch", description="Contrastive training at the batch that the problem needs, on the hardware there is."
+    )
     parser.add_argument("--version", action="version", version=f"megabatch {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", title="verbs")
+
+    train = verbs.add_parser("train", help="train a contrastive model, or go on with it", description=_train.__doc__)
+    train.add_argument("settings", nargs="*", metavar="run.toml | key=value", help="a run's file, and settings that go before it")
+    train.add_argument("--fresh", action="store_true", help="start over, deleting what an earlier run left in the folder")
+    train.add_argument("--show", action="store_true", help="print the whole configuration as TOML, and do not train")
+    train.set_defaults(run=_train)
+
+    evaluate = verbs.add_parser("evaluate", help="held-out quality of a run", description=_evaluate.__doc__)
+    evaluate.add_argument("--classes", action="store_true", help="also classify pictures by the names of their labels (zero-shot)")
+    evaluate.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    embed = verbs.add_parser("embed", help="embeddings of pictures and texts, as safetensors", description=_embed.__doc__)
+    search = verbs.add_parser("search", help="the nearest pictures or texts", description=_search.__doc__)
+    for verb, run in ((evaluate, _evaluate), (embed, _embed), (search, _search)):
+        verb.add_argument("folder", metavar="RUN", help="the folder of a run")
+        verb.add_argument("--device", help="where to compute; by default where it was trained")
+        verb.set_defaults(run=run)
+    embed.add_argument("files", nargs="+", metavar="FILE", help="pictures, or text files with a text in each line")
+    embed.add_argument("--out", type=Path, help="where to write; by default embeddings.safetensors in the run's folder")
+    search.add_argument("query", metavar="TEXT", help="a text, or the path of a picture")
+    search.add_argument("-k", type=int, default=5, help="how many answers (5)")
+    search.add_argument("--out", type=Path, help="where to draw the answers; by default search.png in the run's folder")
 
     env = verbs.add_parser("env", help="describe this machine and its software, to paste into a bug report")
     env.add_argument("--json", action="store_true", help="print JSON instead of text")
@@ -37,6 +71,104 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _train(arguments: argparse.Namespace) -> int:
+    """Trains what a TOML file describes, and goes on where an earlier start was stopped. Without a file: pictures of characters and
+    their names, which come with the installation. Settings go before the file's: batch.size=4096 optimizer.lr=3e-4 out=runs/a.
+    Several GPUs or machines: torchrun -m megabatch train …"""
+    settings = arguments.settings
+    file = settings[0] if settings and "=" not in settings[0] else None
+    overrides = settings if file is None else settings[1:]
+    run = config.build(config.EMBEDDED, overrides) if file is None else config.read(file, overrides)
+    if arguments.show:
+        print(config.as_toml(run), end="")
+        return 0
+    from megabatch.training.loop import Stopped, train
+
+    try:
+        folder = train(run, fresh=arguments.fresh)
+    except Stopped as stopped:
+        return _complain(stopped, stopped.status)
+    _show_result(folder)
+    return 0
+
+
+def _evaluate(arguments: argparse.Namespace) -> None:
+    """Recall of held-out pairs in both directions, by the newest checkpoint of a run."""
+    from megabatch.training.answers import evaluate
+
+    found = evaluate(arguments.folder, classes=arguments.classes, device=arguments.device)
+    print(json.dumps(found, indent=2)) if arguments.json else _show_quality(found)
+
+
+def _embed(arguments: argparse.Namespace) -> None:
+    """Writes embeddings of length one: "embeddings" (rows, dim), and "keys" in the metadata."""
+    from megabatch.training.answers import embed
+
+    out = arguments.out or Path(arguments.folder) / "embeddings.safetensors"
+    print(f"{embed(arguments.folder, arguments.files, out, arguments.device):,} embeddings in {out}")
+
+
+def _search(arguments: argparse.Namespace) -> None:
+    """The held-out pictures nearest to a text, or the texts nearest to a picture: a table, and a contact sheet."""
+    from megabatch.training.answers import search
+
+    if arguments.k < 1:
+        raise ValueError(f"-k is {arguments.k}: must be at least 1")
+    answers = search(arguments.folder, arguments.query, arguments.k, arguments.device)
+    _table(["similarity", "answer", "from"], [[f"{a.score:.3f}", a.text, a.key] for a in answers])
+    if any(answer.picture is not None for answer in answers):
+        print("contact sheet:", _draw(arguments.query, answers, arguments.out or Path(arguments.folder) / "search.png"))
+
+
 def _env(arguments: argparse.Namespace) -> None:
     report = environment.describe()
     print(json.dumps(report, indent=2) if arguments.json else environment.as_text(report))
+
+
+def _draw(query: str, answers: Sequence[Answer], out: Path) -> Path:
+    from megabatch.training.report.contact import Question, Shown, contact_sheet
+
+    found = [Shown(answer.text, answer.picture, None, answer.score) for answer in answers]
+    contact_sheet([Question(Shown(query, None, None, None), found)], out)
+    return out
+
+
+def _show_result(folder: Path) -> None:
+    result = json.loads((folder / "result.json").read_text("utf-8")) if (folder / "result.json").exists() else {}
+    if result.get("evaluation"):
+        _show_quality(result["evaluation"], result.get("chance"))
+    if (folder / "report.html").exists():
+        print(f"report: {folder / 'report.html'}")
+
+
+def _show_quality(found: dict[str, Any], chance: dict[str, float] | None = None) -> None:
+    if "accuracy" in found:
+        print(f"held-out accuracy: {found['accuracy']:.1%} of {found['pairs']:,}")
+        return
+    at = list(found["x_to_y"])
+    rows = [
+        [name, *(f"{found[side][k]:.1%}" for k in at), f"{found[median]:g}"]
+        for name, side, median in (("x → y", "x_to_y", "x_median_rank"), ("y → x", "y_to_x", "y_median_rank"))
+    ]
+    if chance is not None:
+        rows.append(["chance", *(f"{chance[k]:.2%}" for k in at), f"{(found['pairs'] + 1) / 2:g}"])
+    print(f"held-out recall among {found['pairs']:,} pairs")
+    _table(["direction", *(f"recall@{k}" for k in at), "median rank"], rows)
+    for k, share in found.get("zero_shot", {}).items():
+        print(f"zero-shot accuracy, top {k}: {share:.1%}")
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*columns)
+    for row in rows:
+        # Captions are data, not markup.
+        table.add_row(*(cell.replace("[", "\\[") for cell in row))
+    Console().print(table)
+
+
+def _complain(error: object, status: int) -> int:
+    print("megabatch: error:", " ".join(str(error).splitlines()), file=sys.stderr)
+    return status

@@ -1,0 +1,62 @@
+"""Towers that train in milliseconds, and some that misbehave; runs name them as "small_towers:…"."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megabatch.training.towers.tower import Tower
+
+WIDTH = 16
+
+
+class Bytes(nn.Module):
+    """The mean of the embeddings of a text's bytes, through a small network."""
+
+    def __init__(self, dim: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.table = nn.Embedding(256, WIDTH)
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(dropout), nn.Linear(WIDTH, dim))
+
+    def forward(self, codes: Tensor) -> Tensor:
+        return self.layers(self.table(codes.long()).mean(1))
+
+
+class Greedy(Bytes):
+    """Runs out of memory at more than `limit` rows."""
+
+    def __init__(self, dim: int, limit: int) -> None:
+        super().__init__(dim)
+        self.limit = limit
+
+    def forward(self, codes: Tensor) -> Tensor:
+        if len(codes) > self.limit:
+            raise torch.OutOfMemoryError(f"out of memory: {len(codes)} rows, room for {self.limit}")
+        return super().forward(codes)
+
+
+class Poisoned(Bytes):
+    """Not a number for texts that begin with an X."""
+
+    def forward(self, codes: Tensor) -> Tensor:
+        found = super().forward(codes)
+        return torch.where((codes[:, :1] == ord("X")), torch.nan, found)
+
+
+def prepare(text: str, seed: int | None) -> Tensor:
+    codes = text.encode()[:WIDTH].ljust(WIDTH, b" ")
+    return torch.tensor(list(codes), dtype=torch.uint8)
+
+
+def text(dim: int = 8, **options: Any) -> Tower:
+    return Tower(Bytes(dim, **options), prepare, "text")
+
+
+def greedy(dim: int = 8, limit: int = 8) -> Tower:
+    return Tower(Greedy(dim, limit), prepare, "text")
+
+
+def poisoned(dim: int = 8) -> Tower:
+    return Tower(Poisoned(dim), prepare, "text")

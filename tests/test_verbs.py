@@ -1,0 +1,161 @@
+"""Every verb of a run from end to end, as a user types it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from PIL import Image
+
+COLOURS = {"red": (220, 30, 30), "green": (30, 200, 40), "blue": (30, 40, 220), "white": (250, 250, 250), "black": (5, 5, 5)}
+SMALL = [
+    "x.name=cnn",
+    "x.options.size=16",
+    "y.name=text",
+    "loss.dim=16",
+    "batch.size=40",
+    "batch.chunk=20",
+    "schedule.steps=30",
+    "optimizer.lr=3e-3",
+    "data.held_out=0.3",
+    "compute.device=cpu",
+    "compute.threads=1",
+]
+
+
+def megabatch(*arguments, launcher=(sys.executable,), check=True, **options):
+    """What the command printed; fails with what it complained about."""
+    done = subprocess.run(
+        [*launcher, "-m", "megabatch", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=os.environ | {"COLUMNS": "160"},
+        **options,
+    )
+    assert not check or done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    """A table of coloured pictures, the halves in two colours, and their captions; one caption holds a script."""
+    folder = tmp_path_factory.mktemp("pictures")
+    lines = ["filepath,caption"]
+    for left, a in COLOURS.items():
+        for right, b in COLOURS.items():
+            for shade in range(3):
+                picture = Image.new("RGB", (20, 20), tuple(max(0, c - 9 * shade) for c in a))
+                picture.paste(tuple(max(0, c - 9 * shade) for c in b), (10, 0, 20, 20))
+                picture.save(folder / f"{left}-{right}-{shade}.png")
+                lines.append(f"{left}-{right}-{shade}.png,{left} beside {right} <script>alert({shade})</script>")
+    (folder / "broken.png").write_bytes(b"no picture")
+    lines.append("broken.png,nothing to see")
+    (folder / "pairs.csv").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(pictures):
+    """A trained run."""
+    out = pictures / "run"
+    done = megabatch("train", f"data.source={pictures / 'pairs.csv'}", f"out={out}", *SMALL)
+    assert "held-out recall among" in done.stdout and "report.html" in done.stdout
+    return out
+
+
+def test_train_writes_a_report_that_executes_nothing(run):
+    page = (run / "report.html").read_text("utf-8")
+    assert "&lt;script&gt;alert" in page and "<script" not in page
+    assert "broken.png" in (run / "log.jsonl").read_text() or "broken.png" not in page
+
+
+def test_train_learns_from_pictures(run):
+    result = json.loads((run / "result.json").read_text())
+    assert result["evaluation"]["x_to_y"]["1"] > 2 * result["chance"]["1"]
+
+
+def test_evaluate_repeats_the_result_of_the_run(run):
+    found = json.loads(megabatch("evaluate", run, "--json").stdout)
+    expected = json.loads((run / "result.json").read_text())["evaluation"]
+    assert found == expected
+    assert "recall@10" in megabatch("evaluate", run).stdout
+
+
+def test_embed_writes_one_row_for_each_picture_and_line(run, pictures, tmp_path):
+    from safetensors import safe_open
+
+    texts = tmp_path / "texts.txt"
+    texts.write_text("red beside blue\n\nblue beside red\n")
+    megabatch("embed", run, pictures / "red-blue-0.png", texts, "--out", tmp_path / "e.safetensors")
+    with safe_open(tmp_path / "e.safetensors", "pt") as file:
+        embeddings, keys = file.get_tensor("embeddings"), json.loads(file.metadata()["keys"])
+    assert keys == [str(pictures / "red-blue-0.png"), "red beside blue", "blue beside red"]
+    assert embeddings.shape == (3, 16) and float((embeddings.norm(dim=1) - 1).abs().max()) < 1e-5
+
+
+def test_search_finds_and_draws(run, pictures):
+    done = megabatch("search", run, "red beside red", "-k", "3")
+    assert done.stdout.count("beside") == 3 and (run / "search.png").stat().st_size > 1000
+    assert megabatch("search", run, pictures / "red-red-0.png", "-k", "2").stdout.count("beside") == 2
+
+
+def test_the_same_command_goes_on_and_fresh_starts_over(run, pictures):
+    before = (run / "log.jsonl").read_text().count('"event": "step"')
+    command = ["train", f"data.source={pictures / 'pairs.csv'}", f"out={run}", *SMALL]
+    megabatch(*command)
+    assert (run / "log.jsonl").read_text().count('"event": "step"') == before == 30
+    assert megabatch(*command, "optimizer.lr=1e-3", check=False).returncode == 2
+    megabatch(*command, "--fresh")
+
+
+def test_torchrun_trains_on_two_ranks(pictures, tmp_path):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    steps = ["schedule.steps=3", "watch.report=false"]
+    megabatch("train", f"data.source={pictures / 'pairs.csv'}", f"out={tmp_path / 'run'}", *SMALL, *steps, launcher=launcher)
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["samples"] == 120
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_run_with_a_checkpoint(pictures, tmp_path, number):
+    out = tmp_path / "run"
+    settings = [f"data.source={pictures / 'pairs.csv'}", f"out={out}", *SMALL, "schedule.steps=100000", "checkpoint.every=none"]
+    process = subprocess.Popen([sys.executable, "-m", "megabatch", "train", *settings], stderr=subprocess.PIPE, text=True)
+    end = time.monotonic() + 90
+    while not (out / "log.jsonl").exists() or '"step"' not in (out / "log.jsonl").read_text():
+        assert process.poll() is None and time.monotonic() < end, process.stderr.read()
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, complaint = process.communicate(timeout=60)
+    assert process.returncode == 128 + number, complaint
+    assert "the same command goes on from there" in complaint
+    assert len(list((out / "checkpoints").iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["train", "nowhere.toml"], "there is no such file"),
+        (["train", "data.source=nowhere.csv", "schedule.steps=1"], "nowhere.csv"),
+        (["train", "batch.size=0"], "batch.size is 0"),
+        (["train", "x.name=resnet"], "resnet"),
+        (["evaluate", "nowhere"], "holds no run"),
+        (["search", "nowhere", "text"], "holds no run"),
+        (["embed", "nowhere", "a.png"], "holds no run"),
+    ],
+)
+def test_what_cannot_be_met_is_one_sentence(arguments, words, tmp_path):
+    done = megabatch(*arguments, check=False, cwd=tmp_path)
+    assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_show_prints_a_file_that_train_reads(tmp_path):
+    shown = megabatch("train", "batch.size=512", "--show").stdout
+    (tmp_path / "run.toml").write_text(shown)
+    assert megabatch("train", tmp_path / "run.toml", "--show").stdout == shown
