@@ -12,8 +12,8 @@ help:  ## show this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 	@echo "  PYTHON=... chooses the interpreter that creates $(VENV) (now: $(PYTHON)); rm -r $(VENV) starts afresh."
 
-demo: $(STAMP)  ## install into .venv and run the demonstration
-	$(BIN)/python -m benchmarks.demo
+demo: $(STAMP)  ## install into .venv, train on pictures of characters, then take single steps at up to 65,536 pairs
+	$(BIN)/megabatch train --fresh 'evaluate.large=[4096, 16384, 65536]'
 
 test: lint  ## everything that has to pass: lint, types, tests
 	$(BIN)/python -m pytest

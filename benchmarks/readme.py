@@ -2,7 +2,7 @@
 
 A table stands between `<!-- table: FILE -->` and `<!-- end -->`. `FILE#clip` and `FILE#siglip` take the rows of one loss,
 `FILE#options` those of megabatch's options, `FILE#errors` reads rows of `benchmarks.errors`, and any other `FILE#CASE` takes the
-rows of that case of `benchmarks.encoders`.
+rows of that case of `benchmarks.encoders`. `FILE#steps` and `FILE#batches` read rows of the programs of those names.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from benchmarks import errors, report
+from benchmarks import batches, errors, report, steps
 from benchmarks.check import LOSSES
 from benchmarks.encoders import report as encoders
 
@@ -28,8 +28,8 @@ def _table(name: str) -> str:
     rows = report.read_rows(ROOT / file)
     if case == "options":
         return report.options_markdown(rows)
-    if case == "errors":
-        return errors.markdown(rows)
+    if case in (programs := {"errors": errors, "steps": steps, "batches": batches}):
+        return programs[case].markdown(rows)
     if case in LOSSES:
         return report.markdown([row for row in rows if row["loss"] == case])
     return encoders.markdown([row for row in rows if row["case"] == case]) if case else report.markdown(rows)

@@ -45,6 +45,17 @@ class Poisoned(Bytes):
         return torch.where((codes[:, :1] == ord("X")), torch.nan, found)
 
 
+class Normed(Bytes):
+    """With statistics over the batch."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__(dim)
+        self.norm = nn.BatchNorm1d(dim)
+
+    def forward(self, codes: Tensor) -> Tensor:
+        return self.norm(super().forward(codes))
+
+
 def prepare(text: str, seed: int | None) -> Tensor:
     codes = text.encode()[:WIDTH].ljust(WIDTH, b" ")
     return torch.tensor(list(codes), dtype=torch.uint8)
@@ -56,6 +67,10 @@ def text(dim: int = 8, **options: Any) -> Tower:
 
 def greedy(dim: int = 8, limit: int = 8) -> Tower:
     return Tower(Greedy(dim, limit), prepare, "text")
+
+
+def normed(dim: int = 8) -> Tower:
+    return Tower(Normed(dim), prepare, "text")
 
 
 def poisoned(dim: int = 8) -> Tower:

@@ -93,6 +93,14 @@ class Page(HTMLParser):
         self.words += data + " "
 
 
+def test_the_rate_is_chosen_on_other_pairs_than_those_reported():
+    rows = [
+        {"batch": 64, "lr": lr, "steps": 10, "choosing_1": chosen, "x_to_y_1": shown, "y_to_x_1": shown}
+        for lr, chosen, shown in ((1e-3, 0.5, 0.2), (1e-2, 0.4, 0.9))
+    ]
+    assert [(best.lr, best.recalls) for best in best_rates(rows)] == [(1e-3, [0.2])]
+
+
 def test_nothing_from_outside_becomes_markup(run):
     page = Page(run)
     assert {tag for tag, _ in page.tags} == set(TAGS.split())

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
 import torch
+from world import error_of
 
 from megabatch import config
 from megabatch.training import checkpoint
@@ -95,6 +98,7 @@ OPTIONS = {
     "average": ["optimizer.ema=0.9"],
     "growing batch": ["batch.schedule=steps", "batch.start=6"],
     "bf16": ["compute.precision=bf16"],
+    "fp16": ["compute.precision=fp16"],
     "workers": ["data.workers=1"],
     "smoothing and dropping": ["loss.label_smoothing=0.1", "loss.drop_above=0.3", "loss.duplicates=positive"],
 }
@@ -286,6 +290,57 @@ def test_large_steps_leave_the_weights_alone(pairs, tmp_path):
     flat = json.loads((out / "result.json").read_text())["flat"]
     assert [step["pairs"] for step in flat] == [48, 200] and all(step["chunk"] == 8 for step in flat)
     assert_equal(final(tmp_path / "plain"), final(out))
+
+
+def test_weights_and_biases_hears_of_steps_and_evaluations(pairs, tmp_path, monkeypatch):
+    told = []
+
+    class Stub:
+        def log(self, numbers, step):
+            told.append((step, numbers))
+
+        def finish(self):
+            told.append("finished")
+
+    module = types.ModuleType("wandb")
+    module.init = lambda **options: Stub()
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    train(run_of(pairs, tmp_path / "run", "watch.wandb=project", "evaluate.every=3"))
+    assert [entry[0] for entry in told[:-1]] == [1, 2, 3, 3, 4, 5, 6, 6] and told[-1] == "finished"
+    assert "held-out/x_to_y@1" in told[3][1] and "train/loss" in told[0][1]
+
+
+def test_what_is_not_installed_is_named(pairs, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match=r"watch\.wandb is 'project'.* needs wandb"):
+        train(run_of(pairs, tmp_path / "run", "watch.wandb=project"))
+
+
+def _error_as_rank(rank, size, pairs, out, options):
+    return error_of(lambda: train(run_of(pairs, out, *options)))
+
+
+def test_batch_norm_that_cannot_be_synchronised_is_refused(world, pairs, tmp_path):
+    options = ["x.name=small_towers:normed", "compute.sync_batchnorm=true"]
+    for message in world.run(2, _error_as_rank, str(pairs), str(tmp_path / "run"), options):
+        assert "on GPUs only" in message
+
+
+def test_a_full_disk_stops_the_run_and_keeps_the_last_checkpoint(pairs, tmp_path, monkeypatch):
+    save = checkpoint.save
+
+    def full(folder, step, *args, **options):
+        if step > 2:
+            raise OSError(errno.ENOSPC, "No space left on device", str(folder))
+        return save(folder, step, *args, **options)
+
+    monkeypatch.setattr(checkpoint, "save", full)
+    with pytest.raises(OSError, match="No space left"):
+        train(run_of(pairs, tmp_path / "run", "checkpoint.every=2"))
+    assert checkpoint.newest(tmp_path / "run" / "checkpoints").name.endswith("2")
+    monkeypatch.undo()
+    train(run_of(pairs, tmp_path / "run", "checkpoint.every=2"))
+    assert len({line["step"] for line in log_of(tmp_path / "run", "step")}) == 6
 
 
 def test_the_scale_is_clamped(pairs, tmp_path):

@@ -23,6 +23,7 @@ SMALL = [
     "schedule.steps=30",
     "optimizer.lr=3e-3",
     "data.held_out=0.3",
+    "data.label=colour",
     "compute.device=cpu",
     "compute.threads=1",
 ]
@@ -46,16 +47,16 @@ def megabatch(*arguments, launcher=(sys.executable,), check=True, **options):
 def pictures(tmp_path_factory):
     """A table of coloured pictures, the halves in two colours, and their captions; one caption holds a script."""
     folder = tmp_path_factory.mktemp("pictures")
-    lines = ["filepath,caption"]
+    lines = ["filepath,caption,colour"]
     for left, a in COLOURS.items():
         for right, b in COLOURS.items():
             for shade in range(3):
                 picture = Image.new("RGB", (20, 20), tuple(max(0, c - 9 * shade) for c in a))
                 picture.paste(tuple(max(0, c - 9 * shade) for c in b), (10, 0, 20, 20))
                 picture.save(folder / f"{left}-{right}-{shade}.png")
-                lines.append(f"{left}-{right}-{shade}.png,{left} beside {right} <script>alert({shade})</script>")
+                lines.append(f"{left}-{right}-{shade}.png,{left} beside {right} <script>alert({shade})</script>,{left}")
     (folder / "broken.png").write_bytes(b"no picture")
-    lines.append("broken.png,nothing to see")
+    lines.append("broken.png,nothing to see,red")
     (folder / "pairs.csv").write_text("\n".join(lines) + "\n")
     return folder
 
@@ -84,7 +85,8 @@ def test_evaluate_repeats_the_result_of_the_run(run):
     found = json.loads(megabatch("evaluate", run, "--json").stdout)
     expected = json.loads((run / "result.json").read_text())["evaluation"]
     assert found == expected
-    assert "recall@10" in megabatch("evaluate", run).stdout
+    shown = megabatch("evaluate", run, "--classes").stdout
+    assert "recall@10" in shown and "zero-shot accuracy, top 5: 100.0%" in shown
 
 
 def test_embed_writes_one_row_for_each_picture_and_line(run, pictures, tmp_path):
@@ -153,6 +155,13 @@ def test_what_cannot_be_met_is_one_sentence(arguments, words, tmp_path):
     done = megabatch(*arguments, check=False, cwd=tmp_path)
     assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_the_embedded_default_trains_on_glyphs_and_finds_them(tmp_path):
+    settings = ["schedule.steps=4", "batch.size=256", "evaluate.limit=300", "evaluate.large=[600]", f"out={tmp_path / 'run'}"]
+    done = megabatch("train", *settings, "compute.device=cpu")
+    assert "one step at 600 pairs, chunk 256" in done.stderr
+    assert megabatch("search", tmp_path / "run", "greek small letter alpha", "-k", "4").stdout.count(",") >= 4
 
 
 def test_show_prints_a_file_that_train_reads(tmp_path):

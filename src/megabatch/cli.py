@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,11 +27,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.verb is None:
         parser.print_help()
         return 0
+    # Towers and optimizers that a user names may lie in the folder where the command was given; installed ones go before them.
+    sys.path.append(os.getcwd())
     try:
         return int(arguments.run(arguments) or 0)
     except ValueError as error:
         # By our convention a ValueError names the value, the rule and the remedy: a traceback would only bury them.
         return _complain(error, 2)
+    except OSError as error:
+        # A full disk, a folder that may not be written: what is wrong is in the message.
+        return _complain(error, 1)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("PIL", "matplotlib", "rich", "safetensors"):
             raise

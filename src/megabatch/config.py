@@ -25,11 +25,12 @@ NONE = "none"
 LENGTHS = ("samples", "epochs", "steps")
 # What is trained where no file says anything else: pictures and names of characters, at a batch that two cores' budget pays for.
 EMBEDDED = {
+    "data": {"workers": 1},
     "x": {"name": "cnn", "options": {"channels": 1}},
     "y": {"name": "text"},
     "loss": {"label_smoothing": 0.1},
     "optimizer": {"lr": 4e-3},
-    "schedule": {"samples": 1_000_000},
+    "schedule": {"samples": 768 * 1024},
 }
 
 

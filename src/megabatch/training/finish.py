@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -122,6 +121,7 @@ def large_step(parts: Assembly, pairs: int, watch: Watch) -> dict[str, Any]:
     """Time and peak memory of forward and backward at a batch of `pairs`, with the run's chunk and no graph kept."""
     objective = parts.objective
     assert isinstance(objective, Contrastive)
+    watch.say(f"taking one step at {pairs:,} pairs …")
     (batch,) = parts.shuffled().batches([(0, pairs)])
     for encode in (objective.encode_x, objective.encode_y):
         encode.stop_keeping()
@@ -133,10 +133,8 @@ def large_step(parts: Assembly, pairs: int, watch: Watch) -> dict[str, Any]:
     seconds = time.perf_counter() - began
     parts.model.zero_grad()
     found = {"pairs": pairs, "chunk": objective.encode_x.chunk, "seconds": seconds, "peak_bytes": peak(parts.ranks.device)}
-    watch.note(
-        f"one step at {pairs:,} pairs, chunk {found['chunk']:,}: {seconds:.1f} s, peak {found['peak_bytes'] / 2**20:,.0f} MiB, "
-        f"loss {loss:.3f} (chance {math.log(pairs):.3f})"
-    )
+    peaked = f"{found['peak_bytes'] / 2**20:,.0f} MiB"
+    watch.note(f"one step at {pairs:,} pairs, chunk {found['chunk']:,}: {seconds:.1f} s, peak {peaked}, loss {loss:.3f}")
     return found
 
 

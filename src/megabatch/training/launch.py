@@ -83,6 +83,8 @@ def ranks(compute: Compute) -> Iterator[Ranks]:
 def share(module: nn.Module, compute: Compute, ranks: Ranks) -> nn.Module:
     """The module as the ranks train it: copied on each (DDP), or sharded over them in place (FSDP2); alone, or locked, as it is."""
     if compute.sync_batchnorm and ranks.group is not None:
+        if ranks.device.type == "cpu":
+            raise ValueError("compute.sync_batchnorm is true: PyTorch synchronises batch norm on GPUs only; leave it out on a CPU")
         module = nn.SyncBatchNorm.convert_sync_batchnorm(module, ranks.group)
     if ranks.group is None or not any(p.requires_grad for p in module.parameters()):
         return module

@@ -29,7 +29,6 @@ class Watch:
         self._printed = time.monotonic()
         if silent:
             return
-        self._log = open(folder / "log.jsonl", "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
         if run.watch.bar and sys.stderr.isatty():
             self._bar, self._task = _bar(samples, seen)
         if run.watch.tensorboard:
@@ -37,6 +36,8 @@ class Watch:
         if run.watch.wandb is not None:
             self._writers.append(_Wandb(run, folder))
         self._lines = run.watch.bar and self._bar is None
+        # Last, since nothing after it may fail: it stays open as long as the run.
+        self._log = open(folder / "log.jsonl", "a", encoding="utf-8")  # noqa: SIM115
 
     def __enter__(self) -> Watch:
         if self._bar is not None:

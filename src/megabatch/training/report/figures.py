@@ -131,6 +131,8 @@ class Best(NamedTuple):
 def best_rates(rows: Iterable[Row]) -> list[Best]:
     """For each batch, the learning rate whose mean over seeds is highest. A run without a recall (it diverged) counts as zero.
 
+    The mean of choosing_1 where rows have one (recall on other held-out pairs than those reported), else that of the recall itself.
+
     >>> rows = [{"batch": 64, "lr": lr, "steps": 10, "x_to_y_1": r, "y_to_x_1": r} for lr, r in ((1e-3, 0.25), (1e-2, None))]
     >>> best_rates(rows)
     [Best(batch=64, lr=0.001, steps=10, recalls=[0.25])]
@@ -140,8 +142,8 @@ def best_rates(rows: Iterable[Row]) -> list[Best]:
         cases[int(row["batch"])][float(row["lr"])].append(row)
     found = []
     for batch, rates in sorted(cases.items()):
-        options = [Best(batch, lr, int(runs[0]["steps"]), [_recall(run) for run in runs]) for lr, runs in sorted(rates.items())]
-        found.append(max(options, key=lambda option: fmean(option.recalls)))
+        lr, runs = max(sorted(rates.items()), key=lambda case: fmean(_choosing(run) for run in case[1]))
+        found.append(Best(batch, lr, int(runs[0]["steps"]), [_recall(run) for run in runs]))
     return found
 
 
@@ -207,6 +209,10 @@ def _series(rows: Iterable[Row], *path: str) -> Points:
 def _both_ways(rows: Iterable[Row], k: str) -> Points:
     there, back = (_series(rows, side, k) for side in ("x_to_y", "y_to_x"))
     return [(samples, (a + b) / 2) for (samples, a), (_, b) in zip(there, back, strict=False)]
+
+
+def _choosing(row: Row) -> float:
+    return number(row, "choosing_1") or 0.0 if "choosing_1" in row else _recall(row)
 
 
 def _recall(row: Row) -> float:

@@ -1,0 +1,258 @@
+"""Why the batch matters: one budget of samples spent at several batches, `python -m benchmarks.batches --help`.
+
+Each batch is trained on the embedded pairs with several learning rates and seeds. The rate is chosen on one half of the held-out
+characters, what is reported is measured on the other half. All pairs lie on the device, and on CUDA a step is one captured graph:
+what is compared is learning, not reading.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.multiprocessing as processes
+from torch import Tensor
+
+import megabatch
+from benchmarks.machine import describe
+from megabatch import config
+from megabatch.training.assembly import open_data
+from megabatch.training.data.loader import Loader
+from megabatch.training.data.order import InOrder, stable_hash
+from megabatch.training.data.split import split
+from megabatch.training.evaluate import retrieval
+from megabatch.training.model import Pair, build_pair, build_towers
+from megabatch.training.optimizers import build_optimizer, clip_gradients
+from megabatch.training.report.figures import batch_study, best_rates
+from megabatch.training.schedules import course
+
+RESULTS = Path(__file__).parent / "results"
+BATCHES, SEEDS = (64, 512, 4096, 16384), (0, 1, 2)
+# Around the square-root rule from the embedded default's rate at its batch, which the middle one is.
+RATE_FACTORS = (1 / 3, 1.0, 3.0)
+SHOWN = ("batch", "lr", "seed", "choosing_1", "x_to_y_1", "y_to_x_1", "train_seconds", "error")
+
+
+class Pairs(NamedTuple):
+    """All pairs of a source, prepared."""
+
+    x: Tensor
+    y: Tensor
+    ids: Tensor
+
+
+class Case(NamedTuple):
+    batch: int
+    lr: float
+    seed: int
+    samples: int
+
+
+def load(run: config.Run) -> dict[str, Pairs]:
+    """The pairs to train on, to choose the rate on, and to report."""
+    x, y = build_towers(run)
+    training, held_out = open_data(run, x.kind, y.kind)
+    parts = dict(zip(("training", "choosing", "reported"), (training, *split(held_out, 0.5)), strict=True))
+    found = {}
+    for name, source in parts.items():
+        options: dict[str, Any] = {"seed": 0, "workers": 0, "rank": 0, "ranks": 1, "ids": True, "classes": None, "augment": False}
+        loader = Loader(source, InOrder(source.lengths), x.prepare, y.prepare, **options)
+        (batch,) = loader.batches([(0, sum(source.lengths))])
+        assert isinstance(batch.x, Tensor) and isinstance(batch.y, Tensor) and batch.ids is not None
+        found[name] = Pairs(batch.x, batch.y, batch.ids)
+    return found
+
+
+def train(case: Case, pairs: dict[str, Pairs], device: torch.device) -> dict[str, Any]:
+    """One row: the quality after the case's samples."""
+    settings = {"batch.size": case.batch, "schedule.samples": case.samples, "seed": case.seed, "optimizer.lr": case.lr}
+    run = config.build(config.EMBEDDED, [f"{key}={value}" for key, value in settings.items()])
+    torch.manual_seed(run.seed)
+    model = build_pair(run, *build_towers(run)).to(device).train()
+    here = {name: Pairs(*(t.to(device) for t in part)) for name, part in pairs.items()}
+    rate = torch.zeros((), device=device)
+    optimizer = build_optimizer(model, run.optimizer)
+    for group in optimizer.param_groups:
+        # What a captured graph reads has to be on the device.
+        group |= {"capturable": device.type == "cuda", "fused": device.type == "cuda", "foreach": False, "lr": rate}
+    began = time.perf_counter()
+    steps = course(run, len(here["training"].x))[: case.samples // case.batch]
+    take = _Step(model, optimizer, run, here["training"], case.batch)
+    for step, rows in zip(steps, _stream(len(here["training"].x), case, device), strict=False):
+        rate.fill_(run.optimizer.lr * step.rate)
+        loss = take(rows)
+    found = {name: _quality(model, here[name]) for name in ("choosing", "reported")}
+    return {
+        **case._asdict(),
+        "steps": len(steps),
+        "loss": float(loss),
+        "choosing_1": (found["choosing"].x_to_y[1] + found["choosing"].y_to_x[1]) / 2,
+        **{f"{side}_{k}": v for side in ("x_to_y", "y_to_x") for k, v in getattr(found["reported"], side).items()},
+        "pairs": found["reported"].pairs,
+        "train_seconds": time.perf_counter() - began,
+        "device": device.type,
+    }
+
+
+class _Step:
+    """One optimizer step on the rows of the training pairs that it is called with; on CUDA captured at the first call."""
+
+    def __init__(self, model: Pair, optimizer: torch.optim.Optimizer, run: config.Run, pairs: Pairs, batch: int) -> None:
+        self.model, self.optimizer, self.run, self.pairs = model, optimizer, run, pairs
+        self._rows = torch.zeros(batch, dtype=torch.int64, device=pairs.x.device)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._loss: Tensor | None = None
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        self._rows.copy_(rows)
+        if not rows.is_cuda:
+            return self._take()
+        if self._graph is None:
+            self._capture()
+        assert self._graph is not None and self._loss is not None
+        self._graph.replay()
+        return self._loss
+
+    def _take(self) -> Tensor:
+        x, y, ids = (t[self._rows] for t in self.pairs)
+        options = {"ids": ids, "label_smoothing": self.run.loss.label_smoothing, "group": None}
+        loss = megabatch.clip_loss(self.model.x(x), self.model.y(y), self.model.scale(), **options)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        clip_gradients(self.model.parameters(), self.run.optimizer.clip_norm)
+        self.optimizer.step()
+        self.model.clamp_scale(self.run.loss.max_scale)
+        return loss.detach()
+
+    def _capture(self) -> None:
+        """Steps before the capture would train: they run on a copy of the state that is put back."""
+        side = torch.cuda.Stream()
+        before = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                self._take()
+        torch.cuda.synchronize()
+        self.model.load_state_dict(before)
+        for state in self.optimizer.state.values():
+            for tensor in state.values():
+                tensor.zero_()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._loss = self._take()
+
+
+def _stream(length: int, case: Case, device: torch.device) -> Iterator[Tensor]:
+    """Rows of one batch after the other, through shuffled epochs without a gap."""
+    rest = torch.zeros(0, dtype=torch.int64, device=device)
+    for epoch in itertools.count():
+        generator = torch.Generator().manual_seed(stable_hash(case.seed, epoch))
+        rest = torch.cat([rest, torch.randperm(length, generator=generator).to(device)])
+        while len(rest) >= case.batch:
+            yield rest[: case.batch]
+            rest = rest[case.batch :]
+
+
+@torch.no_grad()
+def _quality(model: Pair, pairs: Pairs) -> Any:
+    model.eval()
+    x = torch.cat([model.x(part) for part in pairs.x.split(4096)])
+    y = torch.cat([model.y(part) for part in pairs.y.split(4096)])
+    return retrieval(x, y, ids=pairs.ids)
+
+
+def cases(samples: int, batches: Sequence[int]) -> list[Case]:
+    """Every batch with every rate and seed, the longest first."""
+    default = config.build(config.EMBEDDED)
+    rates = {b: default.optimizer.lr * math.sqrt(b / default.batch.size) for b in batches}
+    return [
+        Case(batch, float(f"{rates[batch] * factor:.2g}"), seed, samples)
+        for batch, seed, factor in itertools.product(sorted(batches), SEEDS, RATE_FACTORS)
+    ]
+
+
+def markdown(rows: Sequence[dict[str, Any]]) -> str:
+    """The table of kept rows, each batch at its best rate, and a line that says what it shows."""
+    lines = ["| batch | updates | learning rate | held-out recall@1 | seeds |", "| ---: | ---: | ---: | ---: | --- |"]
+    for best in best_rates(rows):
+        mean = sum(best.recalls) / len(best.recalls)
+        each = ", ".join(f"{recall:.1%}" for recall in sorted(best.recalls))
+        lines.append(f"| {best.batch:,} | {best.steps:,} | {best.lr:g} | {mean:.1%} | {each} |")
+    first = rows[0]
+    rates, seeds = {row["lr"] for row in rows if row["batch"] == first["batch"]}, {row["seed"] for row in rows}
+    return "\n".join(lines) + (
+        f"\n\n{first['samples']:,} samples at every batch, {len(rates)} learning rates and {len(seeds)} seeds each; recall is "
+        f"the mean of both directions among {first['pairs']:,} pairs "
+        "of characters never seen. The rate was chosen on as many others. Without the augmentation of texts. On "
+        f"{first.get('gpu') or first['cpu']} with torch {first['torch']}, {str(first['date'])[:10]}."
+    )
+
+
+def _work(tasks: Any, answers: Any, file: str, device: str) -> None:
+    pairs = {name: Pairs(*part) for name, part in torch.load(file, weights_only=True).items()}
+    torch.set_num_threads(1)
+    for case in iter(tasks.get, None):
+        try:
+            answers.put(train(Case(*case), pairs, torch.device(device)))
+        except Exception as error:
+            answers.put({**Case(*case)._asdict(), "error": repr(error)})
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The exit code: 0, or 1 where a case failed."""
+    parser = argparse.ArgumentParser(prog="benchmarks.batches", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--samples", type=int, default=1_000_000)
+    parser.add_argument("--batches", default=",".join(map(str, BATCHES)))
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--redraw", type=Path, help="only draw the picture of a file of rows")
+    options = parser.parse_args(arguments)
+    out = options.redraw or options.out or RESULTS / f"batches-{options.device}.jsonl"
+    if not options.redraw:
+        _measure(options, out)
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    batch_study([row for row in rows if "error" not in row], out.with_suffix(".png"))
+    return int(any("error" in row for row in rows))
+
+
+def _measure(options: argparse.Namespace, out: Path) -> None:
+    work = cases(options.samples, [int(b) for b in options.batches.split(",")])
+    context = processes.get_context("spawn")
+    tasks, answers = context.Queue(), context.Queue()
+    machine = describe(options.device)
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.perf_counter()
+        pairs = load(config.build(config.EMBEDDED))
+        torch.save({name: tuple(part) for name, part in pairs.items()}, f"{folder}/pairs.pt")
+        print({name: len(part.x) for name, part in pairs.items()}, f"{time.perf_counter() - began:.0f} s", flush=True)
+        for case in [*work, *[None] * options.processes]:
+            tasks.put(case and tuple(case))
+        workers = [
+            context.Process(target=_work, args=(tasks, answers, f"{folder}/pairs.pt", options.device))
+            for _ in range(options.processes)
+        ]
+        for worker in workers:
+            worker.start()
+        with out.open("w") as file:
+            for number in range(len(work)):
+                row = answers.get() | machine
+                print(json.dumps(row), file=file, flush=True)
+                shown = {
+                    key: row.get(key)
+                    for key in ("batch", "lr", "seed", "choosing_1", "x_to_y_1", "y_to_x_1", "train_seconds", "error")
+                }
+                print(f"[{number + 1}/{len(work)}, {time.perf_counter() - began:.0f} s] {shown}", flush=True)
+        for worker in workers:
+            worker.join()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
