@@ -35,7 +35,14 @@ def step(number: int, **more) -> dict:
 
 def evaluation(number: int, first: float = 0.25) -> dict:
     shares = {"1": first, "5": 0.5, "10": 0.75}
-    found = {"pairs": 2000, "x_to_y": shares, "y_to_x": shares, "x_median_rank": 5.0, "y_median_rank": 4.5}
+    found = {
+        "sides": ["picture", "text"],
+        "pairs": 2000,
+        "x_to_y": shares,
+        "y_to_x": shares,
+        "x_median_rank": 5.0,
+        "y_median_rank": 4.5,
+    }
     return {"event": "evaluation", "step": number, "samples": 1024 * number, **found}
 
 
@@ -225,7 +232,7 @@ def test_a_run_that_classifies_shows_its_accuracy(tmp_path, monkeypatch):
 def test_a_run_on_texts_has_no_pictures(tmp_path):
     settings = config.Run(x=config.Tower("text"), schedule=config.Schedule(steps=1))
     (tmp_path / "run.toml").write_text(config.as_toml(settings))
-    (tmp_path / "result.json").write_text(json.dumps({"evaluation": evaluation(1)}))
+    (tmp_path / "result.json").write_text(json.dumps({"evaluation": evaluation(1) | {"sides": ["query", "document"]}}))
     questions = [{"text": "who?", "picture": None, "answers": [{"text": "you", "picture": None, "right": True, "score": 1.0}]}] * 2
     (tmp_path / "contact.json").write_text(json.dumps({"queries": questions}))
     write_report(tmp_path)

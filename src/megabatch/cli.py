@@ -152,10 +152,9 @@ def _show_quality(found: dict[str, Any], chance: dict[str, float] | None = None)
         print(f"held-out accuracy: {found['accuracy']:.1%} of {found['pairs']:,}")
         return
     at = list(found["x_to_y"])
-    rows = [
-        [name, *(f"{found[side][k]:.1%}" for k in at), f"{found[median]:g}"]
-        for name, side, median in (("x → y", "x_to_y", "x_median_rank"), ("y → x", "y_to_x", "y_median_rank"))
-    ]
+    x, y = found["sides"]
+    directions = ((f"{x} → {y}", "x_to_y", "x_median_rank"), (f"{y} → {x}", "y_to_x", "y_median_rank"))
+    rows = [[name, *(f"{found[side][k]:.1%}" for k in at), f"{found[median]:g}"] for name, side, median in directions]
     if chance is not None:
         rows.append(["chance", *(f"{chance[k]:.2%}" for k in at), f"{(found['pairs'] + 1) / 2:g}"])
     print(f"held-out recall among {found['pairs']:,} pairs")

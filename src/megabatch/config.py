@@ -31,6 +31,7 @@ EMBEDDED = {
     "loss": {"label_smoothing": 0.1},
     "optimizer": {"lr": 4e-3},
     "schedule": {"samples": 768 * 1024},
+    "evaluate": {"every": 128},
 }
 
 

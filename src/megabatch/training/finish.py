@@ -94,7 +94,13 @@ def _test(parts: Assembly, average: Average | None) -> tuple[dict[str, Any], Emb
             average.swap()
     device = parts.ranks.device
     found = retrieval(embedded.x.to(device), embedded.y.to(device), ids=embedded.ids.to(device), tile=parts.run.compute.tile)
-    return found.facts(), embedded
+    return {"sides": _sides(parts), **found.facts()}, embedded
+
+
+def _sides(parts: Assembly) -> list[str]:
+    """What the two sides are called in front of people."""
+    names = {("text", "text"): ["query", "document"], ("picture", "text"): ["picture", "text"]}
+    return names.get((parts.x.kind, parts.y.kind), ["x", "y"])
 
 
 def embed_source(parts: Assembly, source: Source, limit: int) -> Embedded:

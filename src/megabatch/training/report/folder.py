@@ -11,7 +11,7 @@ from ... import config
 from .contact import Question, read_contact
 from .history import History, Row, read_history
 
-PICTURE_TOWERS = ("vit", "cnn")
+SIDES = (("picture", "text"), ("query", "document"))
 
 
 class Folder(NamedTuple):
@@ -34,11 +34,8 @@ class Folder(NamedTuple):
 
     def sides(self) -> tuple[str, str]:
         """What x and y are called."""
-        towers = (self.run.x.name, self.run.y.name) if self.run else ("", "")
-        shown = (one for question in self.questions for one in (question.asked, *question.answers))
-        if towers[0] in PICTURE_TOWERS or any(one.picture is not None for one in shown):
-            return "picture", "text"
-        return ("query", "document") if towers == ("text", "text") else ("x", "y")
+        told = self.evaluation().get("sides")
+        return next((sides for sides in SIDES if told == list(sides)), ("x", "y"))
 
 
 def read_folder(run: Path) -> Folder:
