@@ -67,6 +67,12 @@ def test_a_length_given_on_the_command_line_replaces_the_files():
     assert (run.schedule.steps, run.schedule.samples) == (5, None)
 
 
+def test_options_of_a_tower_do_not_outlive_it():
+    assert config.build(config.EMBEDDED, ["x.name=vit"]).x.options == {}
+    assert config.build(config.EMBEDDED, ["x.name=cnn"]).x.options == config.EMBEDDED["x"]["options"]
+    assert config.build(config.EMBEDDED, ["x.options.width=8", "x.name=vit"]).x.options == {"width": 8}
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -121,6 +122,23 @@ def test_torchrun_trains_on_two_ranks(pictures, tmp_path):
     steps = ["schedule.steps=3", "watch.report=false"]
     megabatch("train", f"data.source={pictures / 'pairs.csv'}", f"out={tmp_path / 'run'}", *SMALL, *steps, launcher=launcher)
     assert json.loads((tmp_path / "run" / "result.json").read_text())["samples"] == 120
+
+
+def test_ranks_are_started_again_when_one_dies(pictures, tmp_path):
+    out = tmp_path / "run"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    settings = [f"data.source={pictures / 'pairs.csv'}", f"out={out}", *SMALL, "checkpoint.every=5", "watch.report=false"]
+    command = [*launcher, "-m", "megabatch", "train", *settings]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    end = time.monotonic() + 120
+    while not (out / "checkpoints" / "step-00000005").exists():
+        assert process.poll() is None and time.monotonic() < end
+        time.sleep(0.02)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(children[-1]), signal.SIGKILL)
+    told, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, told[-3000:]
+    assert json.loads((out / "result.json").read_text())["steps"] == 30
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -253,9 +253,8 @@ def build(table: Mapping[str, Any], overrides: Iterable[str] = (), origin: str =
     """
     table = _copy(table)
     overrides = list(overrides)
-    if any(override.startswith(tuple(f"schedule.{length}=" for length in LENGTHS)) for override in overrides):
-        # Who says how long does not mean it beside what the file says.
-        table["schedule"] = {key: value for key, value in table.get("schedule", {}).items() if key not in LENGTHS}
+    for override in overrides:
+        _forget(table, override)
     for override in overrides:
         _put(table, override)
     run = _section(Run, table, origin)
@@ -392,6 +391,22 @@ def _words(hint: Any) -> str:
 
 def _copy(table: Mapping[str, Any]) -> dict[str, Any]:
     return {key: _copy(value) if isinstance(value, Mapping) else value for key, value in table.items()}
+
+
+def _forget(table: dict[str, Any], override: str) -> None:
+    """Leaves out what the file says and an override makes void: another length of the run, the options of another tower."""
+    path, _, text = override.partition("=")
+    section, _, key = path.strip().partition(".")
+    before = table.get(section)
+    if not isinstance(before, dict):
+        return
+    if section == "schedule" and key in LENGTHS:
+        void: tuple[str, ...] = LENGTHS
+    elif key == "name" and before.get("name") != text.strip():
+        void = ("options", "weights")
+    else:
+        return
+    table[section] = {name: value for name, value in before.items() if name not in void}
 
 
 def _put(table: dict[str, Any], override: str) -> None:

@@ -73,7 +73,13 @@ def ranks(compute: Compute) -> Iterator[Ranks]:
         return
     # The host's exchanges (counts, keys, stop signs) go through gloo, so that they need not wait for the device.
     backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
-    dist.init_process_group(backend, timeout=TIMEOUT, device_id=None if device.type == "cpu" else device)
+    store, rank, size = next(dist.rendezvous("env://", timeout=TIMEOUT))
+    if os.environ.get("GROUP_WORLD_SIZE") == "1":
+        # On one node torchrun keeps its store over a restart, with the addresses of those that died. (Several nodes get a new one,
+        # and may count restarts differently.)
+        store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    at = None if device.type == "cpu" else device
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT, device_id=at)
     try:
         yield Ranks(device, dist.group.WORLD, dist.get_rank(), dist.get_world_size())
     finally:
