@@ -240,7 +240,7 @@ def test_unreadable_samples_are_skipped_named_and_counted_up_to_a_limit(pairs, t
     lines = pairs.read_text().splitlines()
     lines[10], lines[20], lines[30] = "{", '{"query": "alone"}', ""
     pairs.write_text("\n".join(lines) + "\n")
-    out = train(run_of(pairs, tmp_path / "run", "data.held_out=0", "schedule.samples=100"))
+    out = train(run_of(pairs, tmp_path / "run", "data.held_out=0", "schedule.samples=100", "evaluate.every=2"))
     bad = log_of(out, "bad")
     assert json.loads((out / "result.json").read_text())["bad"] == len(bad) >= 2
     assert any(":11" in line["key"] for line in bad)

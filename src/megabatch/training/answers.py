@@ -18,7 +18,7 @@ from .assembly import Assembly, assemble
 from .data.pictures import decode
 from .data.source import BadSample
 from .evaluate import class_embeddings, nearest, zero_shot
-from .finish import Embedded, embed_source, test
+from .held_out import Embedded, embed_source, measure
 from .launch import ranks
 from .objective import Contrastive
 
@@ -65,7 +65,7 @@ def opened(folder: str | Path, device: str | None = None) -> Iterator[Assembly]:
 def evaluate(folder: str | Path, *, classes: bool = False, device: str | None = None) -> dict[str, Any]:
     """Held-out quality of a run; with `classes` also zero-shot classification into the labels of its data."""
     with opened(folder, device) as parts:
-        found = test(parts, None)
+        found, _ = measure(parts, None)
         if classes:
             found["zero_shot"] = _zero_shot(parts)
         return found

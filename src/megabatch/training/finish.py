@@ -1,4 +1,4 @@
-"""The end of a run: held-out quality, steps at large batches, a contact sheet, curves, the report."""
+"""The end of a run: its result, steps at large batches, a contact sheet, curves, the report."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from .assembly import Assembly
-from .data.loader import once
-from .data.order import Order
-from .data.source import Sample, Source
-from .evaluate import chance, nearest, retrieval
+from .data.source import Sample
+from .evaluate import chance, nearest
+from .held_out import Embedded, measure
 from .memory import peak, reset_peak
-from .objective import Classification, Contrastive
+from .objective import Contrastive
 from .optimizers import Average, count
 from .report import write_report
 from .report.contact import contact_sheet, read_contact
@@ -26,8 +24,6 @@ from .watch import Watch
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# Held-out pairs that are embedded between two exchanges.
-AT_ONCE = 8192
 QUERIES, ANSWERS = 8, 5
 
 
@@ -37,7 +33,7 @@ def finish(parts: Assembly, folder: Path, watch: Watch, average: Average | None,
     found: dict[str, Any] = {}
     embedded = None
     if sum(parts.held_out.lengths):
-        found, embedded = _test(parts, average)
+        found, embedded = measure(parts, average)
         watch.event("evaluation", step=facts["step"], samples=facts["samples"], **found)
     large = [large_step(parts, pairs, watch) for pairs in parts.run.evaluate.large] if not parts.classes else []
     if not parts.ranks.first:
@@ -68,61 +64,6 @@ def finish(parts: Assembly, folder: Path, watch: Watch, average: Average | None,
     write_report(folder)
 
 
-def test(parts: Assembly, average: Average | None) -> dict[str, Any]:
-    """Held-out quality: what an evaluation event of the log holds. All ranks take part."""
-    return _test(parts, average)[0]
-
-
-class Embedded:
-    """Held-out pairs and their embeddings; `at` says where in the source each of them is."""
-
-    def __init__(self, x: Tensor, y: Tensor, ids: Tensor, at: list[tuple[int, int]]) -> None:
-        self.x, self.y, self.ids, self.at = x, y, ids, at
-
-
-def _test(parts: Assembly, average: Average | None) -> tuple[dict[str, Any], Embedded | None]:
-    if average is not None:
-        average.swap()
-    parts.model.eval()
-    try:
-        if isinstance(parts.objective, Classification):
-            return _accuracy(parts, parts.objective), None
-        embedded = embed_source(parts, parts.held_out, parts.run.evaluate.limit)
-    finally:
-        parts.model.train()
-        if average is not None:
-            average.swap()
-    device = parts.ranks.device
-    found = retrieval(embedded.x.to(device), embedded.y.to(device), ids=embedded.ids.to(device), tile=parts.run.compute.tile)
-    return {"sides": _sides(parts), **found.facts()}, embedded
-
-
-def _sides(parts: Assembly) -> list[str]:
-    """What the two sides are called in front of people."""
-    names = {("text", "text"): ["query", "document"], ("picture", "text"): ["picture", "text"]}
-    return names.get((parts.x.kind, parts.y.kind), ["x", "y"])
-
-
-def embed_source(parts: Assembly, source: Source, limit: int) -> Embedded:
-    """Embeddings of both sides of at most `limit` pairs of a source, chosen once and for all, on the host of every rank."""
-    assert isinstance(parts.objective, Contrastive)
-    order = Order(source.lengths, max(1, sum(source.lengths)), 0)
-    loader = parts.loader(source, order, augment=False)
-    x, y, ids = [], [], []
-    at: list[tuple[int, int]] = []
-    for batch in loader.batches(once(min(limit, sum(source.lengths)), AT_ONCE)):
-        assert batch.ids is not None
-        rows = len(batch.keys)
-        x.append(parts.ranks.gather_rows(parts.objective.embed(batch.x, "x")))
-        y.append(parts.ranks.gather_rows(parts.objective.embed(batch.y, "y")))
-        ids.append(parts.ranks.gather_rows(batch.ids[:rows]))
-        places = [order.at(position) for position in batch.positions]
-        at += [place for rank in parts.ranks.gather(places) for place in rank]
-    if not at:
-        raise ValueError("none of the held-out samples could be read")
-    return Embedded(torch.cat(x), torch.cat(y), torch.cat(ids), at)
-
-
 def large_step(parts: Assembly, pairs: int, watch: Watch) -> dict[str, Any]:
     """Time and peak memory of forward and backward at a batch of `pairs`, with the run's chunk and no graph kept."""
     objective = parts.objective
@@ -142,18 +83,6 @@ def large_step(parts: Assembly, pairs: int, watch: Watch) -> dict[str, Any]:
     peaked = f"{found['peak_bytes'] / 2**20:,.0f} MiB"
     watch.note(f"one step at {pairs:,} pairs, chunk {found['chunk']:,}: {seconds:.1f} s, peak {peaked}, loss {loss:.3f}")
     return found
-
-
-def _accuracy(parts: Assembly, objective: Classification) -> dict[str, Any]:
-    right = rows = 0.0
-    order = Order(parts.held_out.lengths, max(1, sum(parts.held_out.lengths)), 0)
-    loader = parts.loader(parts.held_out, order, augment=False)
-    for batch in loader.batches(once(min(parts.run.evaluate.limit, sum(parts.held_out.lengths)), AT_ONCE)):
-        assert batch.labels is not None
-        logits = objective.classify(batch.x).cpu()
-        here = float((logits.argmax(1) == batch.labels).sum())
-        right, rows = (a + b for a, b in zip((right, rows), parts.ranks.sum(here, len(batch.keys)), strict=True))
-    return {"pairs": int(rows), "accuracy": right / rows}
 
 
 def _contact(parts: Assembly, embedded: Embedded, folder: Path) -> None:

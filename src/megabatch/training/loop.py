@@ -18,7 +18,8 @@ from .. import config, environment
 from . import checkpoint
 from .assembly import Assembly, assemble
 from .data.loader import Batch
-from .finish import finish, test
+from .finish import finish
+from .held_out import measure
 from .launch import Ranks, ranks
 from .memory import peak
 from .model import Pair
@@ -99,14 +100,15 @@ class Training:
                         f"stopped by signal {stop} after step {self.number}; the same command goes on from there", 128 + stop
                     )
                 if self._is_test_due():
-                    watch.event("evaluation", step=self.number, samples=self.seen, **test(self.parts, self.average))
+                    watch.event("evaluation", step=self.number, samples=self.seen, **measure(self.parts, self.average)[0])
         if saved < self.number:
             self.save(watch)
 
     def _is_test_due(self) -> bool:
         """Whether an evaluation follows the step just taken; the last one has its own."""
         every = self.run.evaluate.every
-        return every is not None and self.number % every == 0 and self.number < len(self.course)
+        due = every is not None and self.number % every == 0 and self.number < len(self.course)
+        return due and sum(self.parts.held_out.lengths) > 0
 
     def step(self, step: Step, batch: Batch) -> tuple[Outcome, float]:
         """One optimizer step: forward and backward at the step's batch, clipping, the update, the averages."""
