@@ -29,7 +29,7 @@ class Embedded(NamedTuple):
 
 
 def measure(parts: Assembly, average: Average | None) -> tuple[dict[str, Any], Embedded | None]:
-    """Held-out quality, as an evaluation event of the log holds it, by the averaged weights where there are any. All ranks call it."""
+    """Held-out quality, as an evaluation event of the log holds it, by the averaged weights if there are any. All ranks call it."""
     training = parts.model.training
     if average is not None:
         average.swap()

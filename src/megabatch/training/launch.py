@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from ..config import Compute
@@ -73,11 +74,12 @@ def ranks(compute: Compute) -> Iterator[Ranks]:
         return
     # The host's exchanges (counts, keys, stop signs) go through gloo, so that they need not wait for the device.
     backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
-    store, rank, size = next(dist.rendezvous("env://", timeout=TIMEOUT))
+    store, rank, size = next(rendezvous("env://", timeout=TIMEOUT))
     if os.environ.get("GROUP_WORLD_SIZE") == "1":
         # On one node torchrun keeps its store over a restart, with the addresses of those that died. (Several nodes get a new one,
         # and may count restarts differently.)
-        store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"attempt {attempt}", store)  # type: ignore[attr-defined]
     at = None if device.type == "cpu" else device
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT, device_id=at)
     try:
