@@ -1,0 +1,154 @@
+"""Texts of configuration files, edited so that little else changes: TOML, JSON, command lines."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import shlex
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from .training import Training
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+# What an edit of a flag can be beside a value: the flag alone, or no flag.
+PRESENT, ABSENT = object(), object()
+# What ends a command on a line of a shell.
+BETWEEN = ("|", "||", "&", "&&", ";")
+# What a file can say about changed facts: its own keys and their new values, or None where it has no key for one of them.
+Translate = Callable[[Mapping[str, Any], Training], Mapping[str, Any] | None]
+
+
+class Document(NamedTuple):
+    """A file or a command line. keys: where each fact stands in it; translate: facts to edits; edit: the text with the edits."""
+
+    name: str
+    text: str
+    keys: Mapping[str, str]
+    translate: Translate
+    edit: Callable[[str, Mapping[str, Any]], str]
+
+    def where(self, fact: str) -> str:
+        return self.keys.get(fact, fact)
+
+    def diff(self, changes: Mapping[str, Any], training: Training) -> str | None:
+        """A unified diff that changes facts of the training, or None where this document cannot say them."""
+        edits = self.translate(changes, training) if changes else None
+        if not edits:
+            return None
+        after = self.edit(self.text, edits)
+        # The end of the last line stays as it was.
+        after = after.rstrip("\n") + ("\n" if self.text.endswith("\n") else "")
+        a, b = self.text.splitlines(keepends=True), after.splitlines(keepends=True)
+        lines = difflib.unified_diff(a, b, self.name, self.name)
+        return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines) or None
+
+
+class Reading(NamedTuple):
+    """What was understood of a document."""
+
+    training: Training
+    document: Document
+
+
+def edit_toml(text: str, edits: Mapping[str, str]) -> str:
+    """The text with "section.key" set to values that are written as TOML already; comments and order stay."""
+    lines = text.splitlines()
+    for path, value in edits.items():
+        section, _, key = path.rpartition(".")
+        _set_line(lines, section, key, value)
+    return "\n".join(lines) + "\n"
+
+
+def table_of(text: str, name: str) -> dict[str, Any]:
+    """The table of a TOML text."""
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{name}: is not valid TOML ({error})") from None
+
+
+def _set_line(lines: list[str], section: str, key: str, value: str) -> None:
+    begin, end = _section(lines, section)
+    if begin is None:
+        lines += ["", f"[{section}]", f"{key} = {value}"]
+        return
+    assignment = re.compile(rf"(\s*{re.escape(key)}\s*=\s*)(.*?)(\s+#[^\"']*)?$")
+    for number in range(begin, end):
+        found = assignment.match(lines[number])
+        if found:
+            lines[number] = found[1] + value + (found[3] or "")
+            return
+    lines.insert(begin, f"{key} = {value}")
+
+
+def _section(lines: list[str], section: str) -> tuple[int | None, int]:
+    """The lines of a section, without its header; the top of the file has none."""
+    headers = [(number, line.split("#")[0].strip()) for number, line in enumerate(lines) if line.lstrip().startswith("[")]
+    begin = 0 if not section else next((n + 1 for n, header in headers if header == f"[{section}]"), None)
+    return begin, next((n for n, _ in headers if begin is not None and n >= begin), len(lines))
+
+
+def edit_json(text: str, edits: Mapping[str, Any]) -> str:
+    """The text with "key" or "section.key" set; indented as it was."""
+    table = json.loads(text)
+    for path, value in edits.items():
+        *sections, key = path.split(".")
+        place = table
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[key] = value
+    indent = re.search(r"\{\n([ \t]+)\"", text)
+    return json.dumps(table, indent=indent[1] if indent else None, ensure_ascii=False) + "\n"
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command in a script: the text before it, its own, and the text after."""
+
+    before: str
+    text: str
+    after: str
+
+    def words(self, pattern: str) -> list[str]:
+        """The words of the command, as a shell splits them, up to the next command on its line."""
+        try:
+            words = shlex.split(self.text.replace("\\\n", " "), comments=True)
+        except ValueError as error:
+            raise ValueError(f"{self.text.strip()[:80]!r}: a shell could not read it ({error})") from None
+        begin = next((place for place, word in enumerate(words) if re.search(pattern, word)), 0)
+        return words[: next((place for place in range(begin, len(words)) if words[place] in BETWEEN), len(words))]
+
+    @classmethod
+    def find(cls, text: str, pattern: str) -> Command | None:
+        """The first command that matches; lines that end in a backslash go on."""
+        for found in re.finditer(r"(?:[^\n]*\\\n)*[^\n]*\n?", text):
+            if re.search(pattern, found[0]) and not found[0].lstrip().startswith("#"):
+                return cls(text[: found.start()], found[0], text[found.end() :])
+        return None
+
+
+def edit_flags(text: str, edits: Mapping[str, Any], pattern: str) -> str:
+    """The text with flags of the command that matches `pattern` set, taken away, or added behind its name."""
+    command = Command.find(text, pattern)
+    assert command is not None
+    body, added = command.text, ""
+    for flag, value in edits.items():
+        there = rf"(?<!\S){re.escape(flag)}(?![\w-])"
+        with_value = rf"({there}(?:=|[ \t]+|[ \t]*\\\n[ \t]*))[^\s-]\S*"
+        if value is ABSENT:
+            body = re.sub(rf"[ \t]*{there}", "", body)
+        elif value is PRESENT:
+            added += "" if re.search(there, body) else f" {flag}"
+        elif re.search(with_value, body):
+            body = re.sub(with_value, rf"\g<1>{value}", body)
+        else:
+            added += f" {flag} {value}"
+    return command.before + re.sub(rf"((?:{pattern})\S*)", rf"\g<1>{added}", body, count=1) + command.after
