@@ -13,9 +13,9 @@ PACKAGE = Path(__file__).parents[1] / "src" / "megabatch"
 
 # Each room, and the rooms it may import from; within a room, everything may import everything. "." is __init__.py.
 HOUSE = {
-    ".": {"chunks", "losses", "reference", "tiles"},
+    ".": {"chunks", "losses", "planning", "reference", "tiles"},
     "__main__": {"cli"},
-    "cli": {".", "config", "environment", "training", "training.report"},
+    "cli": {".", "config", "environment", "planning", "training", "training.report"},
     "config": set(),
     "environment": {".", "tiles"},
     "adapters": {"losses"},
@@ -27,6 +27,17 @@ HOUSE = {
         "training.checkpoint",
         "training.data",
         "training.evaluate",
+        "training.report",
+        "training.towers",
+    },
+    "planning": {
+        "chunks",
+        "config",
+        "environment",
+        "losses",
+        "tiles",
+        "training",
+        "training.data",
         "training.report",
         "training.towers",
     },
@@ -58,10 +69,10 @@ OUTSIDERS = {
     "fontTools": {"training.data"},
     "datasets": {"training.data"},
     "pyarrow": {"training.data"},
-    "matplotlib": {"training.data", "training.report"},
-    "rich": {"cli", "training"},
+    "matplotlib": {"planning", "training.data", "training.report"},
+    "rich": {"cli", "planning", "training"},
     "wandb": {"training"},
-    "tomli": {"config"},
+    "tomli": {"config", "planning"},
 }
 # Names that say nothing about what is inside.
 EMPTY_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}

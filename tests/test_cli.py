@@ -159,3 +159,48 @@ def test_text_of_what_this_machine_may_lack():
     assert ["peers", "lightning 2.5.0"] in lines
     assert ["distributed", "not in this build of PyTorch"] in lines
     assert ["launcher", "announced nothing"] in lines
+
+
+MISTAKE = """[batch]
+size = 8192
+[schedule]
+samples = 100_000_000
+warmup = 0
+"""
+
+
+def test_audit_tells_the_mistake_and_its_status(tmp_path, capsys):
+    file = tmp_path / "run.toml"
+    file.write_text(MISTAKE)
+    assert cli.main(["audit", str(file)]) == 0
+    told = capsys.readouterr().out
+    assert "warning: schedule.warmup" in told and "-warmup = 0" in told
+    assert cli.main(["audit", str(file), "--fail-on", "warning", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)[0]["code"] == "no-warmup"
+
+
+def test_audit_compares_files(tmp_path, capsys):
+    for size in (256, 8192):
+        (tmp_path / f"{size}.toml").write_text(f"[batch]\nsize = {size}\n[schedule]\nsamples = 100_000_000\n")
+    cli.main(["audit", str(tmp_path / "256.toml"), str(tmp_path / "8192.toml"), "--data", "10M"])
+    assert "same-settings-across-batches" in capsys.readouterr().out
+
+
+def test_plan_writes_a_file_that_train_reads(tmp_path, capsys):
+    assert cli.main(["plan", "--json", "--out", str(tmp_path / "run.toml"), "--html", str(tmp_path / "plan.html")]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["run"]["batch"]["size"] == 1024
+    assert cli.main(["train", str(tmp_path / "run.toml"), "--show"]) == 0
+    assert f"peak_bytes = {found['peak_bytes']}" in capsys.readouterr().out
+    assert (tmp_path / "plan.html").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("arguments", [["--gpus", "0"], ["--memory=-3GiB"], ["no-such-model"], ["--batch", "1G"]])
+def test_a_plan_for_nonsense_is_one_sentence(arguments, capsys):
+    assert cli.main(["plan", *arguments]) == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+def test_audit_of_nothing_is_one_sentence(tmp_path, capsys):
+    assert cli.main(["audit", str(tmp_path / "nowhere.toml")]) == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1

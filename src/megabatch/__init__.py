@@ -1,5 +1,7 @@
 """megabatch: which batch size a training needs, and the means to train at it on the hardware at hand."""
 
+from typing import Any
+
 from . import reference
 from .chunks import accumulate, cached, repeat_on_oom
 from .losses import ClipLoss, Diagnostics, SigLipLoss, clip_loss, siglip_loss
@@ -17,3 +19,20 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """`plan`, `audit` and `predict_memory`, imported when they are asked for: losses need none of what planning imports."""
+    if name == "plan":
+        from .planning.planner import plan
+
+        return plan
+    if name == "audit":
+        from .planning.audit import audit
+
+        return audit
+    if name == "predict_memory":
+        from .planning.memory import predict_memory
+
+        return predict_memory
+    raise AttributeError(f"module 'megabatch' has no attribute {name!r}")

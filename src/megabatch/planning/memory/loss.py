@@ -1,0 +1,78 @@
+"""The memory of the contrastive losses: what `clip_loss` and `siglip_loss` allocate, in their order.
+
+M rows of x and as many of y, D wide; the similarity matrix exists a tile at a time, within the working memory.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from .setup import Setup
+
+# What the backends take where nothing is given.
+DEFAULT_TILE = {"cuda": 512 * 2**20, "cpu": 32 * 2**20}
+# A tile's sums are two numbers of fp32 for each row or column of its 128 or more, of two kinds: a run also ranks each positive.
+PART_BYTES, TILE_SIDE, KINDS = 8, 128, 2
+FP32, INT64 = 4, 8
+
+
+class Ledger(Protocol):
+    def hold(self, size: int, kind: str) -> int: ...
+
+    def release(self, number: int) -> None: ...
+
+
+class LossMemory:
+    """Holds and releases in a ledger what the loss does, whose embeddings are there."""
+
+    def __init__(self, ledger: Ledger, setup: Setup, rows: int, width: int, element_bytes: int) -> None:
+        self.ledger, self.setup = ledger, setup
+        self.rows, self.element_bytes = rows, element_bytes
+        self.block_bytes = rows * width * element_bytes
+        self.gradient_bytes = rows * width * FP32
+        self.tile = setup.tile if setup.tile is not None else DEFAULT_TILE[setup.device]
+        self._saved: list[int] = []
+
+    def forward(self) -> None:
+        """The sums over the other pairs; the sigmoid loss has its gradients from the same pass."""
+        sums = [self.ledger.hold(KINDS * self.rows * (2 * FP32 + INT64), "embeddings") for _ in ("rows", "columns")]
+        if self.setup.objective == "siglip":
+            self._saved = [*self._products(), self.ledger.hold(self.rows * FP32, "embeddings")]
+        else:
+            ring = self._ring(2 * self.block_bytes)
+            self._pass_tile(2 * KINDS * PART_BYTES * self.rows * self.rows // TILE_SIDE)
+            self._release(ring)
+            # Losses, gradients in the positives' logits, and four vectors for each side's softmax.
+            self._saved = [self.ledger.hold(10 * self.rows * FP32, "embeddings")]
+        self._release(sums)
+
+    def backward(self) -> list[int]:
+        """The gradients of the embeddings."""
+        kept = self.setup.objective == "siglip"
+        found = [] if kept else self._products()
+        # Half-precision embeddings get their gradients in fp32 first, and the sigmoid loss keeps its own for another backward.
+        if kept or self.element_bytes != FP32:
+            new = [self.ledger.hold(self.block_bytes, "embeddings") for _ in ("x", "y")]
+            self._release(found)
+            found = new
+        self._release(self._saved)
+        return found
+
+    def _products(self) -> list[int]:
+        """The gradients in fp32, from tiles of the gradient in the logits."""
+        gradients = [self.ledger.hold(self.gradient_bytes, "embeddings") for _ in ("x", "y")]
+        # The block that is visited and the one that arrives; what was found for them and for x's rows, here and on its way.
+        ring = self._ring(2 * self.block_bytes + 3 * self.gradient_bytes)
+        self._pass_tile(min(self.element_bytes, FP32) * self.rows * self.rows)
+        self._release(ring)
+        return gradients
+
+    def _pass_tile(self, wanted: int) -> None:
+        self.ledger.release(self.ledger.hold(min(self.tile, wanted), "loss tiles"))
+
+    def _ring(self, travelling: int) -> list[int]:
+        return [self.ledger.hold(travelling, "ring buffers")] if self.setup.ranks > 1 else []
+
+    def _release(self, numbers: list[int]) -> None:
+        for number in numbers:
+            self.ledger.release(number)

@@ -1,0 +1,225 @@
+"""How a plan is made: the batch from the problem, the way from the machine, the settings from the batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
+
+from .. import config
+from . import batch as batches
+from . import settings
+from .alternatives import alternatives, changes, curve
+from .evidence import FACTS, Number
+from .hardware import Machine, find_machine
+from .how import How, Precision, Sharding
+from .peaks import Peaks, Predict, Predicted
+from .plan import Plan
+from .question import Question, budget, parse_base, parse_count, towers_of
+from .reasons import contrastive_numbers, reach_numbers
+from .search import Found, all_ways, search
+from .time import StepTime, Task, step_time
+from .workload import Workload, traced, workload
+
+# Bytes of a parameter with gradient and Adam's state in fp32, and the share of the memory from which on that is much.
+STATE_BYTES, HEAVY = 16, 0.25
+
+
+class Tools(NamedTuple):
+    """What predicts a step: its work, and its memory. Replaced where there is nothing to trace."""
+
+    workload: Callable[[Question, config.Run, Precision], Workload] = workload
+    predict: Callable[[Question, config.Run, Workload, Machine], Predict] = traced
+
+
+def plan(model: str | config.Run | None = None, *, tools: Tools | None = None, **asked: Any) -> Plan:
+    """The plan for a model, data and machine; see `Question` for what can be asked.
+
+    Without arguments: the embedded default on this machine.
+    """
+    try:
+        question = Question(model, **asked)
+    except TypeError as error:
+        known = ", ".join(field.name for field in dataclasses.fields(Question))
+        raise ValueError(f"plan: {error}; known are {known}") from None
+    return Planner(question, tools or Tools()).plan()
+
+
+class Planner:
+    """The parts of one plan, in the order in which they are decided."""
+
+    def __init__(self, question: Question, tools: Tools) -> None:
+        self.question = question
+        self.machine = find_machine(question.gpu, question.gpus, question.memory)
+        self.base = towers_of(question)
+        if isinstance(question.model, config.Run) and question.start == "scratch" and (self.base.x.locked or self.base.x.weights):
+            # A run's own towers say where they start.
+            question = self.question = replace(question, start="locked" if self.base.x.locked else "pretrained")
+        self.budget = budget(question, self.base)
+        self.given = parse_count(question.batch, "batch")
+        if self.given is not None:
+            batches.check_batch(self.given, self.budget.data)
+        self.precision = choose_precision(question.precision, self.machine)
+        self.work = tools.workload(question, self.base, self.precision)
+        objective = self.base.loss.objective
+        pair_loss = objective if question.pairs and objective != "classify" else "mean"
+        self.task = Task(self.work.towers, pair_loss, self.base.loss.dim, question.optimizer)
+        self.peaks = Peaks(tools.predict(question, self.base, self.work, self.machine))
+        self.limit = int(question.share * self.machine.device.memory)
+
+    def plan(self) -> Plan:
+        choice = self.choose()
+        found, predicted = self.reach_and_check(choice.batch)
+        follows, step = self.follow(found.how.batch), self.step(found.how)
+        learnt = "as it was asked for" if self.given is not None else choice.why
+        numbers = (
+            Number("batch", found.how.batch, f"{found.how.batch:,}", learnt, choice.source, choice.confidence),
+            *reach_numbers(found, self.limit, self.machine),
+            *(contrastive_numbers(found.how.batch, self.budget.unique) if self.question.pairs else ()),
+            *follows.numbers,
+        )
+        return Plan(
+            run=self.run(found, follows),
+            how=found.how,
+            machine=f"{self.machine.gpus} × {self.machine.device.name}",
+            device_bytes=self.machine.device.memory,
+            limit_bytes=self.limit,
+            seconds_a_step=found.seconds,
+            peak_bytes=found.peak,
+            moment=predicted.moment,
+            memory=_scaled(predicted, found.peak),
+            time=step.parts,
+            numbers=numbers,
+            alternatives=tuple(alternatives(self, found)),
+            notes=(*choice.notes, *self.notes(found.how.batch, follows)),
+            changes=tuple(changes(self, found)),
+            curve=tuple(curve(self, found)),
+        )
+
+    def choose(self) -> batches.Choice:
+        """The batch that the problem wants, a multiple of the ranks."""
+        question, (data, _, seen), ranks = self.question, self.budget, self.machine.gpus
+        if self.given is not None:
+            notes = batches.judge(self.given, seen, data, question.start, question.loss) if question.pairs else ()
+            return batches.Choice(self.given, math.ceil(seen / self.given), "given", "given", "high", notes)
+        if question.objective == "finetune":
+            choice = batches.fine_tuning(seen, data, pairs=question.pairs)
+        elif question.pairs:
+            loss: Literal["clip", "siglip"] = "siglip" if self.task.loss == "siglip" else "clip"
+            choice = batches.contrastive(seen, data, loss, question.start)
+        else:
+            kind = "lm" if question.objective == "lm" else "supervised"
+            critical = question.critical or batches.critical_batch(kind, data)  # type: ignore[arg-type]
+            rows = max(1, critical // question.length) if kind == "lm" else critical
+            source = FACTS["lm critical batch" if kind == "lm" else "imagenet"].source
+            choice = batches.mean_loss(
+                rows, lambda size: self.reach(size).seconds, seen, data, ranks=ranks, priority=question.priority, source=source
+            )
+        return choice._replace(batch=max(ranks, round(choice.batch / ranks) * ranks))
+
+    def reach(self, batch: int, machine: Machine | None = None) -> Found:
+        """The fastest way to the batch that fits."""
+        machine = machine or self.machine
+        # Sharding frees no more than weights, gradients and the optimizer's state take: it is for models where that counts.
+        heavy = STATE_BYTES * sum(work.parameters for work in self.work.towers) > HEAVY * self.limit
+        shardings: tuple[Sharding, ...] = ("ddp", "fsdp2") if heavy else ("ddp",)
+        accumulate = not self.question.pairs
+        ways = all_ways(batch, machine.gpus, precisions=(self.precision,), accumulate=accumulate, shardings=shardings)
+        return search(ways, self.peaks, lambda how: step_time(self.task, how, machine).seconds, self.limit)
+
+    def reach_and_check(self, batch: int) -> tuple[Found, Predicted]:
+        """The way to the batch, and a traced step of its own chunk: where that takes more than the lines say, they are raised."""
+        while True:
+            found = self.reach(batch)
+            near = _nearby(found.how)
+            predicted = self.peaks.predict(near)
+            if not self.peaks.correct(near, predicted.reserved_bytes):
+                return found, predicted
+
+    def try_to_reach(self, batch: int, machine: Machine | None = None) -> Found | None:
+        """The way to a batch beside the plan's; None where the data is too small, the ranks too many, or no way fits."""
+        ranks = (machine or self.machine).gpus
+        if batch < ranks or batch > self.budget.data:
+            return None
+        try:
+            return self.reach(batch, machine)
+        except ValueError:
+            return None
+
+    def step(self, how: How) -> StepTime:
+        return step_time(self.task, how, self.machine)
+
+    def follow(self, batch: int) -> settings.Settings:
+        question, parameters = self.question, sum(work.parameters for work in self.work.towers)
+        given = parse_base(question.base_lr)
+        if given is None and question.model is None:
+            # The embedded default's own, which was tuned there.
+            given = (self.base.optimizer.lr, self.base.batch.size)
+        base = settings.base_for(question.objective, parameters, question.optimizer, given)._replace(ema=question.ema)
+        objective = "contrastive" if question.pairs and question.objective != "finetune" else question.objective
+        return settings.follow(batch, self.budget.seen, self.budget.data, base, optimizer=question.optimizer, objective=objective)
+
+    def notes(self, batch: int, follows: settings.Settings) -> list[str]:
+        said = []
+        if self.question.pairs:
+            said.append(
+                FACTS["no accumulation"].says + f" ({FACTS['no accumulation'].source}): chunks, not accumulation, reach the batch"
+            )
+            said.append(
+                "at equal samples a larger batch promises nothing that was not measured on your data: compare with half of it"
+            )
+        if follows.sweep:
+            said.append(f"sweep the learning rate: {', '.join(f'{rate:g}' for rate in follows.sweep)}")
+        if self.question.model is not None and self.question.source is None and not isinstance(self.question.model, config.Run):
+            said.append("data.source in the file is a placeholder: put yours there")
+        if self.machine.device.name == "cpu":
+            said.append(f"this machine has no accelerator: times rest on an assumption ({self.machine.device.source})")
+        return said
+
+    def run(self, found: Found, follows: settings.Settings) -> config.Run | None:
+        """The configuration: everything that was decided, in the place of what the base had."""
+        if self.question.objective == "lm":
+            return None
+        base, how = self.base, found.how
+        betas, decay = follows.betas, follows.weight_decay
+        optimizer = replace(base.optimizer, name=self.question.optimizer, lr=follows.lr, betas=betas, weight_decay=decay)
+        optimizer = replace(optimizer, ema=follows.ema)
+        length: dict[str, Any] = {"samples": self.budget.seen, "epochs": None, "steps": None}
+        run = replace(
+            base,
+            out=self.question.out or base.out,
+            x=replace(base.x, checkpointing=how.checkpointing),
+            y=replace(base.y, checkpointing=how.checkpointing and base.y.name != "x"),
+            loss=replace(base.loss, label_smoothing=0.0 if self.task.loss == "siglip" else follows.label_smoothing),
+            batch=replace(base.batch, size=how.batch, chunk=how.chunk, keep=how.keep),
+            optimizer=optimizer,
+            schedule=replace(base.schedule, **length, warmup=float(follows.warmup)),
+            compute=replace(base.compute, precision=how.precision, sharding=how.sharding),
+            planned=config.Planned(found.peak, found.seconds),
+        )
+        config.check(run)
+        return run
+
+
+def choose_precision(asked: Precision | None, machine: Machine) -> Precision:
+    """bf16 where the device has it, else fp16, else fp32."""
+    if asked is not None:
+        machine.device.rate(asked)
+        return asked
+    order: tuple[Precision, ...] = ("bf16", "fp16", "fp32")
+    return next(precision for precision in order if precision in machine.device.rates)
+
+
+def _nearby(how: How) -> How:
+    """A way with the same chunk and few of them: what a peak is made of shows there, at a fraction of the time."""
+    chunks = min(how.chunks, 2)
+    return replace(how, shard=min(how.shard, chunks * how.chunk), keep=min(how.keep, chunks))
+
+
+def _scaled(predicted: Predicted, peak: int) -> dict[str, int]:
+    """The parts of a prediction, and what else is in the peak: more rows, kept chunks, the allocator's reserve."""
+    parts = dict(predicted.parts)
+    rest = peak - sum(parts.values())
+    return {**parts, "further rows, kept chunks, reserve": rest} if rest > 0 else parts

@@ -1,0 +1,105 @@
+"""The work and the memory of a question's model: the only place of a plan where a model is built and traced."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from .. import config
+from ..training.model import Classifier
+from .counting import Work, count_work
+from .hardware import Machine
+from .how import How, Precision
+from .models import Side, fresh, function_module, sides
+from .peaks import Predict
+from .question import Question
+
+
+class Workload(NamedTuple):
+    """The towers' forwards, the modules, and functions that make inputs for them."""
+
+    towers: tuple[Work, ...]
+    modules: tuple[nn.Module, ...]
+    inputs: tuple[Callable[[int], Any], ...]
+
+
+def workload(question: Question, run: config.Run, precision: Precision) -> Workload:
+    """Builds what the question names, without filling or computing anything, and counts it."""
+    if question.objective == "lm":
+        if not isinstance(question.model, str):
+            raise ValueError(f"model is {question.model!r}: a language model is named as package.module:function")
+        module = function_module(question.model)
+        return _counted((module,), (_tokens(question),), precision)
+    built = sides(run)
+    if not question.pairs:
+        side = built[0]
+        return _counted((_classifier(side, run, question.classes),), (side.inputs,), precision)
+    return _counted(tuple(side.module for side in built), tuple(side.inputs for side in built), precision)
+
+
+def traced(question: Question, run: config.Run, work: Workload, machine: Machine) -> Predict:
+    """Predictions of memory, each from one traced step."""
+    from .memory import Prediction, Setup, predict_memory
+
+    cpu = machine.device.name == "cpu"
+
+    @functools.cache
+    def prepared(checkpointing: bool) -> tuple[nn.Module, ...]:
+        return _checkpointed(question, run, work) if checkpointing else work.modules
+
+    def predict(how: How) -> Prediction:
+        modules = prepared(how.checkpointing)
+        setup = Setup(
+            optimizer="adamw" if question.optimizer == "adamw" else "sgd-momentum",
+            precision=how.precision,
+            ranks=how.ranks,
+            sharding=how.sharding,
+            chunk=how.chunk,
+            keep=how.keep,
+            objective=run.loss.objective if question.pairs else "supervised",  # type: ignore[arg-type]
+            ema=question.ema is not None,
+            device="cpu" if cpu else "cuda",
+        )
+        if question.pairs:
+            pair = (modules[0], modules[1] if len(modules) > 1 else None)
+            inputs = (work.inputs[0], work.inputs[-1])
+            return predict_memory(lambda: fresh(pair), inputs, how.shard, setup)
+        loss = _next_token if question.objective == "lm" else None
+        return predict_memory(lambda: fresh(modules[0]), work.inputs[0], how.shard, setup, loss=loss)
+
+    return predict
+
+
+def _checkpointed(question: Question, run: config.Run, work: Workload) -> tuple[nn.Module, ...]:
+    """The modules with checkpointing, as the run's own switch turns it on; those that have none stay as they are."""
+    if question.objective == "lm":
+        return work.modules
+    again = replace(run, x=replace(run.x, checkpointing=True), y=replace(run.y, checkpointing=run.y.name != "x"))
+    try:
+        return workload(question, again, "fp32").modules
+    except ValueError:
+        return work.modules
+
+
+def _next_token(out: Any) -> torch.Tensor:
+    """Cross-entropy of a language model's logits, (rows, length, vocabulary), with whatever tokens."""
+    logits = getattr(out, "logits", out).flatten(0, -2)
+    return nn.functional.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64, device=logits.device))
+
+
+def _counted(modules: tuple[nn.Module, ...], inputs: tuple[Callable[[int], Any], ...], precision: Precision) -> Workload:
+    work = tuple(count_work(module, make, precision) for module, make in zip(modules, inputs, strict=True))
+    return Workload(work, modules, inputs)
+
+
+def _classifier(side: Side, run: config.Run, classes: int) -> nn.Module:
+    return Classifier(side.module.tower, run.loss.dim, classes, locked=run.x.locked)
+
+
+def _tokens(question: Question) -> Callable[[int], torch.Tensor]:
+    return lambda rows: torch.zeros(rows, question.length, dtype=torch.int64)
