@@ -188,7 +188,8 @@ def test_another_number_of_ranks_goes_on_with_the_same_data(world, pairs, tmp_pa
 
 
 def test_killed_in_mid_run_and_resumed_is_bit_equal(pairs, tmp_path):
-    options = ["schedule.steps=40", "checkpoint.every=5", "x.options.dropout=0.2"]
+    # Another number of threads adds up in another order, and tests before this one may have changed it.
+    options = ["schedule.steps=40", "checkpoint.every=5", "x.options.dropout=0.2", "compute.threads=1"]
     train(run_of(pairs, tmp_path / "whole", *options))
     run = run_of(pairs, tmp_path / "parts", *options)
     (tmp_path / "run.toml").write_text(config.as_toml(run))
@@ -341,6 +342,16 @@ def test_a_full_disk_stops_the_run_and_keeps_the_last_checkpoint(pairs, tmp_path
     monkeypatch.undo()
     train(run_of(pairs, tmp_path / "run", "checkpoint.every=2"))
     assert len({line["step"] for line in log_of(tmp_path / "run", "step")}) == 6
+
+
+def test_threads_are_those_of_the_run_for_its_time_alone(pairs, tmp_path):
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        train(run_of(pairs, tmp_path / "run", "compute.threads=1", "schedule.steps=1"))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_the_scale_is_clamped(pairs, tmp_path):

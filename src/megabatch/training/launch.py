@@ -61,17 +61,26 @@ class Ranks:
 @contextmanager
 def ranks(compute: Compute) -> Iterator[Ranks]:
     """The ranks of the process group there is, or that torchrun's variables announce; without either, this process alone."""
+    device = _device(compute.device, int(os.environ.get("LOCAL_RANK", "0")))
+    ours = "RANK" in os.environ and not dist.is_initialized()
+    if ours:
+        _join(device)
+    elif compute.sharding == "fsdp2" and not dist.is_initialized():
+        raise ValueError('compute.sharding is "fsdp2": it shards over ranks; start it with torchrun -m megabatch train …')
+    threads = torch.get_num_threads()
     if compute.threads is not None:
         torch.set_num_threads(compute.threads)
-    device = _device(compute.device, int(os.environ.get("LOCAL_RANK", "0")))
-    if dist.is_initialized():
-        yield Ranks(device, dist.group.WORLD, dist.get_rank(), dist.get_world_size())
-        return
-    if "RANK" not in os.environ:
-        if compute.sharding == "fsdp2":
-            raise ValueError('compute.sharding is "fsdp2": it shards over ranks; start it with torchrun -m megabatch train …')
-        yield Ranks(device)
-        return
+    try:
+        grouped = dist.is_initialized()
+        yield Ranks(device, dist.group.WORLD, dist.get_rank(), dist.get_world_size()) if grouped else Ranks(device)
+    finally:
+        torch.set_num_threads(threads)
+        if ours:
+            dist.destroy_process_group()
+
+
+def _join(device: torch.device) -> None:
+    """Makes the process group of the ranks that torchrun has started."""
     # The host's exchanges (counts, keys, stop signs) go through gloo, so that they need not wait for the device.
     backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
     store, rank, size = next(rendezvous("env://", timeout=TIMEOUT))
@@ -82,10 +91,6 @@ def ranks(compute: Compute) -> Iterator[Ranks]:
         store = dist.PrefixStore(f"attempt {attempt}", store)  # type: ignore[attr-defined]
     at = None if device.type == "cpu" else device
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT, device_id=at)
-    try:
-        yield Ranks(device, dist.group.WORLD, dist.get_rank(), dist.get_world_size())
-    finally:
-        dist.destroy_process_group()
 
 
 def share(module: nn.Module, compute: Compute, ranks: Ranks) -> nn.Module:
