@@ -188,22 +188,26 @@ def test_another_number_of_ranks_goes_on_with_the_same_data(world, pairs, tmp_pa
 
 
 def test_killed_in_mid_run_and_resumed_is_bit_equal(pairs, tmp_path):
-    # Another number of threads adds up in another order, and tests before this one may have changed it.
-    options = ["schedule.steps=40", "checkpoint.every=5", "x.options.dropout=0.2", "compute.threads=1"]
-    train(run_of(pairs, tmp_path / "whole", *options))
-    run = run_of(pairs, tmp_path / "parts", *options)
-    (tmp_path / "run.toml").write_text(config.as_toml(run))
-    command = [sys.executable, "-m", "megabatch", "train", str(tmp_path / "run.toml")]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE)
-    wait_for(lambda: checkpoint.newest(tmp_path / "parts" / "checkpoints") is not None, process)
-    process.kill()
-    assert process.wait() == -signal.SIGKILL
-    process.stderr.close()
+    # All in processes of their own: what other tests have set in this one may change the order of a sum.
+    whole, parts = (start_training(pairs, tmp_path, name) for name in ("whole", "parts"))
+    wait_for(lambda: checkpoint.newest(tmp_path / "parts" / "checkpoints") is not None, parts)
+    parts.kill()
+    assert parts.wait() == -signal.SIGKILL
+    parts.stderr.close()
     step = checkpoint.read_facts(checkpoint.newest(tmp_path / "parts" / "checkpoints"))["step"]
     assert 0 < step <= 40
-    train(run)
+    for process in (whole, start_training(pairs, tmp_path, "parts")):
+        _, complaint = process.communicate(timeout=120)
+        assert process.returncode == 0, complaint
     assert_equal(final(tmp_path / "whole"), final(tmp_path / "parts"))
+
+
+def start_training(pairs, folder, name):
+    options = ["schedule.steps=40", "checkpoint.every=5", "x.options.dropout=0.2", "compute.threads=1"]
+    (folder / f"{name}.toml").write_text(config.as_toml(run_of(pairs, folder / name, *options)))
+    command = [sys.executable, "-m", "megabatch", "train", str(folder / f"{name}.toml")]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
 
 def wait_for(condition, process, seconds=60):
