@@ -1,0 +1,98 @@
+"""What measurements write and a plan reads: one JSON file for each, with the run and the machine that it is true of."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+Kind = Literal["fit", "profile", "noise", "sweep"]
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The largest chunk that really ran. `limit_bytes`: what it was held to; `trials`: size, ran, peak_bytes, seconds of each."""
+
+    chunk: int
+    limit_bytes: int | None
+    trials: tuple[Mapping[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Steps at several sizes: batch, chunk, seconds (median), spread (half of the middle half), pairs_per_s, peak_bytes, and
+    predicted_seconds and predicted_bytes where there is a prediction. `best`: the batch of the highest rate; `enough`: the smallest
+    within 5 % of it; `knee`: where the curve bends."""
+
+    points: tuple[Mapping[str, Any], ...]
+    best: int
+    enough: int
+    knee: int | None = None
+
+
+@dataclass(frozen=True)
+class Noise:
+    """The critical batch that gradient noise implies, with a 95 % interval; `coupled`: samples were compared with each other, and the
+    number belongs to `batch` alone. `course`: step, critical, low, high over training. `branch`: the largest batch that lost
+    nothing when the run was branched, where that was tried."""
+
+    critical: float
+    low: float
+    high: float
+    batch: int
+    coupled: bool
+    course: tuple[Mapping[str, Any], ...] = ()
+    branch: int | None = None
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The batch that a sweep recommends, and the learning rate that was best at it. `same`: what all runs had equal.
+    `rows`: batch, lr, mean and spread of the quality, seconds of each batch at its best rate."""
+
+    batch: int
+    lr: float
+    same: Literal["samples", "updates", "time"]
+    rows: tuple[Mapping[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A measurement: what was found, the run it is true of (as `config.as_table` gives it), the device and the date."""
+
+    found: Fit | Profile | Noise | Sweep
+    run: Mapping[str, Any]
+    device: str
+    torch: str
+    date: str = field(default="")
+
+    @property
+    def kind(self) -> Kind:
+        return next(kind for kind, made in KINDS.items() if isinstance(self.found, made))
+
+
+KINDS: dict[Kind, type[Any]] = {"fit": Fit, "profile": Profile, "noise": Noise, "sweep": Sweep}
+
+
+def write(measured: Measured, path: str | Path) -> Path:
+    """The file of a measurement; its folder is made where it is missing."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"measured": measured.kind, **asdict(measured)}, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def read(path: str | Path) -> Measured:
+    """The measurement of a file."""
+    try:
+        table = json.loads(Path(path).read_text("utf-8"))
+        made = KINDS[table.pop("measured")]
+        found = {key: tuple(value) if isinstance(value, list) else value for key, value in table.pop("found").items()}
+        return Measured(made(**found), **table)
+    except FileNotFoundError:
+        raise ValueError(f"{path}: there is no such file; name one that fit, profile, noise or sweep has written") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        known = ", ".join(get_args(Kind))
+        raise ValueError(f"{path}: holds no measurement of {known} ({error!r}); write it anew") from None
