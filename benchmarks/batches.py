@@ -1,8 +1,9 @@
 """Why the batch matters: one budget of samples spent at several batches, `python -m benchmarks.batches --help`.
 
-Each batch is trained on the embedded pairs with several learning rates and seeds. The rate is chosen on the characters that the
-embedded default holds out, on which its towers were chosen too; what is reported is measured on as many others, on which nothing was.
-All pairs lie on the device, and on CUDA a step is one captured graph: what is compared is learning, not reading.
+Each batch is trained on the embedded pairs with several learning rates and seeds, and with further rates as long as the best is
+the lowest or the highest. The rate is chosen on the characters that the embedded default holds out, on which its towers were
+chosen too; what is reported is measured on as many others, on which nothing was. All pairs lie on the device, and on CUDA a step
+is one captured graph: what is compared is learning, not reading.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import math
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,8 +40,15 @@ from megabatch.training.schedules import course
 RESULTS = Path(__file__).parent / "results"
 BATCHES, SEEDS = (64, 512, 4096, 16384), (0, 1, 2)
 # Around the square-root rule from the embedded default's rate at its batch, which the middle one is.
-RATE_FACTORS = (1 / 3, 1.0, 3.0)
+STEP = 3.0
+RATE_FACTORS = (1 / STEP, 1.0, STEP)
+# A batch for which so many were tried, and the best is still the lowest or the highest, is given up.
+MOST_RATES = 6
 SHOWN = ("batch", "lr", "seed", "choosing_1", "x_to_y_1", "y_to_x_1", "train_seconds", "error")
+
+
+# The pairs and the device of a process that trains cases.
+_here: tuple[dict[str, Pairs], torch.device]
 
 
 class Pairs(NamedTuple):
@@ -190,23 +199,26 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
         each = ", ".join(f"{recall:.1%}" for recall in sorted(best.recalls))
         lines.append(f"| {best.batch:,} | {best.steps:,} | {best.lr:g} | {mean:.1%} | {each} |")
     first = rows[0]
-    rates, seeds = {row["lr"] for row in rows if row["batch"] == first["batch"]}, {row["seed"] for row in rows}
+    rates = [len({row["lr"] for row in rows if row["batch"] == batch}) for batch in {row["batch"] for row in rows}]
+    seeds = {row["seed"] for row in rows}
     return "\n".join(lines) + (
-        f"\n\n{first['samples']:,} samples at every batch, {len(rates)} learning rates and {len(seeds)} seeds each; recall is "
-        f"the mean of both directions among {first['pairs']:,} pairs "
-        "of characters never seen, on which nothing was chosen; the rate was, on as many others. Without the augmentation of texts. On "
-        f"{first.get('gpu') or first['cpu']} with torch {first['torch']}, {str(first['date'])[:10]}."
+        f"\n\n{first['samples']:,} samples at every batch, {min(rates)} to {max(rates)} learning rates and {len(seeds)} seeds "
+        f"each; recall is the mean of both directions among {first['pairs']:,} pairs of characters never seen, on which nothing "
+        "was chosen; the rate was, on as many others. Without the augmentation of texts. "
+        f"On {first.get('gpu') or first['cpu']} with torch {first['torch']}, {str(first['date'])[:10]}."
     )
 
 
-def _work(tasks: Any, answers: Any, file: str, device: str) -> None:
-    pairs = {name: Pairs(*part) for name, part in torch.load(file, weights_only=True).items()}
-    torch.set_num_threads(1)
-    for case in iter(tasks.get, None):
-        try:
-            answers.put(train(Case(*case), pairs, torch.device(device)))
-        except Exception as error:
-            answers.put({**Case(*case)._asdict(), "error": repr(error)})
+def further(rows: Sequence[dict[str, Any]]) -> list[Case]:
+    """The next rate for every batch whose best one is the lowest or the highest that was tried: the best may lie beyond it."""
+    found = []
+    for best in best_rates(rows):
+        tried = sorted({row["lr"] for row in rows if row["batch"] == best.batch})
+        beyond = {tried[0]: tried[0] / STEP, tried[-1]: tried[-1] * STEP}.get(best.lr)
+        if beyond is not None and len(tried) < MOST_RATES:
+            samples = rows[0]["samples"]
+            found += [Case(best.batch, float(f"{beyond:.2g}"), seed, samples) for seed in sorted({row["seed"] for row in rows})]
+    return found
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -228,31 +240,39 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _measure(options: argparse.Namespace, out: Path) -> None:
-    work = cases(options.samples, [int(b) for b in options.batches.split(",")])
-    context = processes.get_context("spawn")
-    tasks, answers = context.Queue(), context.Queue()
+    """Trains what the file does not hold yet, each case in one of several processes."""
+    rows = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
     machine = describe(options.device)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, out.open("a") as file:
         began = time.perf_counter()
         pairs = load(config.build(config.EMBEDDED))
         torch.save({name: tuple(part) for name, part in pairs.items()}, f"{folder}/pairs.pt")
         print({name: len(part.x) for name, part in pairs.items()}, f"{time.perf_counter() - began:.0f} s", flush=True)
-        for case in [*work, *[None] * options.processes]:
-            tasks.put(case and tuple(case))
-        workers = [
-            context.Process(target=_work, args=(tasks, answers, f"{folder}/pairs.pt", options.device))
-            for _ in range(options.processes)
-        ]
-        for worker in workers:
-            worker.start()
-        with out.open("w") as file:
-            for number in range(len(work)):
-                row = answers.get() | machine
-                print(json.dumps(row), file=file, flush=True)
-                shown = {key: row[key] for key in SHOWN if key in row}
-                print(f"[{number + 1}/{len(work)}, {time.perf_counter() - began:.0f} s] {shown}", flush=True)
-        for worker in workers:
-            worker.join()
+        with ProcessPoolExecutor(
+            options.processes, processes.get_context("spawn"), _begin, (f"{folder}/pairs.pt", options.device)
+        ) as pool:
+            work = cases(options.samples, [int(b) for b in options.batches.split(",")])
+            while work := [case for case in work if not any(case == Case(*(row[f] for f in Case._fields)) for row in rows)]:
+                for done in as_completed([pool.submit(_train_here, case) for case in work]):
+                    rows.append(done.result() | machine)
+                    print(json.dumps(rows[-1]), file=file, flush=True)
+                    shown = {key: rows[-1][key] for key in SHOWN if key in rows[-1]}
+                    print(f"[{len(rows)}, {time.perf_counter() - began:.0f} s] {shown}", flush=True)
+                work = further(rows)
+
+
+def _begin(file: str, device: str) -> None:
+    """What a process needs for all its cases."""
+    global _here
+    torch.set_num_threads(1)
+    _here = {name: Pairs(*part) for name, part in torch.load(file, weights_only=True).items()}, torch.device(device)
+
+
+def _train_here(case: Case) -> dict[str, Any]:
+    try:
+        return train(case, *_here)
+    except Exception as error:
+        return {**case._asdict(), "error": repr(error)}
 
 
 if __name__ == "__main__":

@@ -43,6 +43,35 @@ def test_every_batch_is_tried_with_every_rate_and_seed_around_the_square_root_ru
     assert rates[1024][1] / rates[64][1] == pytest.approx(4, rel=0.05)
 
 
+def test_a_batch_whose_best_rate_is_an_extreme_one_is_tried_beyond_it():
+    def rows(batch, recalls):
+        return [
+            {"batch": batch, "lr": lr, "seed": seed, "steps": 1, "samples": 64, "x_to_y_1": r, "y_to_x_1": r}
+            for lr, r in recalls.items()
+            for seed in (0, 1)
+        ]
+
+    inside = rows(64, {0.1: 0.2, 0.3: 0.5, 0.9: 0.3})
+    low = rows(512, {0.1: 0.5, 0.3: 0.4})
+    high = rows(4096, {0.1: 0.1, 0.3: 0.4})
+    given_up = rows(8, {0.1 * 3**n: n / 10 for n in range(batches.MOST_RATES)})
+    found = batches.further(inside + low + high + given_up)
+    assert found == [batches.Case(512, 0.033, s, 64) for s in (0, 1)] + [batches.Case(4096, 0.9, s, 64) for s in (0, 1)]
+
+
+def test_a_study_goes_on_where_its_file_ends(tmp_path, pairs, monkeypatch):
+    monkeypatch.setattr(batches, "load", lambda run: pairs)
+    out = tmp_path / "rows.jsonl"
+    monkeypatch.setattr(batches, "SEEDS", (0,))
+    monkeypatch.setattr(batches, "further", lambda rows: [])
+    command = ["--device", "cpu", "--samples", "100", "--batches", "50", "--out", str(out)]
+    assert batches.main(command) == 0
+    first = out.read_text()
+    assert len(first.splitlines()) == 3
+    assert batches.main(command) == 0
+    assert out.read_text() == first
+
+
 def test_the_table_of_a_study_shows_the_rate_chosen_elsewhere():
     rows = [
         {"batch": 64, "lr": lr, "seed": 0, "steps": 10, "samples": 640, "pairs": 50, "choosing_1": c, "x_to_y_1": r, "y_to_x_1": r}
