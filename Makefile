@@ -12,8 +12,10 @@ help:  ## show this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 	@echo "  PYTHON=... chooses the interpreter that creates $(VENV) (now: $(PYTHON)); rm -r $(VENV) starts afresh."
 
-demo: $(STAMP)  ## install into .venv, train on pictures of characters, then take single steps at up to 65,536 pairs
-	$(BIN)/megabatch train --fresh 'evaluate.large=[4096, 16384, 65536]'
+demo: $(STAMP)  ## install into .venv, plan, train on pictures of characters, then take single steps at up to 65,536 pairs
+	@mkdir -p runs
+	$(BIN)/megabatch plan --out runs/plan.toml
+	$(BIN)/megabatch train --fresh runs/plan.toml 'evaluate.large=[4096, 16384, 65536]'
 
 test: lint  ## everything that has to pass: lint, types, tests
 	$(BIN)/python -m pytest

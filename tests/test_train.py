@@ -88,6 +88,22 @@ def test_a_run_learns_and_leaves_its_files(pairs, tmp_path):
     assert config.read(out / "run.toml").schedule.steps == 60
 
 
+def test_a_planned_run_tells_what_its_tensors_took(pairs, tmp_path):
+    """The plan predicts tensors; on a CPU the process as a whole holds much more."""
+    plain = train(run_of(pairs, tmp_path / "plain", "schedule.steps=2"))
+    assert json.loads((plain / "result.json").read_text())["step_bytes"] is None
+    found = {}
+    for rows in (24, 96):
+        sizes = (f"batch.size={rows}", f"batch.chunk={rows}", "planned.peak_bytes=1000000")
+        out = train(run_of(pairs, tmp_path / str(rows), "schedule.steps=2", "watch.report=true", *sizes))
+        result = json.loads((out / "result.json").read_text())
+        # Weights and two moments of fp32 are held, and more than that is computed with.
+        assert 12 * result["parameters"] < result["step_bytes"] < result["peak_bytes"] / 2
+        found[rows] = result["step_bytes"]
+    assert found[96] > found[24]
+    assert "of tensors in one step" in (out / "report.html").read_text()
+
+
 OPTIONS = {
     "clip": [],
     "siglip": ["loss.objective=siglip"],

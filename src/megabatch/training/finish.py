@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from .assembly import Assembly
 from .data.source import Sample
 from .evaluate import chance, nearest
 from .held_out import Embedded, measure
-from .memory import peak, reset_peak
+from .memory import peak, peak_of_tensors, reset_peak
 from .objective import Contrastive
 from .optimizers import Average, count
 from .report import write_report
@@ -27,9 +28,12 @@ if TYPE_CHECKING:
 QUERIES, ANSWERS = 8, 5
 
 
-def finish(parts: Assembly, folder: Path, watch: Watch, average: Average | None, facts: dict[str, Any]) -> None:
-    """Evaluates, writes result.json, contact sheet, curves and report.html."""
+def finish(
+    parts: Assembly, folder: Path, watch: Watch, average: Average | None, facts: dict[str, Any], tensors: dict[str, Tensor]
+) -> None:
+    """Evaluates, writes result.json, contact sheet, curves and report.html. `tensors`: all that the run holds between two steps."""
     run_peak = peak(parts.ranks.device)
+    step_peak = planned_peak(parts, tensors) if parts.run.planned.peak_bytes else None
     found: dict[str, Any] = {}
     embedded = None
     if sum(parts.held_out.lengths):
@@ -44,6 +48,7 @@ def finish(parts: Assembly, folder: Path, watch: Watch, average: Average | None,
         "seconds": facts["seconds"],
         "pairs_per_s": facts["samples"] / facts["seconds"] if facts["seconds"] else None,
         "peak_bytes": run_peak,
+        "step_bytes": step_peak,
         "planned": {"peak_bytes": parts.run.planned.peak_bytes, "seconds_a_step": parts.run.planned.seconds_a_step},
         "parameters": count(parts.model.parameters()),
         "bad": facts["bad"],
@@ -62,6 +67,17 @@ def finish(parts: Assembly, folder: Path, watch: Watch, average: Average | None,
         contact_sheet(read_contact(folder), folder / "contact.png")
     curves(folder / "log.jsonl", folder / "curves.png")
     write_report(folder)
+
+
+def planned_peak(parts: Assembly, tensors: dict[str, Tensor]) -> int | None:
+    """What the tensors of one more step take on a CPU: the process's own peak holds interpreter, libraries and data too, of which
+    no plan knows. None where a device counts its tensors."""
+    if parts.ranks.device.type != "cpu":
+        return None
+    (batch,) = parts.shuffled().batches([(0, parts.run.batch.size)])
+    found = peak_of_tensors(lambda: parts.objective.step(batch), tensors.values())
+    parts.model.zero_grad()
+    return found
 
 
 def large_step(parts: Assembly, pairs: int, watch: Watch) -> dict[str, Any]:

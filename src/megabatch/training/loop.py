@@ -52,7 +52,7 @@ def train(run: config.Run, *, fresh: bool = False) -> Path:
         training.resume()
         with Watch(run, folder, training.samples, training.seen, silent=not here.first) as watch, StopSign() as sign:
             training.run_to_the_end(watch, sign)
-            finish(training.parts, folder, watch, training.average, training.facts())
+            finish(training.parts, folder, watch, training.average, training.facts(), training.tensors())
         return folder
 
 

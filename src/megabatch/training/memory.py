@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from ..chunks.memory import peak_bytes
 
@@ -33,3 +36,21 @@ def reset_peak(device: torch.device) -> None:
     with contextlib.suppress(OSError):
         # "5" resets VmHWM to the present resident set (see proc_pid_clear_refs(5)).
         Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_of_tensors(work: Callable[[], object], held: Iterable[Tensor]) -> int:
+    """The most bytes that tensors take on a CPU while work runs, with those that are held all the while: what a plan predicts."""
+    # Unless told, its library writes to the terminal when it begins and ends.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    from torch.profiler import ProfilerActivity, profile
+
+    storages = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in held)}
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+    assert profiler.profiler is not None
+    events = profiler.profiler.kineto_results.events()
+    live = highest = 0
+    for _, change in sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"):
+        live += change
+        highest = max(highest, live)
+    return highest + sum(storages.values())

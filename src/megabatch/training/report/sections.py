@@ -56,14 +56,21 @@ def memory(folder: Folder) -> str:
     """Peak and time beside what was planned, and steps at larger batches with the same chunk."""
     result = folder.result
     steps, seconds = number(result, "steps"), number(result, "seconds")
-    measured = {"peak_bytes": number(result, "peak_bytes"), "seconds_a_step": seconds / steps if steps and seconds else None}
+    process, tensors = number(result, "peak_bytes"), number(result, "step_bytes")
+    measured = {
+        "peak_bytes": process if tensors is None else tensors,
+        "seconds_a_step": seconds / steps if steps and seconds else None,
+    }
     rows = [
         (name, _words(planned, words), _words(measured[key], words), _change(planned, measured[key]))
         for name, key, words in (("peak memory", "peak_bytes", bytes_text), ("a step", "seconds_a_step", seconds_text))
         for planned in (number(result, "planned", key),)
         if measured[key] is not None
     ]
-    parts = (table(("", "planned", "measured", "difference"), rows) if rows else "", _flat(result))
+    numbers = table(("", "planned", "measured", "difference"), rows) if rows else ""
+    words = f"of tensors in one step; the process with interpreter, libraries and data took {_words(process, bytes_text)}"
+    beside = "" if tensors is None else f'<p class="faint">Peak memory: {words}.</p>\n'
+    parts = (numbers, beside, _flat(result))
     return section("Memory and time", *parts) if any(parts) else ""
 
 
