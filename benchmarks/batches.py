@@ -251,14 +251,21 @@ def _measure(options: argparse.Namespace, out: Path) -> None:
         with ProcessPoolExecutor(
             options.processes, processes.get_context("spawn"), _begin, (f"{folder}/pairs.pt", options.device)
         ) as pool:
-            work = cases(options.samples, [int(b) for b in options.batches.split(",")])
-            while work := [case for case in work if not any(case == Case(*(row[f] for f in Case._fields)) for row in rows)]:
+            first = cases(options.samples, [int(b) for b in options.batches.split(",")])
+            work = missing(first, rows) or missing(further(rows), rows)
+            while work:
                 for done in as_completed([pool.submit(_train_here, case) for case in work]):
                     rows.append(done.result() | machine)
                     print(json.dumps(rows[-1]), file=file, flush=True)
                     shown = {key: rows[-1][key] for key in SHOWN if key in rows[-1]}
                     print(f"[{len(rows)}, {time.perf_counter() - began:.0f} s] {shown}", flush=True)
-                work = further(rows)
+                work = missing(further(rows), rows)
+
+
+def missing(work: Sequence[Case], rows: Sequence[dict[str, Any]]) -> list[Case]:
+    """The cases that have no row yet."""
+    done = {tuple(row[field] for field in Case._fields) for row in rows}
+    return [case for case in work if case not in done]
 
 
 def _begin(file: str, device: str) -> None:

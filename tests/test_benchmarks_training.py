@@ -63,13 +63,18 @@ def test_a_study_goes_on_where_its_file_ends(tmp_path, pairs, monkeypatch):
     monkeypatch.setattr(batches, "load", lambda run: pairs)
     out = tmp_path / "rows.jsonl"
     monkeypatch.setattr(batches, "SEEDS", (0,))
-    monkeypatch.setattr(batches, "further", lambda rows: [])
+    extra = []
+    monkeypatch.setattr(batches, "further", lambda rows: extra)
     command = ["--device", "cpu", "--samples", "100", "--batches", "50", "--out", str(out)]
     assert batches.main(command) == 0
     first = out.read_text()
     assert len(first.splitlines()) == 3
     assert batches.main(command) == 0
     assert out.read_text() == first
+    extra = [batches.Case(50, 0.5, 0, 100)]
+    assert batches.main(command) == 0
+    assert [line for line in out.read_text().splitlines() if line not in first] == out.read_text().splitlines()[3:]
+    assert '"lr": 0.5' in out.read_text() and len(out.read_text().splitlines()) == 4
 
 
 def test_the_table_of_a_study_shows_the_rate_chosen_elsewhere():
