@@ -108,14 +108,15 @@ class Batch:
 
     size: pairs of one step; chunk: rows through an encoder at once; keep: chunks whose activations are kept.
     schedule: how the size grows from `start` to `size`: over the samples of the first `ramp` (a fraction of the run), linearly,
-        exponentially, or in doublings ("steps"); "constant" is `size` throughout.
+        exponentially, or in doublings ("steps"); "noise" doubles whenever the gradient's noise says that the critical batch is
+        larger, with a budget in samples or epochs; "constant" is `size` throughout.
     lr_rule: how the learning rate follows where the batch is smaller than `size`.
     """
 
     size: int = 1024
     chunk: int = 256
     keep: int | Literal["auto"] = "auto"
-    schedule: Literal["constant", "linear", "exponential", "steps"] = "constant"
+    schedule: Literal["constant", "linear", "exponential", "steps", "noise"] = "constant"
     start: int | None = None
     ramp: float = 0.5
     lr_rule: Literal["linear", "sqrt", "none"] = "sqrt"
@@ -325,6 +326,30 @@ def check(run: Run) -> None:
             f"batch.start is {run.batch.start!r}: a batch that grows ({run.batch.schedule}) starts between 1 and"
             f" batch.size = {run.batch.size}"
         )
+    if run.batch.schedule == "noise":
+        _check_noise(run)
+
+
+def _check_noise(run: Run) -> None:
+    """Raises ValueError where a batch cannot follow the noise of the gradient."""
+    refused = 'batch.schedule is "noise"'
+    if run.loss.objective != "classify":
+        raise ValueError(
+            f"{refused} and loss.objective {run.loss.objective!r}: its samples are compared with each other, so a larger batch is "
+            "another loss with more negatives, of which the noise says nothing; choose steps, linear or exponential"
+        )
+    if run.schedule.steps is not None:
+        raise ValueError(
+            f"{refused} and schedule.steps {run.schedule.steps}: how many samples that is would depend on what the noise allows,"
+            " and with it the learning rate; give schedule.samples or schedule.epochs"
+        )
+    if run.compute.sharding == "fsdp2":
+        raise ValueError(
+            f'{refused} and compute.sharding "fsdp2": no rank holds a gradient of its own rows alone; choose sharding "ddp", or '
+            "steps, linear or exponential"
+        )
+    if run.batch.start == 1:
+        raise ValueError(f"{refused} and batch.start 1: noise shows between samples of a batch; start with at least 2")
 
 
 def _above(value: float | None, limit: float) -> bool:

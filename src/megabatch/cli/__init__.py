@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from .. import __version__, environment
+from ..training.signals import Stopped
 from . import measuring, planning, training
 from .words import complain
 
@@ -31,6 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.path.append(os.getcwd())
     try:
         return int(arguments.run(arguments) or 0)
+    except Stopped as stopped:
+        return complain(stopped, stopped.status)
     except ValueError as error:
         # By our convention a ValueError names the value, the rule and the remedy: a traceback would only bury them.
         return complain(error, 2)

@@ -27,15 +27,19 @@ def add(verbs: Any) -> None:
     profile.add_argument("--critical", type=float, help="the critical batch, where it is known")
 
     noise = _verb(verbs, "noise", _noise, "the gradient noise while training, and the batch it allows")
-    noise.add_argument("--steps", type=int, default=100, help="steps to train (100)")
-    noise.add_argument("--branch", type=_numbers, help="branch at these batches instead, and see which loses nothing")
-    noise.add_argument("--checkpoint", type=Path, help="the run's folder to branch from; without it, the run is trained first")
+    noise.add_argument("--steps", type=int, help="steps to train; by default all, or half of them where branches follow")
+    noise.add_argument("--window", type=int, help="steps that an estimate looks back on")
+    noise.add_argument("--branch", type=_numbers, help="batches to branch to afterwards, to see which lose nothing: 128,512")
+    noise.add_argument("--checkpoint", type=Path, help="a checkpoint of this run to begin with")
 
     sweep = _verb(verbs, "sweep", _sweep, "train at several batches, each with its own rate: which one is worth it")
     sweep.add_argument("--batches", type=_numbers, required=True, help="64,256,1024")
     sweep.add_argument("--rates", type=_factors, default=(0.5, 1.0, 2.0), help="factors around the scaling rule (0.5,1,2)")
     sweep.add_argument("--seeds", type=int, default=3, help="seeds of the best rate of each batch (3)")
     sweep.add_argument("--same", choices=("samples", "updates", "time"), default="samples", help="what all runs have equal")
+    sweep.add_argument("--seconds", type=float, help="the time that each run takes, with --same time")
+    sweep.add_argument("--decays", type=_factors, default=(1.0,), help="factors of the weight decay, tried at the best rate (1)")
+    sweep.add_argument("--extend", type=int, default=2, help="further rates where the best lies at the edge (2)")
     sweep.add_argument("--jobs", type=int, default=1, help="runs at a time")
     sweep.add_argument("--devices", type=lambda text: text.split(","), help="devices that share the runs: cuda:0,cuda:1")
 
@@ -72,7 +76,8 @@ def _noise(arguments: argparse.Namespace) -> None:
     from ..measuring.noise import noise, show
 
     options = {name: getattr(arguments, name) for name in ("steps", "branch", "checkpoint", "out")}
-    _say(noise(settings_of(arguments.settings), **options), show, arguments)
+    window = {} if arguments.window is None else {"window": arguments.window}
+    _say(noise(settings_of(arguments.settings), **options, **window), show, arguments)
 
 
 def _sweep(arguments: argparse.Namespace) -> None:
@@ -80,7 +85,8 @@ def _sweep(arguments: argparse.Namespace) -> None:
     goes on where it was stopped."""
     from ..measuring.sweep import show, sweep
 
-    options = {name: getattr(arguments, name) for name in ("batches", "rates", "seeds", "same", "jobs", "devices", "out")}
+    names = ("batches", "rates", "seeds", "same", "seconds", "decays", "extend", "jobs", "devices", "out")
+    options = {name: getattr(arguments, name) for name in names}
     _say(sweep(settings_of(arguments.settings), **options), show, arguments)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import config
-from .words import SETTINGS_HELP, complain, settings_of, table
+from .words import SETTINGS_HELP, settings_of, table
 
 if TYPE_CHECKING:
     from ..training.answers import Answer
@@ -38,22 +38,17 @@ def add(verbs: Any) -> None:
     search.add_argument("--out", type=Path, help="where to draw the answers; by default search.png in the run's folder")
 
 
-def _train(arguments: argparse.Namespace) -> int:
+def _train(arguments: argparse.Namespace) -> None:
     """Trains what a TOML file describes, and goes on where an earlier start was stopped. Without a file: pictures of characters and
     their names, which come with the installation. Settings go before the file's: batch.size=4096 optimizer.lr=3e-4 out=runs/a.
     Several GPUs or machines: torchrun -m megabatch train …"""
     run = settings_of(arguments.settings)
     if arguments.show:
         print(config.as_toml(run), end="")
-        return 0
-    from ..training.loop import Stopped, train
+        return
+    from ..training.loop import train
 
-    try:
-        folder = train(run, fresh=arguments.fresh)
-    except Stopped as stopped:
-        return complain(stopped, stopped.status)
-    _show_result(folder)
-    return 0
+    _show_result(train(run, fresh=arguments.fresh))
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:

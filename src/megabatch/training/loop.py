@@ -8,6 +8,7 @@ import json
 import math
 import shutil
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +26,13 @@ from .memory import peak
 from .model import Pair
 from .objective import Outcome
 from .optimizers import Average, build_optimizer, clip_gradients, optimizer_tensors, set_rate
+from .ramp import Ramp
 from .schedules import Step, course
-from .signals import StopSign
+from .signals import Stopped, StopSign
 from .watch import Watch
 
 # What may change between two parts of one run: how it is computed and watched, not what is computed.
 FREE = {"out", "compute", "checkpoint", "watch", "evaluate", "planned", "data.workers", "data.max_bad", "batch.chunk", "batch.keep"}
-
-
-class Stopped(Exception):
-    """The run ended before its time. `status` is what a shell is to be told."""
-
-    def __init__(self, message: str, status: int) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 def train(run: config.Run, *, fresh: bool = False) -> Path:
@@ -57,7 +51,11 @@ def train(run: config.Run, *, fresh: bool = False) -> Path:
 
 
 class Training:
-    """A run in progress: its parts, its optimizer, how far it is."""
+    """A run in progress: its parts, its optimizer, how far it is.
+
+    `callbacks` are called after every step. One that puts another list into `course`, equal up to the present step, changes what
+    follows.
+    """
 
     def __init__(self, parts: Assembly, folder: Path) -> None:
         run = parts.run
@@ -73,36 +71,50 @@ class Training:
         self.number = 0
         self.seconds = 0.0
         self.bad = 0
+        self.ramp = Ramp(self) if run.batch.schedule == "noise" else None
+        self.callbacks: list[Callable[[Watch], object]] = [] if self.ramp is None else [self.ramp]
 
     @property
     def seen(self) -> int:
         return self.course[self.number].first if self.number < len(self.course) else self.samples
 
-    def run_to_the_end(self, watch: Watch, sign: StopSign) -> None:
-        """Every step that is left, with evaluations and checkpoints between them."""
+    def run_to_the_end(self, watch: Watch, sign: StopSign, last: int | None = None) -> None:
+        """Every step that is left, or those up to step `last`, with evaluations and checkpoints between them."""
         every = self.run.checkpoint.every
         saved = self.number
-        batches = self.parts.shuffled().batches((step.first, step.pairs) for step in self.course[self.number :])
         self.parts.model.train()
-        with contextlib.closing(batches):
-            for step in self.course[self.number :]:
-                began = time.perf_counter()
-                batch = next(batches)
-                torch.manual_seed(seed_of(self.run.seed, self.number, self.ranks.rank))
-                outcome, norm = self.step(step, batch)
-                stop = self.report(step, batch, outcome, norm, began, watch, sign)
-                self.number += 1
-                if stop or (every is not None and self.number % every == 0):
-                    self.save(watch)
-                    saved = self.number
-                if stop:
-                    raise Stopped(
-                        f"stopped by signal {stop} after step {self.number}; the same command goes on from there", 128 + stop
-                    )
-                if self._is_test_due():
-                    watch.event("evaluation", step=self.number, samples=self.seen, **measure(self.parts, self.average)[0])
+        while self.number < len(self.course[:last]):
+            planned = self.course
+            batches = self.parts.shuffled().batches((step.first, step.pairs) for step in planned[self.number : last])
+            with contextlib.closing(batches):
+                for step in planned[self.number : last]:
+                    stop = self._take_step(step, batches, watch, sign)
+                    if stop or (every is not None and self.number % every == 0):
+                        self.save(watch)
+                        saved = self.number
+                    if stop:
+                        raise Stopped(
+                            f"stopped by signal {stop} after step {self.number}; the same command goes on from there", 128 + stop
+                        )
+                    if self._is_test_due():
+                        watch.event("evaluation", step=self.number, samples=self.seen, **measure(self.parts, self.average)[0])
+                    if self.course is not planned:
+                        # What was read ahead is of the size before.
+                        break
         if saved < self.number:
             self.save(watch)
+
+    def _take_step(self, step: Step, batches: Iterator[Batch], watch: Watch, sign: StopSign) -> int:
+        """The next step and what is said of it; returns the signal that wants the run to stop, 0 if none does."""
+        began = time.perf_counter()
+        batch = next(batches)
+        torch.manual_seed(seed_of(self.run.seed, self.number, self.ranks.rank))
+        outcome, norm = self.step(step, batch)
+        stop = self.report(step, batch, outcome, norm, began, watch, sign)
+        self.number += 1
+        for callback in self.callbacks:
+            callback(watch)
+        return stop
 
     def _is_test_due(self) -> bool:
         """Whether an evaluation follows the step just taken; the last one has its own."""
@@ -123,6 +135,8 @@ class Training:
         # With a scaler, gradients may overflow: it then leaves out the update and lowers itself.
         if not math.isfinite(float(outcome.loss)) or not (math.isfinite(norm) or scaler.is_enabled()):
             self._stop_at_nonfinite(float(outcome.loss), norm, batch)
+        if self.parts.objective.noise is not None:
+            self.parts.objective.noise.step(norm)
         scaler.step(self.optimizer)
         scaler.update()
         self.optimizer.zero_grad()
@@ -167,7 +181,8 @@ class Training:
         return state | ({"scaler": _scaler_state(scaler)} if scaler.is_enabled() else {})
 
     def facts(self) -> dict[str, Any]:
-        return {
+        ramp = {} if self.ramp is None else {"ramp": self.ramp.state()}
+        return ramp | {
             "step": self.number,
             "samples": self.seen,
             "seconds": self.seconds,
@@ -185,13 +200,18 @@ class Training:
     def resume(self) -> None:
         """Takes up the newest checkpoint, if there is one."""
         path = checkpoint.newest(self.folder / "checkpoints")
-        if path is None:
-            return
+        if path is not None:
+            self.load(path)
+
+    def load(self, path: Path) -> None:
+        """Takes up a checkpoint."""
         tensors = self.tensors()
         facts = checkpoint.load(path, tensors)
         if "scaler" in tensors:
             _set_scaler(self.parts.objective.scaler, tensors["scaler"])
         self.number, self.seconds, self.bad = facts["step"], facts["seconds"], facts["bad"]
+        if self.ramp is not None and "ramp" in facts:
+            self.ramp.load(facts["ramp"])
 
     def _count_bad(self, batch: Batch, watch: Watch) -> None:
         found = [each for rank in self.ranks.gather(batch.bad) for each in rank]

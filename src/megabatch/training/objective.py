@@ -15,6 +15,10 @@ from ..losses import clip_loss, siglip_loss
 from .data.loader import Batch
 from .launch import Ranks, autocast, shard, share
 from .model import Classifier, Pair
+from .noise.collect import WINDOW, NoiseScale
+
+# Micro-batches that a step is split into at least, over all ranks, where the noise between them is measured.
+MICRO_BATCHES = 8
 
 
 class Outcome(NamedTuple):
@@ -27,7 +31,10 @@ class Outcome(NamedTuple):
 
 
 class Contrastive:
-    """CLIP or SigLIP: both sides encoded in chunks, one loss over the batch of all ranks."""
+    """CLIP or SigLIP: both sides encoded in chunks, one loss over the batch of all ranks. Its samples being compared with each
+    other, parts of a batch tell nothing of the gradient's noise."""
+
+    noise = None
 
     def __init__(self, model: Pair, run: Run, ranks: Ranks) -> None:
         self.model = model
@@ -84,7 +91,12 @@ class Contrastive:
 
 
 class Classification:
-    """Cross-entropy over classes: a mean over samples, so the batch is accumulated and nothing is computed twice."""
+    """Cross-entropy over classes: a mean over samples, so the batch is accumulated and nothing is computed twice.
+
+    `noise` measures the noise of the gradient, where it was asked for.
+    """
+
+    noise: NoiseScale | None = None
 
     def __init__(self, model: Classifier, run: Run, ranks: Ranks) -> None:
         self.model = model
@@ -102,9 +114,28 @@ class Classification:
         meeting = self.ranks.group is not None and (self.run.compute.sharding == "fsdp2" or self.run.compute.sync_batchnorm)
         return self.step if meeting else repeat_on_oom(self.step, optimizer, group=self.ranks.group)
 
+    def watch_noise(self, window: int = WINDOW) -> NoiseScale:
+        """What measures the noise of the gradient from now on, by `window` steps."""
+        self.ignore_noise()
+        self.noise = NoiseScale(self._shared, window=window, scaler=self.scaler, group=self.ranks.group)
+        return self.noise
+
+    def ignore_noise(self) -> None:
+        """Ends its measurement."""
+        if self.noise is not None:
+            self.noise.remove()
+        self.noise = None
+
     def step(self, batch: Batch) -> Outcome:
         self._right.zero_()
-        loss = self._accumulate(batch.x, batch.labels)
+        rows = self._accumulate.chunk
+        if self.noise is not None:
+            # Of an attempt that ran out of memory, nothing counts.
+            self.noise.forget()
+            rows = max(1, min(rows, -(-len(batch.keys) * self.ranks.size // MICRO_BATCHES)))
+        loss = self._accumulate.over(split(((batch.x, batch.labels), {}), rows))
+        if self.noise is not None:
+            self.noise.close()
         return Outcome(loss.detach(), self._right.clone(), len(batch.keys))
 
     @torch.no_grad()
@@ -121,6 +152,8 @@ class Classification:
         # The first call also tries the loss on a few rows, without gradients: those are not rows of the batch.
         if torch.is_grad_enabled():
             self._right += (logits.argmax(1) == labels).sum()
+            if self.noise is not None:
+                self.noise.open(len(labels))
         return F.cross_entropy(logits, labels, label_smoothing=self.run.loss.label_smoothing)
 
 

@@ -12,6 +12,14 @@ from typing import Any
 PATIENCE = 2.0
 
 
+class Stopped(Exception):
+    """The run ended before its time. `status` is what a shell is to be told."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 class StopSign:
     """Inside it signals are noted instead of obeyed. `number` is that of the first, 0 without one.
 

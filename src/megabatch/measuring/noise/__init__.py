@@ -1,0 +1,10 @@
+"""The noise of the gradient measured while a run trains, the critical batch that it implies, and that batch tried directly.
+
+For loops of one's own there is `NoiseScale`; how it estimates is in training/noise/.
+"""
+
+from ...training.noise.collect import NoiseScale
+from .course import noise
+from .show import show
+
+__all__ = ["NoiseScale", "noise", "show"]

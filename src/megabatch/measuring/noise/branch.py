@@ -1,0 +1,84 @@
+"""The critical batch tried directly: one checkpoint, trained a little further at several batches on the same samples.
+
+After Merrill et al., "Critical Batch Size Revisited" (arXiv 2505.23971): noise is a proxy for the critical batch, this is not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+import torch
+
+from ...training.loop import Training, seed_of
+from ...training.objective import Classification
+from ...training.schedules import Step
+from ...training.signals import Stopped
+from .held_out import held_out_loss
+from .verdict import TOLERANCE, Branch, judge
+
+# Updates that the largest batch takes; smaller ones take more of them on the same samples.
+UPDATES = 8
+REPEATS = 3
+
+
+def branch(
+    training: Training,
+    checkpoint: Path,
+    batches: Sequence[int],
+    *,
+    updates: int = UPDATES,
+    repeats: int = REPEATS,
+    tolerance: float = TOLERANCE,
+) -> list[Branch]:
+    """The run's own batch and the others, each trained from the checkpoint and compared by held-out loss.
+
+    The rate is the one that the run has there, times what the optimizer's rule says for the batch, and does not fall meanwhile.
+    Each repeat takes other samples. `training` ends in an arbitrary state.
+    """
+    check(training, batches)
+    if isinstance(training.parts.objective, Classification):
+        training.parts.objective.ignore_noise()
+    training.load(checkpoint)
+    here = training.course[training.number]
+    sizes = sorted({here.pairs, *batches})
+    samples = updates * max(sizes)
+    losses: dict[int, list[float]] = {size: [] for size in sizes}
+    for repeat in range(repeats):
+        for size in sizes:
+            training.load(checkpoint)
+            rate = here.rate * rate_factor(training.run.optimizer.name, size / here.pairs)
+            begin = here.first + repeat * samples
+            steps = [Step(begin + first, min(size, samples - first), rate) for first in range(0, samples, size)]
+            losses[size].append(_trained(training, steps, here.pairs))
+    return judge(losses, tolerance)
+
+
+def check(training: Training, batches: Sequence[int]) -> None:
+    """Raises ValueError where branches could not be compared."""
+    if not batches or min(batches) < 1:
+        raise ValueError(f"branch is {list(batches)}: must name batches of at least 1, for example twice and four times the run's")
+    if not sum(training.parts.held_out.lengths):
+        raise ValueError("data.held_out is empty: branches are compared by held-out loss; hold something out (data.held_out=0.1)")
+
+
+def rate_factor(optimizer: str, times: float) -> float:
+    """What the learning rate is multiplied with at so many times the batch: in proportion for SGD, its root for Adam and others."""
+    return times if optimizer == "sgd" else math.sqrt(times)
+
+
+def _trained(training: Training, steps: Sequence[Step], pairs: int) -> float:
+    """Held-out loss after the steps; infinite if they diverge."""
+    training.parts.model.train()
+    with closing(training.parts.shuffled().batches((step.first, step.pairs) for step in steps)) as batches:
+        for number, step in enumerate(steps):
+            torch.manual_seed(seed_of(training.run.seed, training.number + number, training.ranks.rank))
+            try:
+                training.step(step, next(batches))
+            except Stopped:
+                training.optimizer.zero_grad()
+                return math.inf
+    loss = held_out_loss(training.parts, pairs)
+    return loss if math.isfinite(loss) else math.inf

@@ -1,0 +1,60 @@
+"""The loss of samples that were held out: what batches can be compared by, whatever size they were trained at."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ...losses import clip_loss, siglip_loss
+from ...training.assembly import Assembly
+from ...training.data.loader import once
+from ...training.data.order import Order
+from ...training.held_out import AT_ONCE, Embedded, embed_source
+from ...training.model import Pair
+from ...training.objective import Classification
+
+
+@torch.no_grad()
+def held_out_loss(parts: Assembly, pairs: int) -> float:
+    """The mean loss of held-out samples, a contrastive one in batches of `pairs`. All ranks call it."""
+    training = parts.model.training
+    parts.model.eval()
+    try:
+        if isinstance(parts.objective, Classification):
+            return _cross_entropy(parts, parts.objective)
+        return _contrastive(parts, embed_source(parts, parts.held_out, parts.run.evaluate.limit), pairs)
+    finally:
+        parts.model.train(training)
+
+
+def _contrastive(parts: Assembly, found: Embedded, pairs: int) -> float:
+    """By the options of the run. A rest that is no whole batch is left out, since its loss is another one."""
+    assert isinstance(parts.model, Pair)
+    options, device = parts.run.loss, parts.ranks.device
+    pairs = min(pairs, len(found.at))
+    losses = []
+    for first in range(0, len(found.at) - pairs + 1, pairs):
+        x, y, ids = (t[first : first + pairs].to(device) for t in (found.x, found.y, found.ids))
+        shared: dict[str, Any] = {"group": None, "tile": parts.run.compute.tile}
+        if options.duplicates != "negative":
+            shared |= {"ids": ids, "duplicates": options.duplicates}
+        if parts.model.bias is not None:
+            losses.append(siglip_loss(x, y, parts.model.scale(), parts.model.bias, **shared))
+        else:
+            shared |= {"label_smoothing": options.label_smoothing, "drop_above": options.drop_above}
+            losses.append(clip_loss(x, y, parts.model.scale(), **shared))
+    return float(torch.stack(losses).mean())
+
+
+def _cross_entropy(parts: Assembly, objective: Classification) -> float:
+    order = Order(parts.held_out.lengths, max(1, sum(parts.held_out.lengths)), 0)
+    loader = parts.loader(parts.held_out, order, augment=False)
+    loss = rows = 0.0
+    for batch in loader.batches(once(min(parts.run.evaluate.limit, sum(parts.held_out.lengths)), AT_ONCE)):
+        assert batch.labels is not None
+        logits = objective.classify(batch.x).float().cpu()
+        here = F.cross_entropy(logits, batch.labels, label_smoothing=parts.run.loss.label_smoothing, reduction="sum")
+        loss, rows = (a + b for a, b in zip((loss, rows), parts.ranks.sum(float(here), len(batch.keys)), strict=True))
+    return loss / rows

@@ -1,0 +1,81 @@
+"""Noise as one HTML page that loads nothing and runs nothing, in the style of a run's report."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from importlib import resources
+
+from ... import config
+from ...measured import Measured
+from ...training import report
+from ...training.report import POLICY
+from ...training.report.markup import block, figure, section, table, text
+from .pictures import branch_picture, course_picture
+from .show import POINTS, headline, noise_of, point_rows, sentences
+from .verdict import TOLERANCE, Branch
+
+LONG = 1000
+BRANCHES = ("batch", "held-out loss", "above the smallest", "noise of that", "")
+
+
+def page(result: Measured, branches: Sequence[Branch] = ()) -> str:
+    """The page. Names and paths of the run come from outside: all of them are escaped."""
+    style = resources.files(report).joinpath("style.css").read_text("utf-8")
+    found = noise_of(result)
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{POLICY}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="referrer" content="no-referrer">
+<title>batch {found.batch:,} · megabatch noise</title>
+<style>
+{style}</style>
+</head>
+<body>
+<main>
+<h1 class="faint">{text(result.device)} · {text(result.date)}</h1>
+<p class="headline">{text(headline(result), LONG)}</p>
+{_words(result)}{_course(result)}{_branches(branches)}{_settings(result)}</main>
+</body>
+</html>
+"""
+
+
+def _words(result: Measured) -> str:
+    return "<ul>\n" + "".join(f"<li>{text(line, LONG)}</li>\n" for line in sentences(result)) + "</ul>\n"
+
+
+def _course(result: Measured) -> str:
+    drawn = figure(course_picture, result, "the critical batch against the step, with its interval and the run's batch")
+    return section("Over training", f'<div class="wide">{drawn}</div>\n', table(POINTS, point_rows(result)))
+
+
+def _branches(branches: Sequence[Branch]) -> str:
+    if not branches:
+        return ""
+    rows = [
+        [f"{each.batch:,}", *(_loss(value) for value in (each.loss, each.difference, each.noise)), "" if each.fine else "loses"]
+        for each in branches
+    ]
+    drawn = figure(branch_picture, branches, "held-out loss of branches against their batch")
+    intro = (
+        "<p>From one checkpoint, each batch was trained on the same samples with its rate scaled, in proportion for SGD and by the"
+        f" root for others. A batch loses if it ends above the smallest by more than {TOLERANCE:g} and the noise of the comparison:"
+        " half of its 95 % interval, by repeats on other samples.</p>\n"
+    )
+    if branches[-1].noise > TOLERANCE:
+        intro += (
+            '<p class="warning">Here the noise is the larger of the two: longer branches or more of them would tell more.</p>\n'
+        )
+    return section("Branches", intro, f'<div class="wide">{drawn}</div>\n', table(BRANCHES, rows))
+
+
+def _loss(value: float) -> str:
+    return f"{value:.4f}" if math.isfinite(value) else "diverged"
+
+
+def _settings(result: Measured) -> str:
+    return section("The run that was measured", block(config.as_toml(config.build(result.run))))

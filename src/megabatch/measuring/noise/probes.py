@@ -1,0 +1,91 @@
+"""The noise between independent batches at the same weights: where parts of a batch tell nothing, whole batches do.
+
+In a contrastive loss samples are compared with each other, so a part of a batch has another loss than the batch. Whole batches are
+independent: what their gradients vary by is the noise at that batch, and at no other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from ...chunks.replay import Replay, buffers_of
+from ...chunks.wrappers import submodules
+from ...training.loop import Training, seed_of
+from ...training.noise.estimator import Micro, Moments, moments
+from ...training.optimizers import clip_gradients
+from ...training.watch import Watch
+
+# Batches whose gradients are compared at a time.
+BATCHES = 4
+# Probes within the window of steps that an estimate looks back on.
+PROBES = 8
+
+
+class Probes(AbstractContextManager["Probes"]):
+    """A callback of a run: every few steps, gradients of BATCHES independent batches of the run's size. The run goes on unchanged.
+
+    window: steps that `steps` looks back on. last: the step after which no probe is wanted. The batches lie behind the samples of
+    the run, in the endless stream that it reads from.
+    """
+
+    def __init__(self, training: Training, window: int, last: int) -> None:
+        self.training = training
+        self.every = max(1, window // PROBES)
+        self.steps: deque[Moments] = deque(maxlen=max(PROBES, window // self.every))
+        self._at = range(training.number + self.every, last + 1, self.every)
+        self._batches = training.parts.shuffled().batches(self._positions())
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self._batches.close()
+
+    def __call__(self, watch: Watch) -> None:
+        if self.training.number in self._at:
+            found = self._probe()
+            if found is not None:
+                self.steps.append(found)
+
+    def _positions(self) -> Iterator[tuple[int, int]]:
+        first = self.training.samples
+        for number in self._at:
+            pairs = self.training.course[min(number, len(self.training.course)) - 1].pairs
+            for _ in range(BATCHES):
+                yield first, pairs
+                first += pairs
+
+    def _probe(self) -> Moments | None:
+        """What the batches of one probe tell; None where gradients overflowed."""
+        training = self.training
+        parameters = [p for p in training.parts.model.parameters() if p.requires_grad]
+        scaler, ranks = training.parts.objective.scaler, training.ranks
+        before = Replay([], buffers_of(submodules([training.parts.model])))
+        sums: list[Tensor | None] = [None] * len(parameters)
+        micros = []
+        for number in range(BATCHES):
+            batch = next(self._batches)
+            rows = ranks.sum(len(batch.keys))[0]
+            torch.manual_seed(seed_of(training.run.seed, training.number, number, ranks.rank))
+            training.take(batch)
+            norm = float(clip_gradients(parameters, None)) / scaler.get_scale()
+            micros.append(Micro(norm**2, rows, 1 / BATCHES))
+            sums = [_added(total, p.grad) for total, p in zip(sums, parameters, strict=True)]
+            training.optimizer.zero_grad()
+        for p, total in zip(parameters, sums, strict=True):
+            p.grad = total
+        whole = float(clip_gradients(parameters, None)) / scaler.get_scale() / BATCHES
+        training.optimizer.zero_grad()
+        before.restore()
+        finite = all(math.isfinite(square) for square in (whole, *(micro.square for micro in micros)))
+        return moments(micros, whole**2) if finite else None
+
+
+def _added(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
+    if total is None or gradient is None:
+        return total if gradient is None else gradient.detach().clone()
+    return total.add_(gradient.detach())
