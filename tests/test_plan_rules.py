@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megabatch.planning import batch, evidence
-from megabatch.planning.hardware import KNOWN, find_device, find_machine, parse_bytes, with_rates
+from megabatch.planning.devices import KNOWN, find_device
+from megabatch.planning.hardware import find_machine, parse_bytes, with_rates
 from megabatch.planning.question import Question, parse_base, parse_count
 from megabatch.planning.settings import base_for, follow
 

@@ -107,14 +107,15 @@ def test_chunk_sizes_rise_to_the_shard(shard):
 
 
 def test_a_step_by_hand():
-    # H200 in bf16 at 60 % of 989.4 TFLOP/s, 80 % of 4.8 TB/s, 10 µs an operation: 256 rows in two chunks, nothing kept.
-    forward = 256 * 175e9 / 593.64e12 + (256 * 0.83e9 + 2 * 2.5e9) / 3.84e12 + 2 * 1100 * 10e-6
+    # H200 in bf16 at 60 % of 989.4 TFLOP/s, 80 % of 4.8 TB/s, 15 µs an operation, 8 ms a step: 256 rows in two chunks, nothing kept.
+    forward = 256 * 175e9 / 593.64e12 + (256 * 0.83e9 + 2 * 2.5e9) / 3.84e12 + 2 * 1100 * 15e-6
     step = step_time(Task((WORK,), "clip", 768), How(1, 256, 128, 0, precision="bf16"), H200)
     assert step.parts["forward"] == pytest.approx(forward)
     assert step.parts["backward"] == pytest.approx(2 * forward)
     assert step.parts["recomputation"] == pytest.approx(forward)
     # 8·N²·D in fp32 at 60 % of 66.9 TFLOP/s.
     assert step.parts["loss"] == pytest.approx(8 * 256**2 * 768 / (0.6 * 66.9e12))
+    assert step.parts["once a step"] == 8e-3
     assert step.seconds == pytest.approx(sum(step.parts.values()))
 
 
@@ -228,6 +229,21 @@ def test_measured_steps_on_an_h200_are_predicted_within_a_fifth(vit_l_14):
         assert predicted == pytest.approx(row["seconds"], rel=0.2), row
         useful = 3 * sum(work.flops for work in vit_l_14.towers) * row["pairs"]
         assert useful == pytest.approx(row["useful_flops"], rel=0.03)
+
+
+# One forward of a row of open_clip's ViT-B-32 in bf16, as `count_work` counts its picture and its text tower.
+VIT_B_32 = (
+    Work(8817623040.0, 34190940.0, 527142936.0, 270, 87849216, 87849216),
+    Work(5959540736.0, 44503332.0, 330308488.0, 301, 63428096, 63428096),
+)
+
+
+def test_another_model_on_an_h200_is_predicted_within_a_fifth():
+    points = json.loads((RESULTS.parent / "clip-b32-profile-cuda.json").read_text("utf-8"))["found"]["points"]
+    assert [point["batch"] for point in points] == [256, 512, 1024, 2048]
+    for point in points:
+        how = How(1, point["batch"], point["chunk"], point["keep"], precision="bf16")
+        assert step_time(Task(VIT_B_32, "clip", 512), how, H200).seconds == pytest.approx(point["seconds"], rel=0.2)
 
 
 # arXiv 2410.17243, figure 4: Inf-CL, ViT-L/14, 8 × A800, gradient cache in chunks of 128, fp16. Nothing was fitted to these.

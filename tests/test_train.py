@@ -18,7 +18,8 @@ from world import error_of
 
 from megabatch import config
 from megabatch.training import checkpoint
-from megabatch.training.loop import Stopped, Training, train
+from megabatch.training.loop import Training, train
+from megabatch.training.signals import Stopped
 
 WORDS = ["red", "green", "blue", "round", "square", "large", "small", "old", "new", "odd"]
 PAIRS = [(f"{a} {b} thing {i}", f"the {b} one that is {a} {i}") for i, (a, b) in enumerate((a, b) for a in WORDS for b in WORDS)]

@@ -22,7 +22,11 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """`plan`, `audit` and `predict_memory`, imported when they are asked for: losses need none of what planning imports."""
+    """What plans and measures, imported when it is asked for: losses need none of what that imports."""
+    if name in ("NoiseScale", "find_chunk", "fitted", "micro_batches"):
+        from . import measuring
+
+        return getattr(measuring, name)
     if name == "plan":
         from .planning.planner import plan
 

@@ -61,6 +61,14 @@ def as_text(report: Report) -> str:
     return "\n".join(f"{label:<12} {value}" for label, value in lines)
 
 
+def device_name(device: torch.device) -> str:
+    """What a device is called: a GPU by its driver, a CPU by its model."""
+    if device.type == "cpu":
+        return _cpu_name() or "cpu"
+    properties = getattr(torch.get_device_module(device), "get_device_properties", None)
+    return device.type if properties is None else str(properties(device).name)
+
+
 def _installed(distributions: Iterable[str]) -> dict[str, str]:
     """The versions of those that are installed, from their metadata: importing them could take seconds, or fail."""
     found = {}
@@ -92,7 +100,7 @@ def _device(device: str, name: str | None, capability: str | None, memory: int |
 
 def _cpu() -> list[Report]:
     capability = torch.backends.cpu.get_cpu_capability()
-    return [_device("cpu", _cpu_name(), capability, _main_memory(), threads=torch.get_num_threads())]
+    return [_device("cpu", _cpu_name(), capability, main_memory(), threads=torch.get_num_threads())]
 
 
 def _cuda() -> list[Report]:
@@ -136,7 +144,8 @@ def _cpu_name() -> str | None:
     return platform.processor() or None
 
 
-def _main_memory() -> int | None:
+def main_memory() -> int | None:
+    """Bytes of this machine's memory; None where it cannot be asked."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):  # no sysconf on Windows

@@ -22,20 +22,29 @@ class Fit:
 
 @dataclass(frozen=True)
 class Profile:
-    """Steps at several sizes: batch, chunk, seconds (median), spread (half of the middle half), pairs_per_s, peak_bytes, and
-    predicted_seconds and predicted_bytes where there is a prediction. `best`: the batch of the highest rate; `enough`: the smallest
-    within 5 % of it; `knee`: where the curve bends."""
+    """Steps at several sizes: batch, chunk, keep, ranks, seconds (median), spread (half of the middle half), pairs_per_s,
+    peak_bytes and, of a device, reserved_bytes; predicted_seconds, predicted_bytes and predicted_reserved where there is a
+    prediction. A size that ran out of memory has `out_of_memory` and none of these.
+
+    `against`: which size varies. `best`: that of the highest rate; `enough`: the smallest within 5 % of it; `knee`: where the
+    curve bends; `soonest`: the batch with which a target is reached first, where the `critical` batch is known.
+    `reading_per_s`: pairs that the loader reads a second; `notes`: what to know of it all."""
 
     points: tuple[Mapping[str, Any], ...]
     best: int
     enough: int
     knee: int | None = None
+    against: Literal["batch", "chunk"] = "batch"
+    soonest: int | None = None
+    critical: float | None = None
+    reading_per_s: float | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Noise:
-    """The critical batch that gradient noise implies, with a 95 % interval; `coupled`: samples were compared with each other, and the
-    number belongs to `batch` alone. `course`: step, critical, low, high over training. `branch`: the largest batch that lost
+    """The critical batch that gradient noise implies, with a 95 % interval; `coupled`: samples were compared with each other, and
+    the number belongs to `batch` alone. `course`: step, critical, low, high over training. `branch`: the largest batch that lost
     nothing when the run was branched, where that was tried."""
 
     critical: float

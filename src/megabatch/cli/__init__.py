@@ -10,6 +10,8 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
 
 from .. import __version__, environment
 from ..training.signals import Stopped
@@ -56,10 +58,27 @@ def _parser() -> argparse.ArgumentParser:
         room.add(verbs)
     env = verbs.add_parser("env", help="describe this machine and its software, to paste into a bug report")
     env.add_argument("--json", action="store_true", help="print JSON instead of text")
+    env.add_argument("--measure", action="store_true", help="measure the device's rates, for `megabatch plan --rates`")
+    env.add_argument("--out", type=Path, help="where to write them")
     env.set_defaults(run=_env)
     return parser
 
 
 def _env(arguments: argparse.Namespace) -> None:
+    if arguments.measure:
+        _measure_rates(arguments)
+        return
+    if arguments.out is not None:
+        raise ValueError(f"--out is {str(arguments.out)!r}: rates are written there, with --measure")
     report = environment.describe()
     print(json.dumps(report, indent=2) if arguments.json else environment.as_text(report))
+
+
+def _measure_rates(arguments: argparse.Namespace) -> None:
+    from ..measuring.rates import measure_here
+    from ..planning.rates import as_text, write_rates
+
+    rates = measure_here()
+    print(json.dumps(asdict(rates), indent=2) if arguments.json else as_text(rates))
+    if arguments.out is not None:
+        print("written:", write_rates(rates, arguments.out), file=sys.stderr)

@@ -33,6 +33,9 @@ def add(verbs: Any) -> None:
     plan.add_argument("--optimizer", choices=("adamw", "sgd"))
     plan.add_argument("--precision", choices=("fp32", "bf16", "fp16"))
     plan.add_argument("--source", help="data.source of the run's file")
+    measured = "what fit, profile, noise or sweep wrote: measured.json"
+    plan.add_argument("--measured", type=Path, action="extend", nargs="+", metavar="FILE", help=measured)
+    plan.add_argument("--rates", type=Path, metavar="FILE", help="what `megabatch env --measure --out FILE` wrote")
     plan.add_argument("--json", action="store_true", help="print JSON instead of tables")
     plan.add_argument("--out", type=Path, help="write run.toml, which `megabatch train` runs; or .json, .md, .html")
     plan.add_argument("--html", type=Path, help="write a page with pictures")

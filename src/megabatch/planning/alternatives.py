@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from . import batch as batches
 from .search import Found, best_chunk, chunk_sizes
-from .time import step_time
 
 if TYPE_CHECKING:
     from .planner import Planner
@@ -41,7 +40,7 @@ def alternatives(planner: Planner, chosen: Found) -> Iterator[Alternative]:
             yield _row(planner, name, found)
     if how.chunk > 1:
         half = dataclasses.replace(how, chunk=how.chunk // 2, keep=0)
-        yield _row(planner, "half the chunk, nothing kept", Found(half, planner.peaks(half), planner.step(half).seconds))
+        yield _row(planner, "half the chunk, nothing kept", Found(half, planner.memory(half), planner.step(half).seconds))
     for name, more in (("one GPU more", gpus + 1), ("twice the GPUs", 2 * gpus)):
         size = round(how.batch / more) * more
         found = planner.try_to_reach(size, planner.machine.of(more))
@@ -58,9 +57,9 @@ def whole_shard(planner: Planner) -> Found | None:
     for power in range(20):
         shard = 2**power
         whole = dataclasses.replace(way, shard=shard, chunk=shard, keep=1)
-        if planner.peaks(whole) > planner.limit or whole.batch > planner.budget.data:
+        if planner.memory(whole) > planner.limit or whole.batch > planner.budget.data:
             break
-        best = Found(whole, planner.peaks(whole), planner.step(whole).seconds)
+        best = Found(whole, planner.memory(whole), planner.step(whole).seconds)
     return best
 
 
@@ -78,13 +77,13 @@ def changes(planner: Planner, chosen: Found) -> Iterator[str]:
             yield f"a locked, pretrained picture tower (LiT): a batch of {other.batch:,}, for it needs fewer updates"
     smaller = [size for size in chunk_sizes(chosen.how.shard) if size < chosen.how.chunk]
     if smaller:
-        less = best_chunk(chosen.how, planner.peaks, lambda how: planner.step(how).seconds, planner.limit // 2)
+        less = best_chunk(chosen.how, planner.memory, lambda how: planner.step(how).seconds, planner.limit // 2, planner.sizes)
         if less is None:
             yield "half the memory would not do: not even one row fits"
         else:
             slower = less.seconds / chosen.seconds
             yield f"half the memory: the same batch, in chunks of {less.how.chunk:,}, {slower:.2f} times the time"
-    if not question.pairs:
+    if not question.pairs and planner.known.noise is None:
         yield "a measured critical batch (critical=…): the batch follows its square root, nearly"
 
 
@@ -100,7 +99,7 @@ def curve(planner: Planner, chosen: Found) -> Iterator[tuple[int, int, float]]:
 
 def _row(planner: Planner, name: str, found: Found) -> Alternative:
     how = found.how
-    seconds = step_time(planner.task, how, planner.machine).seconds
+    seconds = planner.step(how).seconds
     updates = math.ceil(planner.budget.seen / how.batch)
     hours = updates * seconds / 3600
     cost = hours * how.ranks * (planner.question.price or 1.0)

@@ -132,8 +132,12 @@ def mean_loss(
     ranks: int = 1,
     priority: Literal["accuracy", "speed"] = "accuracy",
     source: str = FACTS["critical batch"].source,
+    measured: str | None = None,
 ) -> Choice:
-    """The batch of a supervised run or a language model: the soonest to a target, or the smallest that is nearly as soon."""
+    """The batch of a supervised run or a language model: the soonest to a target, or the smallest that is nearly as soon.
+
+    measured: of a critical batch that is no prior, what is to be said of it.
+    """
     check_budget(seen, data)
     most = max(ranks, min(critical, data))
     fastest = soonest(critical, seconds, most, least=ranks)
@@ -147,6 +151,8 @@ def mean_loss(
             batch //= 2
     why = f"steps(B) · time(B) with steps ∝ 1 + {critical:,}/B is least at {fastest:,}"
     why += f"; {batch:,} is within a tenth of it and leaves more updates" if batch < fastest else ""
+    if measured is not None:
+        return Choice(batch, math.ceil(seen / batch), f"{why}; {measured}", source, "measured")
     low, high = round(critical / evidence.CRITICAL_FACTOR), round(critical * evidence.CRITICAL_FACTOR)
     note = f"the critical batch is a prior ({low:,} to {high:,}): measure it, and plan again with critical=…"
     return Choice(batch, math.ceil(seen / batch), why, source, "low", (note,))

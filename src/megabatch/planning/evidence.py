@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-Confidence = Literal["high", "medium", "low"]
+Confidence = Literal["measured", "high", "medium", "low"]
 
 
 class Fact(NamedTuple):

@@ -1,62 +1,23 @@
-"""Devices: memory, rates and links of known ones, each with its source; a machine is a number of them.
-
-Rates are dense peaks (no sparsity). What a training step reaches of them is an assumption, written once here: SHARES.
-"""
+"""Machines: so many devices, by name, by what is here, or by rates that were measured."""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 
 import torch
 
-GIB = 2**30
+from .devices import Device, cpu_device, find_device, like_device
+from .rates import Rates, read_rates
+
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {f"{letter}IB": 2 ** (10 * power) for power, letter in enumerate("KMGT", start=1)}
-# Of the name as people write it, letters and digits count.
-_NOISE = re.compile(r"[^A-Z0-9]")
-
-
-@dataclass(frozen=True)
-class Shares:
-    """What training reaches of the peaks, and what the host costs; an assumption, calibrated on CLIP ViT-L/14 steps on an H200.
-
-    products: of the rate of matrix products; bandwidth: of that of memory, in everything else; link: of that between GPUs.
-    host_s: seconds of the host for one operation of PyTorch.
-    """
-
-    products: float = 0.60
-    bandwidth: float = 0.80
-    link: float = 0.75
-    host_s: float = 10e-6
-
-
-@dataclass(frozen=True)
-class Device:
-    """One accelerator (or a CPU).
-
-    memory: bytes that PyTorch sees. rates: FLOP/s by precision ("fp32", "tf32", "bf16", "fp16"); one that is missing is not
-    supported. bandwidth, link: bytes a second, of its memory and to the next GPU of the same machine, one way.
-    """
-
-    name: str
-    memory: int
-    rates: Mapping[str, float]
-    bandwidth: float
-    link: float
-    source: str
-    shares: Shares = Shares()
-
-    def rate(self, precision: str) -> float:
-        """FLOP/s of matrix products in a training step; a ValueError where the device does not have the precision."""
-        if precision not in self.rates:
-            raise ValueError(f"precision is {precision!r}: {self.name} has {', '.join(self.rates)}; choose one of them")
-        return self.rates[precision] * self.shares.products
+# What a step reaches of measured rates: large products and copies already stay below the peaks, by a fifth and a tenth on an H200.
+MEASURED_PRODUCTS, MEASURED_BANDWIDTH = 0.75, 0.9
 
 
 @dataclass(frozen=True)
@@ -81,35 +42,6 @@ class Machine:
         return dataclasses.replace(self, gpus=gpus)
 
 
-def _device(name: str, gib: float, rates: tuple[float, float, float, float], tb_s: float, link_gb_s: float, source: str) -> Device:
-    """rates: TFLOP/s in fp32, tf32, bf16 and fp16; 0 is not supported."""
-    named = zip(("fp32", "tf32", "bf16", "fp16"), rates, strict=True)
-    peaks = MappingProxyType({precision: 1e12 * rate for precision, rate in named if rate})
-    return Device(name, int(gib * GIB), peaks, 1e12 * tb_s, 1e9 * link_gb_s, source)
-
-
-_MEMORY = "; memory as PyTorch reports it"
-# Links are half of the two-way figure of the data sheets: NVLink, or PCIe where there is none.
-KNOWN = (
-    _device("H200", 139.8, (66.9, 494.7, 989.4, 989.4), 4.8, 450, "NVIDIA H100 data sheet's rates, H200's memory" + _MEMORY),
-    _device("H100-SXM", 79.0, (66.9, 494.7, 989.4, 989.4), 3.35, 450, "NVIDIA H100 data sheet, SXM5"),
-    _device("H100-PCIe", 79.0, (51, 378, 756, 756), 2.0, 64, "NVIDIA H100 data sheet and product brief, PCIe"),
-    _device("A100-80GB", 79.1, (19.5, 156, 312, 312), 2.039, 300, "NVIDIA A100 data sheet, SXM4 80GB" + _MEMORY),
-    _device("A100-40GB", 39.4, (19.5, 156, 312, 312), 1.555, 300, "NVIDIA A100 data sheet, SXM4 40GB" + _MEMORY),
-    _device("A800-80GB", 79.1, (19.5, 156, 312, 312), 2.039, 200, "as A100-80GB, NVLink 400 instead of 600 GB/s two ways"),
-    _device("L40S", 44.4, (91.6, 183, 362, 362), 0.864, 32, "NVIDIA L40S data sheet, PCIe Gen4" + _MEMORY),
-    _device("L4", 21.8, (30.3, 60, 121, 121), 0.300, 32, "NVIDIA L4 data sheet, halved for sparsity; memory: T4's share"),
-    _device("A10G", 21.8, (31, 35, 70, 70), 0.600, 32, "AWS G5, 24 GB, 600 GB/s; rates recalled, not verified: measure them"),
-    _device("V100-32GB", 31.7, (15.7, 0, 0, 125), 0.900, 150, "NVIDIA V100 data sheet, SXM2" + _MEMORY),
-    _device("V100-16GB", 15.7, (15.7, 0, 0, 125), 0.900, 150, "NVIDIA V100 data sheet, SXM2" + _MEMORY),
-    _device("T4", 14.5, (8.1, 0, 0, 65), 0.320, 16, "NVIDIA T4 data sheet, PCIe Gen3" + _MEMORY),
-    _device("RTX4090", 23.6, (82.6, 82.6, 165, 165), 1.008, 32, "NVIDIA Ada whitepaper, sums in fp32, PCIe Gen4" + _MEMORY),
-    _device("RTX3090", 23.6, (35.6, 35.6, 71, 71), 0.936, 32, "NVIDIA GA102 whitepaper, sums in fp32, PCIe Gen4" + _MEMORY),
-)  # fmt: skip
-# What a name without its variant means.
-_USUAL = {"H100": "H100-SXM", "A100": "A100-80GB", "A800": "A800-80GB", "V100": "V100-32GB"}
-
-
 def parse_bytes(text: str | int) -> int:
     """Bytes of "80GiB", "24GB", "512 MiB"; GB is 10⁹, GiB is 2³⁰.
 
@@ -126,30 +58,16 @@ def parse_bytes(text: str | int) -> int:
     return size
 
 
-def find_device(name: str) -> Device:
-    """The known device that a name means: "H200", "a100 40gb", "NVIDIA A100-SXM4-80GB", "RTX 4090".
-
-    >>> find_device("NVIDIA A100-SXM4-80GB").name
-    'A100-80GB'
-    """
-    wanted = _NOISE.sub("", name.upper())
-    for noise in ("NVIDIA", "TESLA", "GEFORCE", "HBM3", "SXM2", "SXM4", "SXM5"):
-        wanted = wanted.replace(noise, "")
-    names = {_NOISE.sub("", device.name.upper()): device for device in KNOWN}
-    names |= {short: names[_NOISE.sub("", full.upper())] for short, full in _USUAL.items()}
-    # "A100 80GB PCIe" is the A100 with 80 GB; an H100's variants differ.
-    for candidate in (wanted, wanted.replace("PCIE", ""), wanted.removesuffix("80GB"), wanted.replace("80GB", "")):
-        if candidate in names:
-            return names[candidate]
-    near = difflib.get_close_matches(wanted, names, 2, 0.5)
-    guess = f"did you mean {', '.join(names[n].name for n in near)}?" if near else "known are " + ", ".join(d.name for d in KNOWN)
-    raise ValueError(f"gpu is {name!r}: no such device is known; {guess} Or give its memory alone (80GiB)")
-
-
-def find_machine(gpu: str | None = None, gpus: int | None = None, memory: str | int | None = None) -> Machine:
+def find_machine(
+    gpu: str | None = None,
+    gpus: int | None = None,
+    memory: str | int | None = None,
+    rates: str | Path | Rates | None = None,
+) -> Machine:
     """The machine that is asked about; with nothing named, this one.
 
-    gpu: a name, "8xA100-80GB" with their number. memory: of each; alone, it stands for a device with A100's rates.
+    gpu: a name, "8xA100-80GB" with their number, or "cpu". memory: of each; alone, it stands for a device with A100's rates.
+    rates: measured ones in the place of the table's, or their file; alone, they stand for the machine that they were measured on.
     """
     if gpus is not None and gpus < 1:
         raise ValueError(f"gpus is {gpus}: must be at least 1; a CPU counts as one")
@@ -159,50 +77,63 @@ def find_machine(gpu: str | None = None, gpus: int | None = None, memory: str | 
         if gpus is not None and gpus != int(counted[1]):
             raise ValueError(f"gpu is {gpu!r} and gpus is {gpus}: say the number once")
         gpus, gpu = int(counted[1]), counted[2]
+    known = read_rates(rates) if isinstance(rates, (str, Path)) else rates
+    machine = _named(gpu, gpus, size) if known is None else _measured(known, gpu, gpus)
+    return machine if size is None else dataclasses.replace(machine, device=dataclasses.replace(machine.device, memory=size))
+
+
+def _named(gpu: str | None, gpus: int | None, size: int | None) -> Machine:
+    """The machine by the names of its devices, as far as they are given."""
     if gpu is None and size is None:
         return this_machine(gpus)
     if gpu is None:
         device = find_device("A100-80GB")
         device = dataclasses.replace(device, name="unnamed", source="rates of an A100, assumed: name the device (gpu=…)")
     else:
-        device = find_device(gpu)
-    return Machine(device if size is None else dataclasses.replace(device, memory=size), 1 if gpus is None else gpus)
+        device = cpu_device() if gpu.strip().lower() == "cpu" else find_device(gpu)
+    return Machine(device, 1 if gpus is None else gpus)
+
+
+def _measured(rates: Rates, gpu: str | None, gpus: int | None) -> Machine:
+    """The machine that rates were measured on; a ValueError where another one is named."""
+    own = cpu_device() if rates.kind == "cpu" else like_device(rates.device)
+    if gpu is not None and _named(gpu, 1, None).device.name != own.name:
+        raise ValueError(
+            f"gpu is {gpu!r}, and the rates were measured on {rates.device}: measure them there, or leave one of them out"
+        )
+    name = own.name if rates.kind == "cpu" else rates.device
+    own = dataclasses.replace(own, name=name, memory=rates.memory or own.memory)
+    machine = with_rates(Machine(own, rates.gpus if gpus is None else gpus), rates.products, rates.bandwidth, rates.link)
+    source = f"measured on {rates.device}, {rates.date}"
+    return dataclasses.replace(machine, device=dataclasses.replace(machine.device, source=source))
 
 
 def this_machine(gpus: int | None = None) -> Machine:
     """The accelerators that PyTorch sees here, or the CPU."""
     if not torch.cuda.is_available():
-        return Machine(_cpu(), 1 if gpus is None else gpus)
+        return Machine(cpu_device(), 1 if gpus is None else gpus)
     properties = torch.cuda.get_device_properties(0)
-    try:
-        device = find_device(properties.name)
-    except ValueError:
-        device = dataclasses.replace(find_device("A100-80GB"), source="rates of an A100, assumed; memory as PyTorch reports it")
-    device = dataclasses.replace(device, name=properties.name, memory=properties.total_memory)
+    device = dataclasses.replace(like_device(properties.name), name=properties.name, memory=properties.total_memory)
     return Machine(device, torch.cuda.device_count() if gpus is None else gpus)
 
 
-def with_rates(machine: Machine, rates: Mapping[str, float], bandwidth: float | None = None) -> Machine:
-    """The machine with measured rates of large products (FLOP/s by precision) in the place of the data sheet's.
+def with_rates(machine: Machine, rates: Mapping[str, float], bandwidth: float | None = None, link: float | None = None) -> Machine:
+    """The machine with measured rates of large products (FLOP/s by precision), memory and links in the place of the data sheet's.
 
-    A measured rate of large products is already below the peak: the share that a step reaches of it is larger accordingly (0.75,
-    calibrated as the others).
+    A measured rate is already below the peak: the share that a step reaches of it is larger accordingly, MEASURED_PRODUCTS and
+    MEASURED_BANDWIDTH; of a measured link it is all.
     """
     if not rates or any(rate <= 0 for rate in rates.values()):
         raise ValueError(f"rates are {dict(rates)!r}: FLOP/s above 0 by precision, as in {{'bf16': 7.9e14}}")
     device = machine.device
-    shares = dataclasses.replace(device.shares, products=0.75)
-    known = MappingProxyType({**device.rates, **rates})
-    device = dataclasses.replace(device, rates=known, bandwidth=bandwidth or device.bandwidth, source="measured", shares=shares)
+    reached = device.shares.bandwidth if bandwidth is None else MEASURED_BANDWIDTH
+    shares = dataclasses.replace(device.shares, products=MEASURED_PRODUCTS, bandwidth=reached)
+    device = dataclasses.replace(
+        device,
+        rates=MappingProxyType({**device.rates, **rates}),
+        bandwidth=bandwidth or device.bandwidth,
+        link=device.link if link is None else link / shares.link,
+        source="measured",
+        shares=shares,
+    )
     return dataclasses.replace(machine, device=device)
-
-
-def _cpu() -> Device:
-    threads = torch.get_num_threads()
-    try:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):  # no sysconf on Windows
-        memory = 8 * GIB
-    rates = MappingProxyType({"fp32": 30e9 * threads})
-    source = "30 GFLOP/s and 8 GB/s a thread, assumed: CPUs differ widely, measure"
-    return Device("cpu", memory, rates, 8e9 * threads, 10e9, source, Shares(products=1.0, bandwidth=1.0, host_s=5e-6))

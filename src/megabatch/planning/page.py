@@ -17,8 +17,13 @@ LONG = 1000
 
 def page(plan: Plan, currency: str | None = None) -> str:
     """The page. Names, paths and reasons may come from outside: all of them are escaped."""
+    parts = (_opening(plan), _pictures(plan), _reasons(plan), _ways(plan, currency), _lists(plan), _file(plan))
+    return document(f"batch {plan.batch:,} · {plan.machine} · megabatch plan", "".join(parts))
+
+
+def document(title: str, body: str) -> str:
+    """A whole page in the style of a run's report. title: a text, which is escaped; body: HTML."""
     style = resources.files(report).joinpath("style.css").read_text("utf-8")
-    title = f"batch {plan.batch:,} · {plan.machine}"
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -26,13 +31,13 @@ def page(plan: Plan, currency: str | None = None) -> str:
 <meta http-equiv="Content-Security-Policy" content="{POLICY}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="referrer" content="no-referrer">
-<title>{text(title)} · megabatch plan</title>
+<title>{text(title)}</title>
 <style>
 {style}</style>
 </head>
 <body>
 <main>
-{_opening(plan)}{_pictures(plan)}{_reasons(plan)}{_ways(plan, currency)}{_lists(plan)}{_file(plan)}</main>
+{body}</main>
 </body>
 </html>
 """

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from .. import config
 from . import batch as batches
 from . import settings
 from .alternatives import alternatives, changes, curve
-from .evidence import FACTS, Number
+from .choosing import choose
+from .evidence import FACTS, Fact, Number
 from .hardware import Machine, find_machine
 from .how import How, Precision, Sharding
+from .measurements import gather
 from .peaks import Peaks, Predict, Predicted
 from .plan import Plan
 from .question import Question, budget, parse_base, parse_count, towers_of
 from .reasons import contrastive_numbers, reach_numbers
-from .search import Found, all_ways, search
-from .time import StepTime, Task, step_time
+from .search import Found, Sizes, all_ways, chunk_sizes, search
+from .time import StepTime, Task, scaled, step_time
 from .workload import Workload, traced, workload
 
 # Bytes of a parameter with gradient and Adam's state in fp32, and the share of the memory from which on that is much.
@@ -52,7 +53,7 @@ class Planner:
 
     def __init__(self, question: Question, tools: Tools) -> None:
         self.question = question
-        self.machine = find_machine(question.gpu, question.gpus, question.memory)
+        self.machine = find_machine(question.gpu, question.gpus, question.memory, question.rates)
         self.base = towers_of(question)
         if isinstance(question.model, config.Run) and question.start == "scratch" and (self.base.x.locked or self.base.x.weights):
             # A run's own towers say where they start.
@@ -62,6 +63,7 @@ class Planner:
         if self.given is not None:
             batches.check_batch(self.given, self.budget.data)
         self.precision = choose_precision(question.precision, self.machine)
+        self.known = gather(question.measured, self.base, self.precision, self.machine)
         self.work = tools.workload(question, self.base, self.precision)
         objective = self.base.loss.objective
         pair_loss = objective if question.pairs and objective != "classify" else "mean"
@@ -70,13 +72,13 @@ class Planner:
         self.limit = int(question.share * self.machine.device.memory)
 
     def plan(self) -> Plan:
-        choice = self.choose()
+        choice = choose(self)
         found, predicted = self.reach_and_check(choice.batch)
         follows, step = self.follow(found.how.batch), self.step(found.how)
         learnt = "as it was asked for" if self.given is not None else choice.why
         numbers = (
             Number("batch", found.how.batch, f"{found.how.batch:,}", learnt, choice.source, choice.confidence),
-            *reach_numbers(found, self.limit, self.machine),
+            *reach_numbers(found, self.limit, self.machine, self.known),
             *(contrastive_numbers(found.how.batch, self.budget.unique) if self.question.pairs else ()),
             *follows.numbers,
         )
@@ -93,31 +95,10 @@ class Planner:
             time=step.parts,
             numbers=numbers,
             alternatives=tuple(alternatives(self, found)),
-            notes=(*choice.notes, *self.notes(found.how.batch, follows)),
+            notes=(*choice.notes, *self.known.notes, *self.notes(found.how.batch, follows)),
             changes=tuple(changes(self, found)),
             curve=tuple(curve(self, found)),
         )
-
-    def choose(self) -> batches.Choice:
-        """The batch that the problem wants, a multiple of the ranks."""
-        question, (data, _, seen), ranks = self.question, self.budget, self.machine.gpus
-        if self.given is not None:
-            notes = batches.judge(self.given, seen, data, question.start, question.loss) if question.pairs else ()
-            return batches.Choice(self.given, math.ceil(seen / self.given), "given", "given", "high", notes)
-        if question.objective == "finetune":
-            choice = batches.fine_tuning(seen, data, pairs=question.pairs)
-        elif question.pairs:
-            loss: Literal["clip", "siglip"] = "siglip" if self.task.loss == "siglip" else "clip"
-            choice = batches.contrastive(seen, data, loss, question.start)
-        else:
-            kind = "lm" if question.objective == "lm" else "supervised"
-            critical = question.critical or batches.critical_batch(kind, data)  # type: ignore[arg-type]
-            rows = max(1, critical // question.length) if kind == "lm" else critical
-            source = FACTS["lm critical batch" if kind == "lm" else "imagenet"].source
-            choice = batches.mean_loss(
-                rows, lambda size: self.reach(size).seconds, seen, data, ranks=ranks, priority=question.priority, source=source
-            )
-        return choice._replace(batch=max(ranks, round(choice.batch / ranks) * ranks))
 
     def reach(self, batch: int, machine: Machine | None = None) -> Found:
         """The fastest way to the batch that fits."""
@@ -127,7 +108,25 @@ class Planner:
         shardings: tuple[Sharding, ...] = ("ddp", "fsdp2") if heavy else ("ddp",)
         accumulate = not self.question.pairs
         ways = all_ways(batch, machine.gpus, precisions=(self.precision,), accumulate=accumulate, shardings=shardings)
-        return search(ways, self.peaks, lambda how: step_time(self.task, how, machine).seconds, self.limit)
+        ways = [way for way in ways if self.known.allows(replace(way, chunk=1))] or ways
+        return search(ways, self.memory, lambda how: self.step(how, machine).seconds, self.limit, self.sizes)
+
+    @property
+    def sizes(self) -> Sizes:
+        """Chunks to try: powers of two and the one that fit has found to run, none above it; where several were timed, those."""
+        ran, timed = self.known.ran, self.known.timed
+
+        def of(shard: int) -> list[int]:
+            usual = {*chunk_sizes(shard), *([ran.chunk] if ran is not None and ran.chunk <= shard else [])}
+            sizes = [size for size in timed if size <= shard] or usual
+            return sorted(size for size in sizes if ran is None or size <= ran.chunk)
+
+        return Sizes(of, fastest=bool(timed))
+
+    def memory(self, how: How) -> int:
+        """Bytes that a way takes of the device: predicted, and put right by what was measured."""
+        found = self.known.memory(how, self.peaks)
+        return min(found, self.limit) if self.known.has_run(how) else found
 
     def reach_and_check(self, batch: int) -> tuple[Found, Predicted]:
         """The way to the batch, and a traced step of its own chunk: where that takes more than the lines say, they are raised."""
@@ -148,16 +147,22 @@ class Planner:
         except ValueError:
             return None
 
-    def step(self, how: How) -> StepTime:
-        return step_time(self.task, how, self.machine)
+    def step(self, how: How, machine: Machine | None = None) -> StepTime:
+        """The time of a step, likewise; its parts are the predicted ones in proportion."""
+        machine = machine or self.machine
+        predicted = step_time(self.task, how, machine)
+        return scaled(predicted, self.known.seconds(how, lambda way: step_time(self.task, way, machine).seconds))
 
     def follow(self, batch: int) -> settings.Settings:
         question, parameters = self.question, sum(work.parameters for work in self.work.towers)
-        given = parse_base(question.base_lr)
-        if given is None and question.model is None:
+        given, fact, sweep = parse_base(question.base_lr), settings.GIVEN, self.known.sweep
+        if given is None and sweep is not None:
+            given = (sweep.lr, sweep.batch)
+            fact = Fact(f"the best rate of a sweep at {sweep.batch:,}, {self.known.said['sweep']}", "megabatch sweep", "measured")
+        elif given is None and question.model is None:
             # The embedded default's own, which was tuned there.
             given = (self.base.optimizer.lr, self.base.batch.size)
-        base = settings.base_for(question.objective, parameters, question.optimizer, given)._replace(ema=question.ema)
+        base = settings.base_for(question.objective, parameters, question.optimizer, given, fact)._replace(ema=question.ema)
         objective = "contrastive" if question.pairs and question.objective != "finetune" else question.objective
         return settings.follow(batch, self.budget.seen, self.budget.data, base, optimizer=question.optimizer, objective=objective)
 
@@ -174,7 +179,7 @@ class Planner:
             said.append(f"sweep the learning rate: {', '.join(f'{rate:g}' for rate in follows.sweep)}")
         if self.question.model is not None and self.question.source is None and not isinstance(self.question.model, config.Run):
             said.append("data.source in the file is a placeholder: put yours there")
-        if self.machine.device.name == "cpu":
+        if self.machine.device.name == "cpu" and not self.known.steps and self.question.rates is None:
             said.append(f"this machine has no accelerator: times rest on an assumption ({self.machine.device.source})")
         return said
 
@@ -208,7 +213,8 @@ def choose_precision(asked: Precision | None, machine: Machine) -> Precision:
     if asked is not None:
         machine.device.rate(asked)
         return asked
-    order: tuple[Precision, ...] = ("bf16", "fp16", "fp32")
+    # CPUs that have half precisions may be far slower in them.
+    order: tuple[Precision, ...] = ("bf16", "fp16", "fp32") if machine.device.name != "cpu" else ("fp32",)
     return next(precision for precision in order if precision in machine.device.rates)
 
 
@@ -222,4 +228,7 @@ def _scaled(predicted: Predicted, peak: int) -> dict[str, int]:
     """The parts of a prediction, and what else is in the peak: more rows, kept chunks, the allocator's reserve."""
     parts = dict(predicted.parts)
     rest = peak - sum(parts.values())
-    return {**parts, "further rows, kept chunks, reserve": rest} if rest > 0 else parts
+    if rest >= 0:
+        return {**parts, "further rows, kept chunks, reserve": rest} if rest else parts
+    # A measured peak below the predicted one: the parts in proportion.
+    return {name: round(part * peak / sum(parts.values())) for name, part in parts.items()}

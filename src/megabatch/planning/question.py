@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 from .. import config
+from ..measured import Measured
 from .batch import Start
+from .rates import Rates
 
 COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 OBJECTIVES = ("contrastive", "supervised", "lm", "finetune")
@@ -25,8 +29,10 @@ class Question:
         a whole Run, whose towers and data are taken; None is the embedded default.
     data: samples there are (tokens, for a language model), as 10_000_000 or "10M"; unique: different ones among them.
     seen, epochs: samples that training sees, one of the two. start: "scratch", "pretrained" or "locked" (the picture tower).
-    gpu, gpus, memory: as in `hardware.find_machine`; share: of the memory that may be used. price: of a GPU for an hour.
+    gpu, gpus, memory, rates: as in `hardware.find_machine`; share: of the memory that may be used. price: of a GPU for an hour.
     batch: where it is decided already. critical: the critical batch, measured. base_lr: (rate, batch) to scale from. ema: likewise.
+    measured: files of fit, profile, noise and sweep, or what those returned: what they found stands in the place of predictions;
+        batch, critical and base_lr go before them.
     length, classes: tokens of a sequence; classes of a classifier. source, out: as in a run's file.
     """
 
@@ -55,6 +61,8 @@ class Question:
     classes: int = 1000
     source: str | None = None
     out: str | None = None
+    measured: Sequence[str | Path | Measured] = ()
+    rates: str | Path | Rates | None = None
 
     def __post_init__(self) -> None:
         choices = [
@@ -73,6 +81,10 @@ class Question:
             raise ValueError(f"seen is {self.seen} and epochs is {self.epochs}: give one of the two")
         if self.epochs is not None and self.epochs <= 0:
             raise ValueError(f"epochs is {self.epochs}: must be above 0")
+        if isinstance(self.measured, (str, Path)):
+            raise ValueError(
+                f"measured is {str(self.measured)!r}: must be a list of files, as in measured=[{str(self.measured)!r}]"
+            )
 
     @property
     def pairs(self) -> bool:

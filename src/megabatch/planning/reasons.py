@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from . import batch as batches
-from .evidence import FACTS, Number
+from .evidence import FACTS, Confidence, Number
 from .hardware import Machine
+from .known import Known
 from .search import Found
 
-PREDICTED = "memory predicted on fake tensors"
+GIB = 2**30
+PREDICTED, PROFILE = "memory predicted on fake tensors", "megabatch profile"
 
 
-def reach_numbers(found: Found, limit: int, machine: Machine) -> list[Number]:
+def reach_numbers(found: Found, limit: int, machine: Machine, known: Known) -> list[Number]:
     """How the batch is reached, number by number."""
-    how, gib = found.how, 2**30
-    fits = f"predicted {found.peak / gib:.1f} GiB of the {limit / gib:.1f} GiB that may be used"
-    chunk_why = f"the largest that fits: {fits}; the batch does not depend on it"
+    how = found.how
     again = "nothing is computed twice" if how.accumulate or how.keep >= how.chunks else "one extra forward for the others"
     rows = [
         Number("shard", how.shard, f"{how.shard:,} rows × {how.ranks}", "batch / GPUs", "arithmetic", "high"),
-        Number("chunk", how.chunk, f"{how.chunk:,} rows", chunk_why, PREDICTED, "high"),
+        _chunk_number(found, limit, known),
         Number("precision", how.precision, how.precision, "the fastest that the device trains in", machine.device.source, "high"),
     ]
     if not how.accumulate:
@@ -36,10 +38,50 @@ def reach_numbers(found: Found, limit: int, machine: Machine) -> list[Number]:
             else "weights fit whole"
         )
         rows.append(Number("sharding", how.sharding, how.sharding, why, "memory and time models", "medium"))
+    return [*rows, _seconds_number(found, machine, known), _memory_number(found, limit, known)]
+
+
+def _fits(found: Found, limit: int) -> str:
+    return f"predicted {found.peak / GIB:.1f} GiB of the {limit / GIB:.1f} GiB that may be used"
+
+
+def _chunk_number(found: Found, limit: int, known: Known) -> Number:
+    chunk, shown = found.how.chunk, f"{found.how.chunk:,} rows"
+    if known.fit is not None:
+        held = "" if known.fit.limit_bytes is None else f" within {known.fit.limit_bytes / GIB:.1f} GiB"
+        why = f"{known.fit.chunk:,} rows are the largest that ran{held}, {known.said['fit']}; the batch does not depend on it"
+        confidence: Confidence = "measured" if known.has_run(replace(found.how, keep=0)) else "medium"
+        return Number("chunk", chunk, shown, why, "megabatch fit", confidence)
+    if chunk in known.timed:
+        said = next(step.said for step in known.steps if step.how.chunk == chunk)
+        why = f"the fastest of {len(known.timed)} that were timed, of those that fit, {said}: {_fits(found, limit)}"
+        return Number("chunk", chunk, shown, why, PROFILE, "measured")
+    why = f"the largest that fits: {_fits(found, limit)}; the batch does not depend on it"
+    return Number("chunk", chunk, shown, why, PREDICTED, "high")
+
+
+def _seconds_number(found: Found, machine: Machine, known: Known) -> Number:
+    shown, step = f"{found.seconds:.3g} s", known.nearest(found.how)
     why = f"counted operations and bytes over {machine.device.name}'s rates, at the shares stated"
-    rows.append(Number("seconds a step", found.seconds, f"{found.seconds:.3g} s", why, machine.device.source, "medium"))
-    rows.append(Number("peak memory", found.peak, f"{found.peak / gib:.1f} GiB", fits, PREDICTED, "high"))
-    return rows
+    confidence = known.confidence(found.how)
+    if step is None or confidence is None:
+        return Number("seconds a step", found.seconds, shown, why, machine.device.source, "medium")
+    if confidence == "measured":
+        why = f"the median of steps at this batch and chunk, {step.said}"
+        return Number("seconds a step", found.seconds, shown, why, PROFILE, confidence)
+    why += f"; scaled by what steps at batch {step.how.batch:,} in chunks of {step.how.chunk:,} took, {step.said}"
+    return Number("seconds a step", found.seconds, shown, why, f"{PROFILE}; {machine.device.source}", confidence)
+
+
+def _memory_number(found: Found, limit: int, known: Known) -> Number:
+    shown, step = f"{found.peak / GIB:.1f} GiB", known.nearest(found.how)
+    if step is None or step.memory is None:
+        return Number("peak memory", found.peak, shown, _fits(found, limit), PREDICTED, "high")
+    if step.how == found.how:
+        why = f"of the {limit / GIB:.1f} GiB that may be used; {step.said}"
+        return Number("peak memory", found.peak, shown, why, PROFILE, "measured" if step.factor is None else "medium")
+    why = f"{_fits(found, limit)}, scaled by what batch {step.how.batch:,} in chunks of {step.how.chunk:,} took, {step.said}"
+    return Number("peak memory", found.peak, shown, why, f"{PROFILE}; {PREDICTED}", "high" if step.factor is None else "medium")
 
 
 def contrastive_numbers(batch: int, unique: int) -> list[Number]:

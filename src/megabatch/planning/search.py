@@ -22,10 +22,17 @@ class Found(NamedTuple):
     seconds: float
 
 
-def search(ways: Sequence[How], memory: Bytes, seconds: Seconds, limit: int) -> Found:
-    """The fastest of the ways at their largest chunk, each with as many kept chunks as fit; a ValueError where none fits.
+class Sizes(NamedTuple):
+    """Chunks to try, for the rows of a shard; whether the fastest of those that fit is taken, or by rule the largest."""
 
-    ways: they differ in precision, checkpointing, sharding; their chunk is the shard. limit: bytes.
+    of: Callable[[int], list[int]]
+    fastest: bool = False
+
+
+def search(ways: Sequence[How], memory: Bytes, seconds: Seconds, limit: int, sizes: Sizes | None = None) -> Found:
+    """The fastest of the ways at their best chunk, each with as many kept chunks as fit; a ValueError where none fits.
+
+    ways: they differ in precision, checkpointing, sharding; their chunk is the shard. limit: bytes. sizes: None is `chunk_sizes`.
     """
     if limit <= 0:
         raise ValueError(f"limit is {limit:,} bytes: must be above 0")
@@ -34,7 +41,7 @@ def search(ways: Sequence[How], memory: Bytes, seconds: Seconds, limit: int) -> 
     hopes = {way: seconds(dataclasses.replace(way, chunk=way.shard, keep=1)) for way in ways}
     for way in sorted(ways, key=lambda way: hopes[way] * _worth(way)):
         if found is None or hopes[way] * _worth(way) < found.seconds * _worth(found.how):
-            better = best_chunk(way, memory, seconds, limit)
+            better = best_chunk(way, memory, seconds, limit, sizes)
             if better is not None and (found is None or better.seconds * _worth(way) < found.seconds * _worth(found.how)):
                 found = better
     if found is None:
@@ -51,17 +58,24 @@ def _worth(way: How) -> float:
     return SIMPLER ** ((way.sharding == "fsdp2") + way.checkpointing)
 
 
-def best_chunk(way: How, memory: Bytes, seconds: Seconds, limit: int) -> Found | None:
+def best_chunk(way: How, memory: Bytes, seconds: Seconds, limit: int, sizes: Sizes | None = None) -> Found | None:
     """The way at the largest chunk that fits, then at the most kept chunks that fit; None where not even one row does.
 
-    Larger chunks cost less time and more memory, so that of those that fit the largest is the fastest. Memory and time are asked at
-    powers of two, and at the shard itself.
+    Larger chunks cost less time and more memory, so that of those that fit the largest is the fastest; where times were measured,
+    which need not follow that rule, each of them is asked.
     """
-    sizes = chunk_sizes(way.shard)
-    fitting = [size for size in sizes if memory(dataclasses.replace(way, chunk=size, keep=0)) <= limit]
+    sizes = sizes or Sizes(chunk_sizes)
+    ways = [dataclasses.replace(way, chunk=size, keep=0) for size in sizes.of(way.shard)]
+    fitting = [way for way in ways if memory(way) <= limit]
     if not fitting:
         return None
-    way = dataclasses.replace(way, chunk=max(fitting), keep=0)
+    candidates = fitting if sizes.fastest else [max(fitting, key=lambda way: way.chunk)]
+    found = [_filled(way, memory, seconds, limit) for way in candidates]
+    return min(found, key=lambda each: (each.seconds, -each.how.chunk))
+
+
+def _filled(way: How, memory: Bytes, seconds: Seconds, limit: int) -> Found:
+    """The way with as many kept chunks as fit."""
     if not way.accumulate:
         way = dataclasses.replace(way, keep=_most_kept(way, memory, limit))
     return Found(way, memory(way), seconds(way))

@@ -38,14 +38,22 @@ class Base(NamedTuple):
     weight_decay: float = 0.1
     ema: tuple[float, int] | None = None
 
+    @property
+    def measured(self) -> bool:
+        """Whether the rate is the best of several that were tried on the very problem."""
+        return self.fact.confidence == "measured"
 
-def base_for(objective: str, parameters: int, optimizer: str, given: tuple[float, int] | None = None) -> Base:
-    """The stated base, or the usual one of the objective and the size of the model."""
+
+GIVEN = Fact("the base that was given", "given", "medium")
+
+
+def base_for(objective: str, parameters: int, optimizer: str, given: tuple[float, int] | None = None, fact: Fact = GIVEN) -> Base:
+    """The stated base, with what is known of it, or the usual one of the objective and the size of the model."""
     if given is not None:
         lr, batch = given
         if lr <= 0 or batch < 1:
             raise ValueError(f"base_lr is {lr:g}@{batch}: a rate above 0 at a batch of at least 1, as in 1e-3@256")
-        return Base(lr, batch, Fact("the base that was given", "given", "medium"))
+        return Base(lr, batch, fact)
     if optimizer == "sgd":
         return Base(0.1, 256, FACTS["linear"], weight_decay=1e-4)
     if objective == "contrastive" and parameters >= LARGE_MODEL:
@@ -96,8 +104,10 @@ def _beta2(batch: int, objective: str) -> float:
 
 def _rate(batch: int, base: Base, optimizer: str, objective: str) -> tuple[float, tuple[float, ...]]:
     growth = batch / base.batch
+    if growth == 1 and base.measured:
+        return base.lr, ()
     lr = base.lr * (growth if optimizer == "sgd" else math.sqrt(growth))
-    if objective == "finetune":
+    if objective == "finetune" and not base.measured:
         lr /= 10 * math.sqrt(10)
         return _rounded(lr), tuple(_rounded(lr * factor) for factor in (10**-0.5, 1, 10**0.5))
     if 1 / RANGE <= growth <= RANGE:
@@ -110,13 +120,16 @@ def _rate_number(lr: float, sweep: tuple[float, ...], batch: int, base: Base, op
     rule = FACTS["linear" if optimizer == "sgd" else "square root"]
     sign = f"{batch:,}/{base.batch:,}"
     why = f"{base.lr:g} at {base.batch:,}, times {sign if optimizer == 'sgd' else f'√({sign})'}; {base.fact.says}"
-    if objective == "finetune":
+    if objective == "finetune" and not base.measured:
         why += ", 10 to 100 times lower for fine-tuning (a habit, not a law)"
     shown = f"{lr:g}" + (f", sweep {', '.join(f'{rate:g}' for rate in sweep)}" if sweep else "")
     why += (
         f"; outside the range in which the rule was tried ({RANGE} times either way)" if sweep and objective != "finetune" else ""
     )
-    return Number("learning rate", lr, shown, why, f"{rule.source}; {base.fact.source}", "low" if sweep else base.fact.confidence)
+    if base.measured and batch == base.batch:
+        return Number("learning rate", lr, shown, base.fact.says, base.fact.source, "measured")
+    confidence = "low" if sweep else "medium" if base.measured else base.fact.confidence
+    return Number("learning rate", lr, shown, why, f"{rule.source}; {base.fact.source}", confidence)
 
 
 def _warmup(steps: int, beta2: float, batch: int, data: int, optimizer: str) -> int:

@@ -1,6 +1,6 @@
 """Seconds of one step, from what it computes and moves and what a machine is able to.
 
-Everything is a sum of counted costs over stated rates (`hardware.Shares`); nothing is measured here. The host's time is added to
+Everything is a sum of counted costs over stated rates (`devices.Shares`); nothing is measured here. The host's time is added to
 the device's, as if they did not overlap: that is how steps of CLIP ViT-L/14 on an H200 behaved, at chunks of 64 to 256 rows.
 """
 
@@ -61,8 +61,16 @@ def step_time(task: Task, how: How, machine: Machine) -> StepTime:
         "ring": _ring(task, how, machine),
         "gradients' exchange": _exchange(task, how, machine, (forward + backward) / how.chunks),
         "optimizer": _optimizer(task, how, machine),
+        "once a step": machine.device.shares.step_s,
     }
     return StepTime(sum(parts.values()), {name: seconds for name, seconds in parts.items() if seconds > 0})
+
+
+def scaled(step: StepTime, seconds: float) -> StepTime:
+    """The step with other seconds in all, its parts in proportion."""
+    if seconds == step.seconds:
+        return step
+    return StepTime(seconds, {name: part * seconds / step.seconds for name, part in step.parts.items()})
 
 
 def passes(work: Work, rows: int, times: int, how: How, machine: Machine) -> float:

@@ -30,31 +30,21 @@ class Workload(NamedTuple):
 
 def workload(question: Question, run: config.Run, precision: Precision) -> Workload:
     """Builds what the question names, without filling or computing anything, and counts it."""
-    if question.objective == "lm":
-        if not isinstance(question.model, str):
-            raise ValueError(f"model is {question.model!r}: a language model is named as package.module:function")
-        module = function_module(question.model)
-        return _counted((module,), (_tokens(question),), precision)
-    built = sides(run)
-    if not question.pairs:
-        side = built[0]
-        return _counted((_classifier(side, run, question.classes),), (side.inputs,), precision)
-    return _counted(tuple(side.module for side in built), tuple(side.inputs for side in built), precision)
+    modules, inputs = _built(question, run)
+    work = tuple(count_work(module, make, precision) for module, make in zip(modules, inputs, strict=True))
+    return Workload(work, modules, inputs)
 
 
 def traced(question: Question, run: config.Run, work: Workload, machine: Machine) -> Predict:
-    """Predictions of memory, each from one traced step."""
-    from .memory import Prediction, Setup, predict_memory
-
-    cpu = machine.device.name == "cpu"
+    """Predictions of memory. A trace takes seconds: those that differ only in rows and kept chunks share one."""
+    from .memory import MemoryModel, Prediction, Setup, memory_line, predict_memory
 
     @functools.cache
     def prepared(checkpointing: bool) -> tuple[nn.Module, ...]:
         return _checkpointed(question, run, work) if checkpointing else work.modules
 
-    def predict(how: How) -> Prediction:
-        modules = prepared(how.checkpointing)
-        setup = Setup(
+    def setup_of(how: How) -> Setup:
+        return Setup(
             optimizer="adamw" if question.optimizer == "adamw" else "sgd-momentum",
             precision=how.precision,
             ranks=how.ranks,
@@ -63,14 +53,25 @@ def traced(question: Question, run: config.Run, work: Workload, machine: Machine
             keep=how.keep,
             objective=run.loss.objective if question.pairs else "supervised",  # type: ignore[arg-type]
             ema=question.ema is not None,
-            device="cpu" if cpu else "cuda",
+            device="cpu" if machine.device.name == "cpu" else "cuda",
         )
-        if question.pairs:
-            pair = (modules[0], modules[1] if len(modules) > 1 else None)
-            inputs = (work.inputs[0], work.inputs[-1])
-            return predict_memory(lambda: fresh(pair), inputs, how.shard, setup)
+
+    @functools.cache
+    def chunked(how: How) -> MemoryModel:
+        modules = prepared(how.checkpointing)
+        pair = (modules[0], modules[1] if len(modules) > 1 else None)
+        return memory_line(lambda: fresh(pair), (work.inputs[0], work.inputs[-1]), setup_of(how))
+
+    @functools.cache
+    def accumulated(how: How) -> Prediction:
         loss = _next_token if question.objective == "lm" else None
-        return predict_memory(lambda: fresh(modules[0]), work.inputs[0], how.shard, setup, loss=loss)
+        return predict_memory(lambda: fresh(prepared(how.checkpointing)[0]), work.inputs[0], how.shard, setup_of(how), loss=loss)
+
+    def predict(how: How) -> Prediction:
+        if question.pairs:
+            return chunked(replace(how, shard=how.chunk, keep=0)).peak(how.shard, how.keep)
+        # From the second chunk on nothing changes.
+        return accumulated(replace(how, shard=min(how.shard, 2 * how.chunk), keep=0))
 
     return predict
 
@@ -81,20 +82,27 @@ def _checkpointed(question: Question, run: config.Run, work: Workload) -> tuple[
         return work.modules
     again = replace(run, x=replace(run.x, checkpointing=True), y=replace(run.y, checkpointing=run.y.name != "x"))
     try:
-        return workload(question, again, "fp32").modules
+        return _built(question, again)[0]
     except ValueError:
         return work.modules
+
+
+def _built(question: Question, run: config.Run) -> tuple[tuple[nn.Module, ...], tuple[Callable[[int], Any], ...]]:
+    """The modules of a question, and what makes inputs for each."""
+    if question.objective == "lm":
+        if not isinstance(question.model, str):
+            raise ValueError(f"model is {question.model!r}: a language model is named as package.module:function")
+        return (function_module(question.model),), (_tokens(question),)
+    built = sides(run)
+    if not question.pairs:
+        return (_classifier(built[0], run, question.classes),), (built[0].inputs,)
+    return tuple(side.module for side in built), tuple(side.inputs for side in built)
 
 
 def _next_token(out: Any) -> torch.Tensor:
     """Cross-entropy of a language model's logits, (rows, length, vocabulary), with whatever tokens."""
     logits = getattr(out, "logits", out).flatten(0, -2)
     return nn.functional.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64, device=logits.device))
-
-
-def _counted(modules: tuple[nn.Module, ...], inputs: tuple[Callable[[int], Any], ...], precision: Precision) -> Workload:
-    work = tuple(count_work(module, make, precision) for module, make in zip(modules, inputs, strict=True))
-    return Workload(work, modules, inputs)
 
 
 def _classifier(side: Side, run: config.Run, classes: int) -> nn.Module:

@@ -48,6 +48,11 @@ class Contrastive:
         self.encode_y = self.encode_x if model.y is None else self._cached(share(model.y, run.compute, ranks))
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=run.compute.precision == "fp16")
 
+    @property
+    def chunked(self) -> tuple[Any, ...]:
+        """What goes in chunks; each has the rows of one as `chunk`."""
+        return self.encode_x, self.encode_y
+
     def repeated_on_oom(self, optimizer: torch.optim.Optimizer) -> Any:
         """The step, repeated in smaller chunks when memory runs out; where ranks meet inside the encoders, the step as it is."""
         meeting = self.ranks.group is not None and (self.run.compute.sharding == "fsdp2" or self.run.compute.sync_batchnorm)
@@ -109,6 +114,10 @@ class Classification:
         # Wrapped or sharded, the model itself says whom it exchanges gradients with.
         group = ... if ranks.group is not None else None
         self._accumulate = accumulate(self._mean, self._shared, run.batch.chunk, scaler=self.scaler, group=group)
+
+    @property
+    def chunked(self) -> tuple[Any, ...]:
+        return (self._accumulate,)
 
     def repeated_on_oom(self, optimizer: torch.optim.Optimizer) -> Any:
         meeting = self.ranks.group is not None and (self.run.compute.sharding == "fsdp2" or self.run.compute.sync_batchnorm)

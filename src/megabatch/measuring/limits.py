@@ -1,0 +1,118 @@
+"""How much memory a step may take, and how that is held: measured on a CPU, enforced on a GPU, else whatever the device refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from ..chunks.memory import host_available_bytes, release
+from ..training.report.wording import bytes_text
+from . import resident
+
+
+class Limit(NamedTuple):
+    """What a step is held to, in bytes, the margin taken off.
+
+    how: "measured": the resident set of the process is compared with it; "enforced": the device's allocator refuses what goes
+    beyond; "raised": there is no number, and the step fails where the device says that it has no more.
+    """
+
+    bytes: int | None
+    how: Literal["measured", "enforced", "raised"]
+
+
+def limit_of(device: torch.device, budget: int | None, margin: float, ranks: int = 1) -> Limit:
+    """The limit of a device.
+
+    budget: bytes, of the whole process on a CPU, of tensors on a GPU; None is what the GPU has free, or half of what the host has,
+        shared among the ranks, since others live on that too and nothing stops a process that takes more.
+    """
+    if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool) or budget < 1):
+        raise ValueError(f"budget is {budget!r}: must be a number of bytes above 0")
+    if not 0 <= margin < 1:
+        raise ValueError(f"margin is {margin!r}: a share of the memory that is left free, from 0 up and below 1")
+    if device.type == "cpu":
+        there = _host_bytes()
+        holds = resident.resident_bytes()
+        usual = holds + (there - holds) // (2 * ranks)
+    elif _is_enforceable(device):
+        usual = there = _device_bytes(device)
+    elif budget is not None:
+        raise ValueError(f"budget is {bytes_text(budget)}: the memory of {device.type} cannot be limited from here; leave it out")
+    else:
+        return Limit(None, "raised")
+    if budget is not None and budget > there:
+        raise ValueError(f"budget is {bytes_text(budget)}: {device} has {bytes_text(there)} for this process; ask for no more")
+    return Limit(int((budget or usual) * (1 - margin)), "measured" if device.type == "cpu" else "enforced")
+
+
+@contextmanager
+def held(limit: Limit, device: torch.device) -> Iterator[None]:
+    """Lets the device's allocator refuse what goes beyond an enforced limit."""
+    if limit.how != "enforced":
+        yield
+        return
+    assert limit.bytes is not None
+    module = torch.get_device_module(device)
+    before, total = _fraction(device), module.mem_get_info(device)[1]
+    module.set_per_process_memory_fraction(min(1.0, limit.bytes / total), device)
+    try:
+        yield
+    finally:
+        module.set_per_process_memory_fraction(before, device)
+
+
+class Peak:
+    """A context; afterwards `bytes` is the highest use within it, None where the device does not tell."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.bytes: int | None = None
+        self._host = resident.Highest() if device.type == "cpu" else None
+        self._module: Any = torch.get_device_module(device)
+
+    def __enter__(self) -> Peak:
+        if self._host is not None:
+            self._host.__enter__()
+        elif hasattr(self._module, "reset_peak_memory_stats"):
+            self._module.reset_peak_memory_stats(self.device)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._host is not None:
+            self._host.__exit__(*error)
+            self.bytes = self._host.bytes
+        elif hasattr(self._module, "max_memory_allocated"):
+            self.bytes = self._module.max_memory_allocated(self.device)
+
+
+def _host_bytes() -> int:
+    """What this process has and may still take."""
+    if not resident.is_measurable():
+        raise ValueError(
+            "this system does not tell how much memory a process takes (there is no /proc): what fits on its CPU cannot be "
+            "measured; do it on Linux, or on an accelerator"
+        )
+    return resident.resident_bytes() + host_available_bytes()
+
+
+def _is_enforceable(device: torch.device) -> bool:
+    module = torch.get_device_module(device)
+    return all(hasattr(module, name) for name in ("set_per_process_memory_fraction", "mem_get_info", "memory_reserved"))
+
+
+def _device_bytes(device: torch.device) -> int:
+    """What tensors of this process may take of the device, those there are included."""
+    release()
+    module = torch.get_device_module(device)
+    free, total = module.mem_get_info(device)
+    return min(free + module.memory_reserved(device), int(total * _fraction(device)))
+
+
+def _fraction(device: torch.device) -> float:
+    """The share of the device's memory that the process has allowed itself."""
+    read = getattr(torch.get_device_module(device), "get_per_process_memory_fraction", None)
+    return 1.0 if read is None else float(read(device))

@@ -1,0 +1,45 @@
+"""What a plan predicts for the sizes that a profile measures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from .. import config
+from ..planning.known import how_of
+from ..planning.planner import Planner, Tools
+from ..planning.question import Question
+from ..training.launch import Ranks
+
+
+class Predicted(NamedTuple):
+    """Of one size: seconds of a step, the peak of tensors, what the allocator asks of the device for it."""
+
+    seconds: float
+    peak_bytes: int
+    reserved_bytes: int
+
+
+Predict = Callable[[int, int, int], Predicted]
+
+
+def predictions(run: config.Run, here: Ranks, samples: int, classes: int) -> Predict:
+    """Predictions by batch, chunk and kept chunks, for this machine. A ValueError where the model cannot be predicted."""
+    question = Question(
+        run,
+        data=samples,
+        gpu="cpu" if here.device.type == "cpu" else None,
+        gpus=here.size,
+        precision=run.compute.precision,
+        optimizer="sgd" if run.optimizer.name == "sgd" else "adamw",
+        ema=None if run.optimizer.ema is None else (run.optimizer.ema, run.batch.size),
+        classes=max(1, classes),
+    )
+    planner = Planner(question, Tools())
+
+    def predict(batch: int, chunk: int, keep: int) -> Predicted:
+        how = how_of(run, here.size, batch, chunk, keep)
+        memory = planner.peaks.predict(how)
+        return Predicted(planner.step(how).seconds, memory.peak_bytes, memory.reserved_bytes)
+
+    return predict

@@ -1,0 +1,141 @@
+"""`megabatch env --measure`: rates of the device at hand, in a few seconds, for plans that rest on them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from datetime import date
+
+import torch
+import torch.distributed as dist
+
+from ..config import Compute
+from ..environment import device_name, main_memory
+from ..planning.rates import Rates
+from ..training.launch import ranks
+
+MIB = 2**20
+# Seconds that each rate is measured for.
+SECONDS = 0.25
+DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def measure_rates(device: torch.device, group: dist.ProcessGroup | None = None, seconds: float = SECONDS) -> Rates:
+    """The rates of a device; with a group, of the exchange between its ranks too, all of which must call this."""
+    module = None if device.type == "cpu" else torch.get_device_module(device)
+    return Rates(
+        device=device_name(device),
+        kind=device.type,
+        memory=_memory(device),
+        gpus=1 if module is None else module.device_count(),
+        products=_products(device, seconds),
+        bandwidth=_bandwidth(device, seconds),
+        copy=_copy(device, seconds) if hasattr(module, "get_device_properties") else None,
+        link=None if group is None or dist.get_world_size(group) == 1 else _link(device, group, seconds),
+        ranks=1 if group is None else dist.get_world_size(group),
+        torch=str(torch.__version__),
+        date=date.today().isoformat(),
+    )
+
+
+def measure_here(seconds: float = SECONDS) -> Rates:
+    """The rates of this process's device; started by torchrun, those between its ranks too."""
+    with ranks(Compute()) as here:
+        return measure_rates(here.device, here.group, seconds)
+
+
+def _memory(device: torch.device) -> int:
+    if device.type == "cpu":
+        return main_memory() or 0
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory()
+    return int(torch.get_device_module(device).get_device_properties(device).total_memory)
+
+
+def _products(device: torch.device, seconds: float) -> dict[str, float]:
+    """FLOP/s of square products, by precision."""
+    rates = {}
+    for precision, dtype in DTYPES.items():
+        if _has(device, precision):
+            with _tensor_cores(precision == "tf32") if device.type == "cuda" else nullcontext():
+                rates[precision] = _product(device, dtype, seconds)
+    return rates
+
+
+def _product(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
+    """FLOP/s of the largest product that can be repeated in that time: some precisions are thousands of times slower on a CPU."""
+    side, most = (64, 1024) if device.type == "cpu" else (1024, 8192)
+    while True:
+        a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+
+        def multiply(a: torch.Tensor = a, b: torch.Tensor = b) -> torch.Tensor:
+            return a @ b
+
+        if side == most or _seconds_of(multiply, device, 2) > seconds / 16:
+            return 2 * side**3 / _seconds_each(multiply, device, seconds)
+        side *= 2
+
+
+def _has(device: torch.device, precision: str) -> bool:
+    if device.type == "cuda":
+        # Below 8.0 tf32 does not exist, and bf16 is emulated.
+        new = torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+        return precision in ("fp32", "fp16") or new or (precision == "bf16" and torch.version.hip is not None)
+    # fp16 on a CPU serves inference; training has no use for it.
+    return precision in ("fp32", "bf16") if device.type == "cpu" else precision != "tf32"
+
+
+@contextmanager
+def _tensor_cores(on: bool) -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if on else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _bandwidth(device: torch.device, seconds: float) -> float:
+    size = (64 if device.type == "cpu" else 512) * MIB
+    a, b = (torch.ones(size // 4, device=device) for _ in range(2))
+    return 2 * size / _seconds_each(lambda: b.copy_(a), device, seconds)
+
+
+def _copy(device: torch.device, seconds: float) -> float:
+    size = 256 * MIB
+    host, there = torch.ones(size // 4).pin_memory(), torch.empty(size // 4, device=device)
+    return size / _seconds_each(lambda: there.copy_(host, non_blocking=True), device, seconds)
+
+
+def _link(device: torch.device, group: dist.ProcessGroup, seconds: float) -> float:
+    size, ranks = (16 if device.type == "cpu" else 256) * MIB, dist.get_world_size(group)
+    buffer = torch.zeros(size // 4, device=device)
+
+    def exchange() -> None:
+        dist.all_reduce(buffer, group=group)
+
+    # Every rank must take part as often as the others: the number of times is not left to their clocks.
+    _seconds_of(exchange, device, 2)
+    each = _seconds_of(exchange, device, max(2, round(10 * seconds)))
+    return 2 * (ranks - 1) / ranks * size / each
+
+
+def _seconds_each(work: Callable[[], object], device: torch.device, seconds: float) -> float:
+    """Seconds of one call, from as many as take about `seconds`; the first ones, which warm up, not counted."""
+    once = _seconds_of(work, device, 2)
+    return _seconds_of(work, device, max(2, min(1000, round(seconds / max(once, 1e-6)))))
+
+
+def _seconds_of(work: Callable[[], object], device: torch.device, times: int) -> float:
+    _wait(device)
+    began = time.perf_counter()
+    for _ in range(times):
+        work()
+    _wait(device)
+    return (time.perf_counter() - began) / times
+
+
+def _wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)

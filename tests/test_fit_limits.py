@@ -1,0 +1,96 @@
+"""How much a step may take of a device, and how that is held: shown on a device that is made up, on a CPU as it is."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megabatch.measuring.limits import Limit, Peak, held, limit_of
+
+GPU = torch.device("cuda", 0)
+
+
+class Memory:
+    """The memory functions of a device of 1,000 bytes, 300 of which others use, and 200 this process."""
+
+    def __init__(self) -> None:
+        self.fraction = 1.0
+        self.peak = 999
+
+    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
+        return 500, 1000
+
+    def memory_reserved(self, device: torch.device) -> int:
+        return 200
+
+    def set_per_process_memory_fraction(self, fraction: float, device: torch.device) -> None:
+        self.fraction = fraction
+
+    def get_per_process_memory_fraction(self, device: torch.device) -> float:
+        return self.fraction
+
+    def reset_peak_memory_stats(self, device: torch.device) -> None:
+        self.peak = 0
+
+    def max_memory_allocated(self, device: torch.device) -> int:
+        return self.peak
+
+
+@pytest.fixture
+def memory(monkeypatch) -> Memory:
+    module = Memory()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    return module
+
+
+@pytest.mark.parametrize(
+    "budget, margin, fraction, expected",
+    [(None, 0.0, 1.0, 700), (None, 0.1, 1.0, 630), (400, 0.0, 1.0, 400), (400, 0.25, 1.0, 300), (None, 0.0, 0.5, 500)],
+)
+def test_what_a_device_allows(memory, budget, margin, fraction, expected):
+    memory.fraction = fraction
+    assert limit_of(GPU, budget, margin) == Limit(expected, "enforced")
+
+
+def test_no_more_than_there_is(memory):
+    with pytest.raises(ValueError, match="budget is 701 B: cuda:0 has 700 B for this process"):
+        limit_of(GPU, 701, 0.0)
+    memory.fraction = 0.6
+    with pytest.raises(ValueError, match="has 600 B"):
+        limit_of(GPU, 601, 0.0)
+
+
+def test_the_allocator_refuses_within_and_is_as_before_afterwards(memory):
+    memory.fraction = 0.9
+    with pytest.raises(RuntimeError, match="stop"), held(Limit(300, "enforced"), GPU):
+        assert memory.fraction == 0.3
+        raise RuntimeError("stop")
+    assert memory.fraction == 0.9
+    with held(Limit(300, "measured"), GPU), held(Limit(None, "raised"), GPU):
+        assert memory.fraction == 0.9
+
+
+def test_the_peak_begins_anew(memory):
+    with Peak(GPU) as peak:
+        memory.peak = max(memory.peak, 40)
+    assert peak.bytes == 40
+
+
+def test_a_device_that_tells_nothing(monkeypatch):
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace())
+    apple: Any = torch.device("mps")
+    assert limit_of(apple, None, 0.1) == Limit(None, "raised")
+    with Peak(apple) as peak:
+        pass
+    assert peak.bytes is None
+    with pytest.raises(ValueError, match="the memory of mps cannot be limited"):
+        limit_of(apple, 100, 0.0)
+
+
+def test_a_system_that_tells_nothing(monkeypatch):
+    monkeypatch.setattr("megabatch.measuring.resident.is_measurable", lambda: False)
+    with pytest.raises(ValueError, match="do it on Linux, or on an accelerator"):
+        limit_of(torch.device("cpu"), None, 0.0)
