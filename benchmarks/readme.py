@@ -2,7 +2,8 @@
 
 A table stands between `<!-- table: FILE -->` and `<!-- end -->`. `FILE#clip` and `FILE#siglip` take the rows of one loss,
 `FILE#options` those of megabatch's options, `FILE#errors` reads rows of `benchmarks.errors`, and any other `FILE#CASE` takes the
-rows of that case of `benchmarks.encoders`. `FILE#steps` and `FILE#batches` read rows of the programs of those names.
+rows of that case of `benchmarks.encoders`. `FILE#steps` and `FILE#batches` read rows of the programs of those names, `FILE#memory`
+and `FILE#limits` those of `benchmarks.memory_accuracy`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from benchmarks import batches, errors, report, steps
 from benchmarks.check import LOSSES
 from benchmarks.encoders import report as encoders
+from benchmarks.memory_accuracy import report as memory
 
 ROOT = Path(__file__).resolve().parents[1]
 PLACE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -28,8 +30,10 @@ def _table(name: str) -> str:
     rows = report.read_rows(ROOT / file)
     if case == "options":
         return report.options_markdown(rows)
-    if case in (programs := {"errors": errors, "steps": steps, "batches": batches}):
+    if case in (programs := {"errors": errors, "steps": steps, "batches": batches, "memory": memory}):
         return programs[case].markdown(rows)
+    if case == "limits":
+        return memory.limits_markdown(rows)
     if case in LOSSES:
         return report.markdown([row for row in rows if row["loss"] == case])
     return encoders.markdown([row for row in rows if row["case"] == case]) if case else report.markdown(rows)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megabatch.measuring.finder import find_chunk
+from megabatch.measuring.fit.finder import find_chunk
 
 MIB = 2**20
 # Numbers of a row, and how often they are taken through a sine, which keeps them: 2 MiB a row.

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 import megabatch
 from megabatch import measured
 from megabatch.chunks.memory import host_available_bytes
-from megabatch.measuring import finder
-from megabatch.measuring.finder import find_chunk
-from megabatch.measuring.limits import limit_of
-from megabatch.measuring.resident import Highest, resident_bytes
+from megabatch.measuring.fit import finder
+from megabatch.measuring.fit.finder import find_chunk
+from megabatch.measuring.fit.limits import limit_of
+from megabatch.measuring.fit.resident import Highest, resident_bytes
 
 MIB = 2**20
 WORDS = "CUDA out of memory. Tried to allocate 20.00 GiB"
@@ -90,14 +90,14 @@ def uncollecting() -> Iterator[None]:
     """Without collecting garbage after each of many trials, where there is none."""
     with contextlib.ExitStack() as patches:
         for module in ("trial", "limits", "finder"):
-            patches.enter_context(mock.patch(f"megabatch.measuring.{module}.release"))
+            patches.enter_context(mock.patch(f"megabatch.measuring.fit.{module}.release"))
         yield
 
 
 @contextlib.contextmanager
 def quickly() -> Iterator[None]:
     """And without looking at this process's memory."""
-    with uncollecting(), mock.patch("megabatch.measuring.trial.Peak", Unmeasured):
+    with uncollecting(), mock.patch("megabatch.measuring.fit.trial.Peak", Unmeasured):
         yield
 
 
@@ -288,7 +288,7 @@ def test_without_a_budget_half_of_what_the_host_has_is_one():
 
 
 def test_peaks_are_seen_also_where_the_kernels_mark_cannot_be_reset(monkeypatch):
-    monkeypatch.setattr("megabatch.measuring.resident.reset_peak", lambda device: None)
+    monkeypatch.setattr("megabatch.measuring.fit.resident.reset_peak", lambda device: None)
     torch.ones(64 * MIB)
     with Highest() as seen:
         before = resident_bytes()

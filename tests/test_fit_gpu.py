@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from megabatch import config, measured
 from megabatch.chunks.memory import release
-from megabatch.measuring.finder import Found, find_chunk
 from megabatch.measuring.fit import fit
-from megabatch.measuring.limits import held, limit_of
+from megabatch.measuring.fit.finder import Found, find_chunk
+from megabatch.measuring.fit.limits import held, limit_of
 
 pytestmark = [
     pytest.mark.gpu,

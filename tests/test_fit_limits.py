@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megabatch.measuring.limits import Limit, Peak, held, limit_of
+from megabatch.measuring.fit.limits import Limit, Peak, held, limit_of
 
 GPU = torch.device("cuda", 0)
 
@@ -91,6 +91,6 @@ def test_a_device_that_tells_nothing(monkeypatch):
 
 
 def test_a_system_that_tells_nothing(monkeypatch):
-    monkeypatch.setattr("megabatch.measuring.resident.is_measurable", lambda: False)
+    monkeypatch.setattr("megabatch.measuring.fit.resident.is_measurable", lambda: False)
     with pytest.raises(ValueError, match="do it on Linux, or on an accelerator"):
         limit_of(torch.device("cpu"), None, 0.0)

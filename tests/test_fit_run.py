@@ -20,9 +20,9 @@ from test_fit_finder import uncollecting
 from torch import Tensor, nn
 
 from megabatch import config, measured
-from megabatch.measuring import fit as fitting
 from megabatch.measuring.fit import fit, show
-from megabatch.measuring.fit_show import sentences, ticks
+from megabatch.measuring.fit import of_run as fitting
+from megabatch.measuring.fit.show import sentences, ticks
 from megabatch.training.towers.tower import Tower
 
 MIB = 2**20

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from megabatch.measuring.search import carefully, in_proportion, largest, lasting, on_the_line, with_margin
+from megabatch.measuring.fit.search import carefully, in_proportion, largest, lasting, on_the_line, with_margin
 
 LIMITS = range(1, 301)
 STARTS = (1, 3, 64, 300, 1000)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
-from megabatch.measuring.snapshot import Snapshot
+from megabatch.measuring.fit.snapshot import Snapshot
 
 
 class Counting(nn.Module):

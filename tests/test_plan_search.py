@@ -107,7 +107,7 @@ def test_chunk_sizes_rise_to_the_shard(shard):
 
 
 def test_a_step_by_hand():
-    # H200 in bf16 at 60 % of 989.4 TFLOP/s, 80 % of 4.8 TB/s, 15 µs an operation, 8 ms a step: 256 rows in two chunks, nothing kept.
+    # H200 in bf16 at 60 % of 989.4 TFLOP/s, 80 % of 4.8 TB/s, 15 µs an operation, 8 ms a step: 256 rows in two chunks, none kept.
     forward = 256 * 175e9 / 593.64e12 + (256 * 0.83e9 + 2 * 2.5e9) / 3.84e12 + 2 * 1100 * 15e-6
     step = step_time(Task((WORK,), "clip", 768), How(1, 256, 128, 0, precision="bf16"), H200)
     assert step.parts["forward"] == pytest.approx(forward)

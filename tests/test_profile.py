@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from megabatch import config, measured
-from megabatch.measuring import knee
 from megabatch.measuring.predicted import Predicted
-from megabatch.measuring.profile import Size, curve, judge, point, profile, show, sizes_of
-from megabatch.measuring.profile_page import page, sentences
-from megabatch.measuring.steps import Bench, Timed, median_and_spread, time_steps
+from megabatch.measuring.profile import knee, profile, show
+from megabatch.measuring.profile.curve import Size, curve, judge, point, sizes_of
+from megabatch.measuring.profile.page import page, sentences
+from megabatch.measuring.profile.steps import Bench, Timed, median_and_spread, time_steps
 from megabatch.training.launch import Ranks, ranks
 
 WORDS = ["red", "green", "blue", "round", "square", "large", "small", "old", "new", "odd"]
@@ -124,7 +124,7 @@ def pairs(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch):
-    monkeypatch.setattr("megabatch.measuring.steps.READING_S", 0.1)
+    monkeypatch.setattr("megabatch.measuring.profile.steps.READING_S", 0.1)
 
 
 def run_of(pairs, *overrides):
@@ -164,7 +164,7 @@ def test_chunks_vary_at_the_runs_batch_and_memory_grows_with_them(pairs, tmp_pat
         raise ValueError("what comes out depends on numbers")
 
     # What cannot be predicted is measured all the same.
-    monkeypatch.setattr("megabatch.measuring.profile.predictions", refuse)
+    monkeypatch.setattr("megabatch.measuring.profile.curve.predictions", refuse)
     run = run_of(pairs, "batch.keep=0", "batch.size=512", "compute.tile=262144")
     found = profile(run, chunks=[32, 512], steps=1, out=tmp_path).found
     assert found.against == "chunk"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -91,6 +92,8 @@ def _sweep(arguments: argparse.Namespace) -> None:
 
 
 def _say(found: measured.Measured, show: Callable[[measured.Measured], None], arguments: argparse.Namespace) -> None:
+    if os.environ.get("RANK", "0") != "0":
+        return
     if arguments.json:
         print(json.dumps({"measured": found.kind, **asdict(found)}, indent=1))
         return

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from .contrastive import Contrastive, Side
 from .loss import LossMemory
-from .recorder import Event, Trace
+from .trace import Event, Trace
 
 # Blocks of the traced chunk that are there now, and the blocks that stand for them here.
 Alive = dict[int, int]

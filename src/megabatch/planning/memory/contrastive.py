@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .recorder import Event, Recorder
+from .recorder import Recorder
 from .setup import Setup
 from .step import Inputs, Step
+from .trace import Event
 
 
 @dataclass(frozen=True)

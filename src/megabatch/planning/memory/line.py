@@ -12,10 +12,10 @@ from typing import Any
 
 from .composition import Composition
 from .contrastive import Contrastive
-from .predict import of_peaks, predict_memory, summary, trace_step
-from .recorder import Peak
+from .predict import of_peaks, peaks_and_reserve, predict_memory, summary, trace_step
 from .setup import Prediction, Setup, check_rows
 from .step import Inputs, Loss, Supervised
+from .trace import Peak
 
 # Rows of the two traces: enough for activations to outweigh what is rounded up, and no dearer than one row.
 NEAR, FAR = 32, 64
@@ -114,4 +114,4 @@ def memory_line(
 def _sample(build: Callable[[], Any], inputs: Any, rows: int, setup: Setup, loss: Loss | None) -> Sample:
     step = trace_step(build, inputs, check_rows(rows), setup, loss)
     ran = step if isinstance(step, Supervised) else Composition(step, rows, dict.fromkeys(step.modules, setup.keep))
-    return Sample(rows, ran.trace.peaks(step.begins), summary(step, ran))
+    return Sample(rows, peaks_and_reserve(step, ran)[0], summary(step, ran))

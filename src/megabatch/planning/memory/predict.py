@@ -15,10 +15,10 @@ from torch._subclasses.fake_tensor import (
 from .allocator import CachingAllocator, Piece
 from .composition import Composition
 from .contrastive import Contrastive
-from .recorder import Event, Peak
 from .setup import Prediction, Setup, check_rows
 from .stand_in import built
 from .step import Inputs, Loss, Step, Supervised, tracing
+from .trace import Block, Peak, Trace
 
 IMPOSSIBLE = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 # In this order a step goes through them.
@@ -83,10 +83,17 @@ def trace_step(
 
 def summary(step: Supervised | Contrastive, ran: Supervised | Composition) -> Prediction:
     """The prediction of a step from what ran: the step itself, or one put together from its chunks."""
-    peaks = ran.trace.peaks(step.begins)
-    highest = max(peak.bytes for peak in peaks.values())
-    reserved = highest if step.setup.device == "cpu" else reserved_bytes(step, ran)
+    peaks, reserved = peaks_and_reserve(step, ran)
     return of_peaks(peaks, reserved, tuple(_assumptions(step)))
+
+
+def peaks_and_reserve(step: Step, ran: Supervised | Composition) -> tuple[dict[str, Peak], int]:
+    """The peak of each phase, and what the device has to have for all of them."""
+    if step.setup.device == "cpu":
+        peaks = ran.trace.peaks(step.begins)
+        return peaks, max(peak.bytes for peak in peaks.values())
+    given, reserved = as_given_out(step, ran)
+    return given.peaks(step.begins), reserved
 
 
 def of_peaks(peaks: Mapping[str, Peak], reserved: int, assumptions: tuple[str, ...]) -> Prediction:
@@ -96,8 +103,12 @@ def of_peaks(peaks: Mapping[str, Peak], reserved: int, assumptions: tuple[str, .
     return Prediction(peak.bytes, reserved, peak.parts, peak.moment, phases, assumptions)
 
 
-def reserved_bytes(step: Step, ran: Supervised | Composition) -> int:
-    """What the caching allocator has asked of the device after two steps, the first of which creates the optimizer's state."""
+def as_given_out(step: Step, ran: Supervised | Composition) -> tuple[Trace, int]:
+    """The trace as the caching allocator serves it in a second step, and what it then has asked of the device.
+
+    The first step creates the optimizer's state. A block may be larger than what was asked for: the allocator does not split off a
+    rest of up to 1 MiB, and counts it as allocated.
+    """
     trace = ran.trace
     lasting = trace.events[: step.state_begins]
     made = trace.events[step.state_begins : step.begins]
@@ -106,19 +117,18 @@ def reserved_bytes(step: Step, ran: Supervised | Composition) -> int:
     body, update = trace.events[step.begins : ran.update_begins], trace.events[ran.update_begins :]
     allocator = CachingAllocator()
     pieces: dict[int, Piece] = {}
+    blocks = list(trace.blocks)
     for event in [*lasting, *body, *state, *update, *body, *update]:
-        _play(allocator, pieces, event, trace.blocks[event.block].bytes)
-    return allocator.reserved
-
-
-def _play(allocator: CachingAllocator, pieces: dict[int, Piece], event: Event, size: int) -> None:
-    if size == 0:
-        return
-    # What a step leaves behind goes when the next one makes it anew.
-    if event.block in pieces:
-        allocator.give(pieces.pop(event.block), size)
-    if event.comes:
-        pieces[event.block] = allocator.take(size)
+        asked = trace.blocks[event.block]
+        if asked.bytes == 0:
+            continue
+        # What a step leaves behind goes when the next one makes it anew.
+        if event.block in pieces:
+            allocator.give(pieces.pop(event.block), asked.bytes)
+        if event.comes:
+            piece = pieces[event.block] = allocator.take(asked.bytes)
+            blocks[event.block] = Block(asked.bytes, asked.kind, piece.size - asked.bytes)
+    return Trace(blocks, trace.events), allocator.reserved
 
 
 def _assumptions(step: Step) -> Iterator[str]:
@@ -131,7 +141,7 @@ def _assumptions(step: Step) -> Iterator[str]:
     yield f"cuBLAS takes two workspaces of {scratch.blas_bytes / 2**20:.0f} MiB: one for forward's thread, one for backward's"
     yield "reserved: the caching allocator with its default settings, on one stream; the CUDA context and NCCL's buffers add to it"
     if "aten::convolution" in recorder.operations:
-        yield "cuDNN lays out the input and output of each convolution anew where channels come first, and needs no more than that"
+        yield "cuDNN lays out operands anew where channels come first; which kernels run and what they need was seen on an H200"
     if setup.autocast is not None:
         yield f"autocast to {setup.precision} by CUDA's lists of operations; weights are copied once a forward"
     if recorder.operations & RECURRENT:

@@ -1,12 +1,11 @@
-"""Every storage of a traced step, from its birth to its end, with what it is for and the moment it was made."""
+"""Follows every storage of a step on fake tensors, from its birth to its end."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,82 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from .scratch import Scratch
+from .trace import Block, Event, Trace
 
 # CUDA's allocator gives out multiples of this.
 GRANULE = 512
-# In this order the parts are shown.
-PARTS = (
-    "weights",
-    "gradients",
-    "optimizer",
-    "averages",
-    "gradient buckets",
-    "gathered weights",
-    "weight copies",
-    "inputs",
-    "activations",
-    "embeddings",
-    "loss tiles",
-    "ring buffers",
-    "temporaries",
-    "workspace",
-)
-
-
-@dataclass
-class Block:
-    """A piece of memory: its size, and what it is for, which may turn out later."""
-
-    bytes: int
-    kind: str
-
-
-class Event(NamedTuple):
-    """A block comes (or goes), at a moment of a phase."""
-
-    block: int
-    comes: bool
-    phase: str
-    moment: str
-
-
-class Peak(NamedTuple):
-    """The most bytes at one moment, and what they are for."""
-
-    bytes: int
-    parts: dict[str, int]
-    moment: str
-
-
-@dataclass
-class Trace:
-    """What happened, in order."""
-
-    blocks: list[Block] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
-
-    def hold(self, size: int, kind: str, phase: str, moment: str) -> int:
-        """Memory from now on; the number that `release` takes."""
-        self.blocks.append(Block(size, kind))
-        self.events.append(Event(len(self.blocks) - 1, True, phase, moment))
-        return len(self.blocks) - 1
-
-    def release(self, number: int, phase: str, moment: str) -> None:
-        self.events.append(Event(number, False, phase, moment))
-
-    def peaks(self, start: int) -> dict[str, Peak]:
-        """The highest point of each phase at or after event number `start`."""
-        live = 0
-        parts = dict.fromkeys(PARTS, 0)
-        highest: dict[str, Peak] = {}
-        for number, event in enumerate(self.events):
-            block = self.blocks[event.block]
-            change = block.bytes if event.comes else -block.bytes
-            live += change
-            parts[block.kind] += change
-            if number >= start and (event.phase not in highest or live > highest[event.phase].bytes):
-                highest[event.phase] = Peak(live, {kind: size for kind, size in parts.items() if size}, event.moment)
-        return highest
 
 
 class Recorder(TorchDispatchMode):
@@ -108,6 +35,8 @@ class Recorder(TorchDispatchMode):
         self.operations: set[str] = set()
         self.granule = 1 if scratch is None else GRANULE
         self._living: dict[int, tuple[Any, int]] = {}
+        # The storage of a gradient that another was just added to, and the block of the sum.
+        self._added: tuple[int, int] | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
@@ -115,12 +44,16 @@ class Recorder(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         self.operations.add(func._schema.name)
         copied = func is torch.ops.aten._to_copy.default and self.kind_of(args[0]) == "weights"
-        for leaf in tree_leaves(out):
+        results = tree_leaves(out)
+        workspaces = self.scratch.of(func, args, out) if self.scratch is not None else []
+        # Results come one after the other, each with what it takes to find it.
+        for leaf, size in zip(results, [0] * (len(results) - len(workspaces)) + workspaces, strict=True):
             if isinstance(leaf, Tensor):
                 self._follow(leaf, "weight copies" if copied else self.kind)
-        if self.scratch is not None:
-            for size in self.scratch.of(func, args, out):
+            if size:
                 self.release(self.hold(size, "workspace"))
+        if func is torch.ops.aten.add.Tensor and self.phase == "backward":
+            self._note_sum(args[0], out)
         return out
 
     def hold(self, size: int, kind: str) -> int:
@@ -173,5 +106,21 @@ class Recorder(TorchDispatchMode):
         # The reference is kept here: one that is let go of calls nobody.
         self._living[key] = weakref.ref(storage, lambda _: self._end(key)), number
 
+    def _note_sum(self, first: Tensor, out: Tensor) -> None:
+        found = self._living.get(out.untyped_storage()._cdata)
+        if found is not None and first.shape == out.shape and first.dtype == out.dtype and _is_dense(first):
+            self._added = first.untyped_storage()._cdata, found[1]
+
     def _end(self, key: int) -> None:
-        self.release(self._living.pop(key)[1])
+        number = self._living.pop(key)[1]
+        events = self.trace.events
+        self.release(number)
+        # Autograd adds in place to a gradient that nothing else holds, if it is no fake one (InputBuffer::accumulate): a sum whose
+        # first part ends with it had never both.
+        if self._added is not None and self._added[0] == key and len(events) > 1 and events[-2][:2] == (self._added[1], True):
+            events[-2:] = events[:-3:-1]
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether its elements lie side by side, none of them twice."""
+    return tensor.numel() == 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -83,7 +83,8 @@ class Prediction(NamedTuple):
 
     peak_bytes: the most that tensors take at one moment (what max_memory_allocated shows).
     reserved_bytes: what the caching allocator asks of the device for it.
-    parts: what the peak is made of; they add up to it. moment: when it stands. phases: the peak of each phase.
+    parts: what the peak is made of; they add up to it. "rests" are ends of blocks that the allocator does not split off.
+    moment: when the peak stands. phases: the peak of each phase.
     assumptions: what was taken for granted, a sentence each.
     """
 

@@ -46,6 +46,8 @@ class Step:
         self.optimizer = build_optimizer(setup, self.learning)
         with recorder.during("setup", "optimizer"):
             created_state(self.optimizer, self.learning)
+        if setup.device == "cuda" and not setup.fused:
+            self._forget_counts_of_steps()
         self.begins = self.update_begins = len(recorder.trace.events)
         if self.shards is not None:
             self.shards.prefetch()
@@ -83,10 +85,18 @@ class Step:
             self.shards.shard(module)
         return self.shards.parameters
 
+    def _forget_counts_of_steps(self) -> None:
+        """Optimizers that do not compute with them on the device keep them in main memory."""
+        for state in self.optimizer.state.values():
+            count = state.get("step")
+            block = self.recorder.block(count) if isinstance(count, Tensor) else None
+            if block is not None:
+                block.bytes = 0
+
     def _hold_what_stays(self) -> None:
         if self.recorder.scratch is not None:
-            for _ in ("forward", "backward"):
-                self.recorder.hold(self.recorder.scratch.blas_bytes, "workspace")
+            for size in self.recorder.scratch.lasting():
+                self.recorder.hold(size, "workspace")
         if self.setup.ema:
             for parameter in self.learning:
                 self.recorder.hold(parameter.numel() * parameter.element_size(), "averages")

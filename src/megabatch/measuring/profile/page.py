@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..measured import Measured, Profile
-from ..planning.batch import steps_factor
-from ..planning.page import document
-from ..training.report.markup import figure, section, table, text
-from ..training.report.wording import bytes_text, percent_text, seconds_text
-from .profile_picture import picture
+from ...measured import Measured, Profile
+from ...planning.batch import steps_factor
+from ...planning.page import document
+from ...training.report.markup import figure, section, table, text
+from ...training.report.wording import bytes_text, percent_text, seconds_text
+from .picture import picture
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -13,15 +13,15 @@ from typing import NamedTuple
 
 import torch
 
-from .. import config
-from ..chunks.memory import is_out_of_memory, release
-from ..training.assembly import assemble
-from ..training.data.loader import PIECE
-from ..training.launch import Ranks
-from ..training.loop import Training
-from ..training.memory import peak, peak_of_tensors, reset_peak
-from ..training.objective import Contrastive
-from ..training.schedules import Step
+from ... import config
+from ...chunks.memory import is_out_of_memory, release
+from ...training.assembly import assemble
+from ...training.data.loader import PIECE
+from ...training.launch import Ranks
+from ...training.loop import Training
+from ...training.memory import peak, peak_of_tensors, reset_peak
+from ...training.objective import Contrastive
+from ...training.schedules import Step
 
 # The first step makes the optimizer's state and shows what a kept chunk takes, the second is the first that keeps them.
 WARMUP = 2

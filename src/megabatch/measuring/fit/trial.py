@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..chunks import attempt
-from ..chunks.memory import is_out_of_memory, release
-from ..chunks.wrappers import modules_in, submodules
-from ..ring import Ring
+from ...chunks import attempt
+from ...chunks.memory import is_out_of_memory, release
+from ...chunks.wrappers import modules_in, submodules
+from ...ring import Ring
 from .limits import Limit, Peak, held
 from .snapshot import Snapshot
 

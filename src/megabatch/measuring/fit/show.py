@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..measured import Fit, Measured
-from ..training.report.figures import LIGHT, Theme
-from ..training.report.wording import bytes_text, seconds_text
+from ...measured import Fit, Measured
+from ...training.report.figures import LIGHT, Theme
+from ...training.report.wording import bytes_text, seconds_text
 from .trial import REASONS, REFUSED
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from ..chunks.memory import host_available_bytes, release
-from ..training.report.wording import bytes_text
+from ...chunks.memory import host_available_bytes, release
+from ...training.report.wording import bytes_text
 from . import resident
 
 

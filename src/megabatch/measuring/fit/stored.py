@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import measured
-from ..environment import device_name
-from ..ring import Ring
+from ... import measured
+from ...environment import device_name
+from ...ring import Ring
 from .limits import Limit
 
 

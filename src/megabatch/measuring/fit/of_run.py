@@ -10,24 +10,22 @@ from typing import Any
 
 import torch
 
-from .. import config, measured
-from ..ring import Ring
-from ..training.assembly import assemble
-from ..training.data.loader import Batch
-from ..training.launch import Ranks, ranks
-from ..training.loop import Training
-from ..training.schedules import Step
-from ..training.signals import Stopped
+from ... import config, measured
+from ...ring import Ring
+from ...training.assembly import assemble
+from ...training.data.loader import Batch
+from ...training.launch import Ranks, ranks
+from ...training.loop import Training
+from ...training.schedules import Step
+from ...training.signals import Stopped
+from ..predicted import Predict, Predicted, predictions
 from . import search
 from .finder import Asked, Found, seek
-from .fit_show import draw, show
 from .limits import Limit, limit_of
-from .predicted import Predict, Predicted, predictions
 from .resident import resident_bytes
+from .show import draw
 from .snapshot import Snapshot
 from .stored import as_measured
-
-__all__ = ["fit", "show"]
 
 # Shares of the size: how exact the answer is, and how exact the prediction that it starts from.
 WITHIN, ROUGH = 1 / 32, 1 / 8

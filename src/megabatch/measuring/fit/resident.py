@@ -12,7 +12,7 @@ from types import TracebackType
 
 import torch
 
-from ..training.memory import reset_peak
+from ...training.memory import reset_peak
 
 STATUS = Path("/proc/self/status")
 SAMPLE_S = 0.002

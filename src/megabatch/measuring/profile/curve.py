@@ -9,18 +9,17 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from .. import config
-from ..environment import device_name
-from ..measured import Measured, Profile, write
-from ..planning.search import chunk_sizes
-from ..training.launch import Ranks, ranks
+from ... import config
+from ...environment import device_name
+from ...measured import Measured, Profile, write
+from ...planning.search import chunk_sizes
+from ...training.launch import Ranks, ranks
+from ..predicted import Predict, Predicted, predictions
 from . import knee
-from .predicted import Predict, Predicted, predictions
-from .profile_page import page, show
-from .profile_picture import picture
+from .page import page
+from .picture import picture
 from .steps import Bench, Timed, median_and_spread
 
-__all__ = ["profile", "show"]
 # Sizes that are tried where none are named, as multiples of the run's batch.
 MULTIPLES = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4)
 # Chunks are tried down to this part of the batch.

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
-from ..chunks.rows import rows_of, split
-from ..ring import Group, Ring
+from ...chunks.rows import rows_of, split
+from ...ring import Group, Ring
 from .finder import Found, find_chunk
 
 Args = ParamSpec("Args")

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import measured
-from ..chunks.memory import release
-from ..chunks.wrappers import meeting_rings
-from ..ring import Group, Ring
-from ..training.report.wording import bytes_text
+from ... import measured
+from ...chunks.memory import release
+from ...chunks.wrappers import meeting_rings
+from ...ring import Group, Ring
+from ...training.report.wording import bytes_text
 from . import search
 from .limits import Limit, limit_of
 from .snapshot import Snapshot

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from ..measured import Measured, Profile
-from ..training.report.figures import DPI, LIGHT, Theme
-from ..training.report.wording import bytes_text, count_text
+from ...measured import Measured, Profile
+from ...training.report.figures import DPI, LIGHT, Theme
+from ...training.report.wording import bytes_text, count_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

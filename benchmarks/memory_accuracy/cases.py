@@ -1,0 +1,98 @@
+"""The steps that are predicted and measured, and the limits that a prediction has to keep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from megabatch.planning.memory import Setup
+
+GIB = 2**30
+# Models that were first measured when the rules for workspaces had been found on the others.
+HELD_OUT = {
+    "densenet121": (32, "bf16"),
+    "mixer_b16_224": (64, "bf16"),
+    "mobilenetv3_large_100": (64, "bf16"),
+    "regnety_032": (64, "fp32"),
+    "resnext50_32x4d": (64, "bf16"),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One step of a model. `chunk` encodes in chunks; without it a contrastive step takes the batch at once."""
+
+    model: str
+    rows: int
+    precision: str = "fp32"
+    checkpointing: bool = False
+    objective: str = "supervised"
+    chunk: int | None = None
+    keep: int = 0
+    device: str = "cuda"
+
+    def setup(self) -> Setup:
+        given = asdict(self)
+        del given["model"], given["rows"]
+        return Setup(**given)
+
+    @property
+    def supervised(self) -> bool:
+        return self.objective == "supervised"
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A step that gets no more memory than `bytes`: as many rows, or as large a chunk, as are predicted to fit."""
+
+    case: Case
+    bytes: int
+
+    def at(self, size: int) -> Case:
+        return replace(self.case, rows=size) if self.case.supervised else replace(self.case, chunk=size)
+
+
+def of_row(row: dict[str, Any]) -> Case:
+    """The case of a line in a file of rows."""
+    return Case(**{field.name: row[field.name] for field in fields(Case)})
+
+
+def cases() -> Iterator[Case]:
+    """Every family, in both precisions, with and without checkpointing, at three batch sizes where that says something."""
+    for rows in (32, 64, 128):
+        yield Case("resnet50", rows)
+        yield Case("vit_base_patch16_224", rows, "bf16")
+    for name in ("resnet50", "convnext_tiny", "efficientnet_b0", "swin_tiny_patch4_window7_224"):
+        yield Case(name, 64, "bf16")
+    for name in ("convnext_tiny", "efficientnet_b0", "vit_base_patch16_224", "swin_tiny_patch4_window7_224"):
+        yield Case(name, 64)
+    yield Case("vit_large_patch14_224", 32, "bf16")
+    yield Case("vit_large_patch14_224", 64, "bf16", checkpointing=True)
+    for precision in ("fp32", "bf16"):
+        yield Case("bert-base", 32, precision)
+        yield Case("gpt2", 8, precision)
+        yield Case("gpt2-medium", 4, precision)
+    yield Case("gpt2", 16, "bf16", checkpointing=True)
+    yield Case("bert-base", 64, "bf16", checkpointing=True)
+    for name, rows, chunk in (("clip-vit-b-32", 512, 128), ("clip-vit-l-14", 128, 32)):
+        yield Case(name, rows, "bf16", objective="clip")
+        yield Case(name, 8 * rows, "bf16", objective="clip", chunk=chunk)
+        yield Case(name, 8 * rows, "bf16", objective="siglip", chunk=chunk, keep=2)
+    for name, (rows, precision) in HELD_OUT.items():
+        yield Case(name, rows, precision)
+    yield Case("vgg16", 32)
+
+
+def limits() -> Iterator[Limit]:
+    """Steps of each family that fill a small device, one of them the family whose reserve is predicted worst."""
+    yield Limit(Case("resnet50", 1, "bf16"), 4 * GIB)
+    yield Limit(Case("vit_base_patch16_224", 1, "bf16"), 6 * GIB)
+    yield Limit(Case("convnext_tiny", 1), 8 * GIB)
+    yield Limit(Case("gpt2", 1, "bf16"), 12 * GIB)
+    yield Limit(Case("clip-vit-b-32", 2048, "bf16", objective="clip", chunk=1), 6 * GIB)
+
+
+def quick_cases() -> list[Case]:
+    """Two tiny ones for a CPU, which has no such counters: that the program works."""
+    return [Case("tiny", 8, device="cpu"), Case("tiny-clip", 8, objective="clip", chunk=4, device="cpu")]

@@ -1,0 +1,97 @@
+"""Real steps on the device, and the memory they take there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+import megabatch
+from benchmarks.machine import describe
+from benchmarks.memory_accuracy.cases import Case
+from benchmarks.memory_accuracy.subjects import subject
+from megabatch.planning.memory.setup import PRECISIONS
+from megabatch.planning.memory.step import default_loss, switch_checkpointing
+
+# The first creates the optimizer's state and is not counted.
+STEPS = 3
+
+
+def measured_row(case: Case, limit: int | None = None) -> dict[str, Any]:
+    """What the device says, and which device that is. With a limit in bytes, whether the steps ran within it."""
+    if limit is not None:
+        torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        _take_steps(case)
+        ran = {} if limit is None else {"ran": True}
+    except torch.OutOfMemoryError as error:
+        if limit is None:
+            raise
+        ran = {"ran": False, "out_of_memory": str(error).splitlines()[0]}
+    return _counters(case.device) | ran | {"machine": describe(case.device)}
+
+
+def _counters(device: str) -> dict[str, int | None]:
+    """The highest number of bytes in tensors, and in what the allocator holds."""
+    if device != "cuda":
+        return {"measured": None, "measured_reserved": None}
+    return {"measured": torch.cuda.max_memory_allocated(), "measured_reserved": torch.cuda.max_memory_reserved()}
+
+
+def _take_steps(case: Case) -> None:
+    made = subject(case.model)
+    with torch.device(case.device):
+        built = made.build()
+    modules = list(built) if isinstance(built, tuple) else [built]
+    if case.checkpointing:
+        for module in modules:
+            switch_checkpointing(module, case.model)
+    optimizer = torch.optim.AdamW([p for module in modules for p in module.parameters()])
+    step = _supervised(case, modules[0], made.inputs) if case.supervised else _contrastive(case, modules, made.inputs)
+    for number in range(STEPS):
+        if number == 1 and case.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        step()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _autocast(case: Case) -> Any:
+    dtype = PRECISIONS[case.precision]
+    return nullcontext() if dtype is None else torch.autocast(case.device, dtype)
+
+
+def _supervised(case: Case, module: nn.Module, inputs: Callable[[int], Any]) -> Callable[[], None]:
+    def step() -> None:
+        # Made anew in every step, as a loader does.
+        with torch.device(case.device):
+            batch = inputs(case.rows)
+            with _autocast(case):
+                output = module(**batch) if isinstance(batch, dict) else module(batch)
+                loss = default_loss(output)
+        loss.backward()
+
+    return step
+
+
+def _contrastive(case: Case, towers: list[nn.Module], inputs: Any) -> Callable[[], None]:
+    chunk = case.chunk or case.rows
+    keep = case.keep if case.chunk else 1
+    encode_x, encode_y = (megabatch.cached(tower, chunk=chunk, keep=keep, device=case.device) for tower in towers)
+    scale = torch.tensor(10.0, device=case.device, requires_grad=True)
+    bias = torch.tensor(-10.0, device=case.device, requires_grad=True)
+    x_rows, y_rows = (make(case.rows) for make in inputs)
+
+    def step() -> None:
+        with _autocast(case):
+            y, x = encode_y(y_rows), encode_x(x_rows)
+        if case.objective == "siglip":
+            loss = megabatch.siglip_loss(x, y, scale, bias, group=None)
+        else:
+            loss = megabatch.clip_loss(x, y, scale, group=None)
+        loss.backward()
+
+    return step

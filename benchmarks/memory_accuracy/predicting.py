@@ -1,0 +1,125 @@
+"""What is said of a case without the device: by the prediction, and by the arithmetic of others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.memory_accuracy.cases import Case, Limit
+from benchmarks.memory_accuracy.subjects import subject
+from megabatch.planning.memory import Prediction, predict_memory
+from megabatch.planning.memory.setup import PRECISIONS
+from megabatch.planning.memory.stand_in import StandIn, built
+from megabatch.planning.memory.step import tracing
+
+MOST_ROWS = 4096
+# 12 bytes a parameter, for one of its 4.
+THUMB, FP32 = 3, 4
+# accelerate's estimate_training_usage: the largest of what it lists for a precision, for one of the weights' bytes in float32.
+ACCELERATE = {"fp32": 4, "bf16": 2}
+
+
+def predict(case: Case) -> Prediction:
+    made = subject(case.model)
+    return predict_memory(made.build, made.inputs, case.rows, case.setup())
+
+
+def predicted_row(case: Case) -> dict[str, Any]:
+    """The prediction, its parts and the others, in bytes; the seconds are the processor's, without imports."""
+    subject(case.model)
+    began = time.process_time()
+    predicted = predict(case)
+    return {
+        **asdict(case),
+        "predicted": predicted.peak_bytes,
+        "predicted_reserved": predicted.reserved_bytes,
+        "parts": predicted.parts,
+        "moment": predicted.moment,
+        "predict_seconds": round(time.process_time() - began, 2),
+        "predicted_with": torch.__version__,
+        **{f"others_{name}": size for name, size in others(case).items()},
+    }
+
+
+def fitting_row(limit: Limit) -> dict[str, Any]:
+    """The largest size, rows or chunk, whose predicted reserve keeps the limit: by doubling, then to a sixteenth."""
+    found: dict[int, Prediction] = {}
+
+    def fits(size: int) -> bool:
+        found[size] = predict(limit.at(size))
+        return found[size].reserved_bytes <= limit.bytes
+
+    good = 1
+    if not fits(good):
+        raise ValueError(f"{limit.bytes} bytes are too few for one row of {limit.case.model}")
+    while 2 * good <= MOST_ROWS and fits(2 * good):
+        good *= 2
+    step = good // 2
+    while step >= max(1, good // 16):
+        good, step = (good + step if fits(good + step) else good), step // 2
+    return {
+        "kind": "limit",
+        **asdict(limit.at(good)),
+        "limit": limit.bytes,
+        "predicted": found[good].peak_bytes,
+        "predicted_reserved": found[good].reserved_bytes,
+    }
+
+
+def others(case: Case) -> dict[str, int]:
+    """What other arithmetic says, in bytes.
+
+    rule_of_thumb: 12 bytes a parameter for weights, gradients and Adam's state, and rows × length × width × bytes for each layer,
+        as if that were all that a layer keeps.
+    torchinfo: inputs, weights, and twice the outputs of innermost modules with weights, as its summary finds them in that forward.
+    accelerate: a multiple of the weights, whatever the batch.
+    """
+    made = subject(case.model)
+    modules = built(made.build)
+    inputs = made.inputs if isinstance(made.inputs, tuple) else (made.inputs,)
+    sizes = {"weights": 0, "inputs": 0, "innermost": 0, "layers": 0}
+    modules = modules if isinstance(modules, tuple) else (modules,)
+    for module, make in zip(modules, inputs, strict=True):
+        for name, size in _sizes(case, module, make).items():
+            sizes[name] += size
+    weights = sum(p.numel() * p.element_size() for module in modules for p in module.parameters())
+    return {
+        "rule_of_thumb": THUMB * weights + sizes["layers"],
+        "torchinfo": sizes["inputs"] + sizes["weights"] + 2 * sizes["innermost"],
+        "accelerate": ACCELERATE[case.precision] * weights,
+    }
+
+
+def _sizes(case: Case, module: nn.Module, make: Callable[[int], Any]) -> dict[str, int]:
+    """Bytes of the inputs, of innermost modules' weights and outputs, and of all layers: members of lists of modules."""
+    innermost = {inner for inner in module.modules() if not any(True for _ in inner.children())}
+    members = {member for m in module.modules() if isinstance(m, (nn.ModuleList, nn.Sequential)) for member in m}
+    layers = {member for member in members if not any(inner in members for inner in member.modules() if inner is not member)}
+    dtype = PRECISIONS[case.precision]
+    element = FP32 if dtype is None else dtype.itemsize
+    weights = sum(p.numel() * p.element_size() for inner in innermost for p in inner.parameters())
+    sizes = {"weights": weights, "innermost": 0, "layers": 0}
+
+    def note(inner: nn.Module, args: Any, output: Any) -> None:
+        first = output[0] if isinstance(output, tuple) else output
+        if not isinstance(first, Tensor):
+            return
+        if inner in innermost and any(True for _ in inner.parameters()):
+            sizes["innermost"] += first.numel() * first.element_size()
+        if inner in layers:
+            sizes["layers"] += first.numel() * element
+
+    with tracing(case.setup()) as recorder, torch.no_grad(), torch.autocast("cpu", dtype, enabled=dtype is not None):
+        stand_in = StandIn(recorder).of(module).eval()
+        hooks = [inner.register_forward_hook(note) for inner in stand_in.modules()]
+        batch = make(case.rows)
+        given = list(batch.values()) if isinstance(batch, dict) else [batch]
+        stand_in(**batch) if isinstance(batch, dict) else stand_in(batch)
+    for hook in hooks:
+        hook.remove()
+    return {**sizes, "inputs": sum(t.numel() * t.element_size() for t in given)}

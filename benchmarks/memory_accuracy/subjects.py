@@ -1,0 +1,90 @@
+"""The models of the cases, by name, with random weights, and their inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.peers import declare_torchvision_schemas
+
+
+@dataclass(frozen=True)
+class Subject:
+    """How a model is made, and its inputs for a number of rows; of two towers, two of each."""
+
+    build: Callable[[], Any]
+    inputs: Any
+
+
+def subject(name: str) -> Subject:
+    """The model of that name."""
+    if name == "tiny":
+        return Subject(lambda: nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 64), nn.GELU(), nn.Linear(64, 10)), _pictures(16))
+    declare_torchvision_schemas()
+    if name == "tiny-clip" or name.startswith("clip-"):
+        return _clip(name)
+    if name == "bert-base" or name.startswith("gpt2"):
+        return _language(name)
+    import timm
+
+    return Subject(lambda: timm.create_model(name), _pictures(224))
+
+
+def _pictures(side: int) -> Callable[[int], Tensor]:
+    return lambda rows: torch.zeros(rows, 3, side, side)
+
+
+def _language(name: str) -> Subject:
+    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, BertConfig, GPT2Config
+
+    if name == "bert-base":
+        maker, config, length = AutoModelForMaskedLM, BertConfig(), 512
+    else:
+        medium = {"n_embd": 1024, "n_layer": 24, "n_head": 16} if name == "gpt2-medium" else {}
+        maker, config, length = AutoModelForCausalLM, GPT2Config(**medium), 1024
+
+    def inputs(rows: int) -> dict[str, Tensor]:
+        ids = torch.zeros(rows, length, dtype=torch.int64)
+        return {"input_ids": ids, "labels": torch.zeros_like(ids)}
+
+    return Subject(lambda: maker.from_config(config, attn_implementation="sdpa"), inputs)
+
+
+class _Tower(nn.Module):
+    """One side of a transformers CLIP, normalised in fp32."""
+
+    def __init__(self, encoder: nn.Module, projection: nn.Module) -> None:
+        super().__init__()
+        self.encoder, self.projection = encoder, projection
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return F.normalize(self.projection(self.encoder(inputs).pooler_output).float(), dim=-1)
+
+    def gradient_checkpointing_enable(self) -> None:
+        self.encoder.gradient_checkpointing_enable()
+
+
+def _clip(name: str) -> Subject:
+    from transformers import AutoModel, CLIPConfig
+
+    from benchmarks.encoders.model import TINY, VIT_L_14
+
+    shape = {"clip-vit-l-14": VIT_L_14, "tiny-clip": TINY, "clip-vit-b-32": {"projection_dim": 512}}[name]
+    config = CLIPConfig(**shape)
+
+    def build() -> tuple[nn.Module, nn.Module]:
+        model = AutoModel.from_config(config, attn_implementation="sdpa")
+        return _Tower(model.vision_model, model.visual_projection), _Tower(model.text_model, model.text_projection)
+
+    text = config.text_config
+
+    def texts(rows: int) -> Tensor:
+        # Every text ends with the token that ends a text, which the tower looks for.
+        return torch.full((rows, text.max_position_embeddings), text.eos_token_id, dtype=torch.int64)
+
+    return Subject(build, (_pictures(config.vision_config.image_size), texts))
