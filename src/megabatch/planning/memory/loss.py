@@ -14,7 +14,7 @@ DEFAULT_TILE = {"cuda": 512 * 2**20, "cpu": 32 * 2**20}
 # A tile's sums are two numbers of fp32 for each row or column of its 128 or more, of two kinds: a run also ranks each positive.
 PART_BYTES, TILE_SIDE, KINDS = 8, 128, 2
 FP32, INT64 = 4, 8
-# Matrices of a tile that are there at once: the kernels hold one, PyTorch's operations similarities, exponentials and masks beside it.
+# Matrices of a tile that are there at once: kernels hold one, PyTorch's operations similarities, exponentials and masks beside it.
 AT_ONCE = {"cuda": 1, "cpu": 4}
 
 
