@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import inspect
 import re
+import statistics
 import sys
 
 import torch
@@ -16,6 +17,7 @@ import megabatch.losses.clip
 import megabatch.losses.siglip
 from benchmarks.readme import PLACE, ROOT, with_tables
 from benchmarks.report import read_rows
+from megabatch.training.report.figures import best_rates
 
 README = (ROOT / "README.md").read_text()
 PAGES = ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))
@@ -60,6 +62,30 @@ def test_the_ratio_of_errors_is_that_of_the_kept_rows():
     off = {(row["implementation"], row["loss"], row["scale"]): row["errors"]["gradient"] for row in rows}
     ratios = [off["openclip", loss, scale] / error for (name, loss, scale), error in off.items() if name == "ours"]
     assert f"{min(ratios):.0f} to {max(ratios):.0f} times smaller" in " ".join(README.split())
+
+
+def test_what_it_says_of_predicted_memory_is_in_the_kept_rows():
+    rows = [row for row in read_rows(ROOT / "benchmarks/results/memory-cuda.jsonl") if row.get("kind") != "limit"]
+    off = sorted(abs(row["error"]) for row in rows)
+    models = len({row["model"] for row in rows})
+    said = f"over {len(rows)} steps of {models} models on an H200 the peak is off by {statistics.median(off):.2%} in the median"
+    assert f"{said} and {off[-1]:.1%} at worst".replace("%", " %") in " ".join(README.split())
+
+
+def test_what_it_says_of_the_batch_is_in_the_kept_rows():
+    best = {each.batch: each.recalls for each in best_rates(read_rows(ROOT / "benchmarks/results/batches-cuda.jsonl"))}
+    assert "64 and 512 end alike, and from 4,096 on too few updates are left" in " ".join(README.split())
+    assert min(best[64]) <= max(best[512]) and min(best[512]) <= max(best[64])
+    assert max(best[4096]) < min(best[512]) and max(best[16384]) < min(best[4096])
+
+
+def test_the_examples_of_measuring_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    fitted, noise = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "measuring.md").read_text(), re.DOTALL)
+    exec(fitted, {})
+    assert capsys.readouterr().out == "1000 1\n" and (tmp_path / "chunk.json").exists()
+    exec(noise, {})
+    assert "critical" in capsys.readouterr().out
 
 
 def test_the_examples_of_losses_and_encoders_run():
