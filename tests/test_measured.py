@@ -291,3 +291,14 @@ def test_a_loop_that_is_no_run_of_ours_says_nothing_of_a_plan():
     table = json.loads(json.dumps(config.as_table(RUN))) | {"colour": "blue"}
     with pytest.raises(ValueError, match="the run that it is true of cannot be read"):
         planned(Measured(Fit(100, None), table, "NVIDIA H200", "2.13.0", "2026-11-15"))
+
+
+def test_an_interval_without_an_end_is_written_as_json_that_anyone_reads(tmp_path):
+    open_ended = Measured(Noise(12.0, 3.0, float("inf"), 64, False, ({"step": 1, "high": float("inf")},)), {}, "a device", "2")
+    path = measured.write(open_ended, tmp_path / "measured.json")
+
+    def refuse(name):
+        raise AssertionError(f"{name} is no JSON")
+
+    assert json.loads(path.read_text(), parse_constant=refuse)["found"]["high"] == "inf"
+    assert measured.read(path) == open_ended

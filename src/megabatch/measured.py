@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 Kind = Literal["fit", "profile", "noise", "sweep"]
+NOT_FINITE = ("inf", "-inf", "nan")
 
 
 @dataclass(frozen=True)
 class Fit:
-    """The largest chunk that really ran. `limit_bytes`: what it was held to; `trials`: size, ran, peak_bytes, seconds of each."""
+    """The largest chunk that really ran. `limit_bytes`: what it was held to; `trials`: size, ran, why not, peak_bytes, seconds and
+    predicted_bytes of each."""
 
     chunk: int
     limit_bytes: int | None
@@ -89,8 +92,14 @@ def write(measured: Measured, path: str | Path) -> Path:
     """The file of a measurement; its folder is made where it is missing."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"measured": measured.kind, **asdict(measured)}, indent=1) + "\n", encoding="utf-8")
+    path.write_text(as_json(measured) + "\n", encoding="utf-8")
     return path
+
+
+def as_json(measured: Measured) -> str:
+    """What the file of a measurement holds."""
+    table = {"measured": measured.kind, **asdict(measured), "found": _strict(asdict(measured.found))}
+    return json.dumps(table, indent=1, allow_nan=False)
 
 
 def read(path: str | Path) -> Measured:
@@ -98,10 +107,28 @@ def read(path: str | Path) -> Measured:
     try:
         table = json.loads(Path(path).read_text("utf-8"))
         made = KINDS[table.pop("measured")]
-        found = {key: tuple(value) if isinstance(value, list) else value for key, value in table.pop("found").items()}
+        found = {key: tuple(value) if isinstance(value, list) else value for key, value in _loose(table.pop("found")).items()}
         return Measured(made(**found), **table)
     except FileNotFoundError:
         raise ValueError(f"{path}: there is no such file; name one that fit, profile, noise or sweep has written") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         known = ", ".join(get_args(Kind))
         raise ValueError(f"{path}: holds no measurement of {known} ({error!r}); write it anew") from None
+
+
+def _strict(value: Any) -> Any:
+    """The value as every reader of JSON takes it, which has no infinity: its name stands for it."""
+    if isinstance(value, Mapping):
+        return {key: _strict(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_strict(each) for each in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _loose(value: Any) -> Any:
+    """What `_strict` was given."""
+    if isinstance(value, dict):
+        return {key: _loose(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_loose(each) for each in value]
+    return float(value) if value in NOT_FINITE else value

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +93,7 @@ def _say(found: measured.Measured, show: Callable[[measured.Measured], None], ar
     if os.environ.get("RANK", "0") != "0":
         return
     if arguments.json:
-        print(json.dumps({"measured": found.kind, **asdict(found)}, indent=1))
+        print(measured.as_json(found))
         return
     show(found)
     print(f"written: {arguments.out / 'measured.json'}, for `megabatch plan --measured`")
