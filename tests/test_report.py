@@ -16,10 +16,11 @@ import pytest
 from PIL import Image
 
 from megabatch import config
-from megabatch.training.report import POLICY, wording, write_report
+from megabatch.training.report import wording, write_report
 from megabatch.training.report.contact import FRAMES, Question, Shown, contact_sheet, read_contact
 from megabatch.training.report.figures import batch_study, best_rates, curve_panels, curves, flat_memory
 from megabatch.training.report.history import read_history
+from megabatch.training.report.markup import POLICY
 
 EVIL = "</pre></title><script>document.title='owned'</script>\"'><img src=http://evil.example/x onerror=alert(1)>"
 ODD = ["a caption " * 1000, "😀 👩‍👩‍👧 漢字 עברית ﷽ ก็", "\u202eturned round\x00\x07\ud800", "", "\n\t", EVIL]

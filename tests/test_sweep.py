@@ -371,7 +371,7 @@ def test_the_planted_batch_is_found(best, tmp_path):
 
 def test_every_file_is_written_and_read_back(tmp_path, monkeypatch):
     monkeypatch.undo()
-    monkeypatch.setattr("megabatch.measuring.sweep.picture.DPI", 40)
+    monkeypatch.setattr("megabatch.training.report.drawing.DPI", 40)
     said = []
     fails = lambda run: run.batch.size == 4096 or run.optimizer.lr == 2e-3  # noqa: E731
     result = sweep(base_run(), batches=[64, 256, 4096], out=tmp_path, train=Planted(fails=fails), say=said.append)

@@ -2,45 +2,17 @@
 
 from __future__ import annotations
 
-from importlib import resources
-
-from ..training import report
-from ..training.report import POLICY
-from ..training.report.markup import block, figure, section, table, text
+from ..training.report.markup import LONG, block, document, figure, section, table, text
 from ..training.report.wording import bytes_text, seconds_text
 from .pictures import breakdown, memory_curve, time_curve
 from .plan import Plan
 from .show import NUMBERS, WAYS, as_toml, headline, number_rows, way_rows
-
-LONG = 1000
 
 
 def page(plan: Plan, currency: str | None = None) -> str:
     """The page. Names, paths and reasons may come from outside: all of them are escaped."""
     parts = (_opening(plan), _pictures(plan), _reasons(plan), _ways(plan, currency), _lists(plan), _file(plan))
     return document(f"batch {plan.batch:,} · {plan.machine} · megabatch plan", "".join(parts))
-
-
-def document(title: str, body: str) -> str:
-    """A whole page in the style of a run's report. title: a text, which is escaped; body: HTML."""
-    style = resources.files(report).joinpath("style.css").read_text("utf-8")
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{POLICY}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="referrer" content="no-referrer">
-<title>{text(title)}</title>
-<style>
-{style}</style>
-</head>
-<body>
-<main>
-{body}</main>
-</body>
-</html>
-"""
 
 
 def _opening(plan: Plan) -> str:

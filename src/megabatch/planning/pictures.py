@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING
 
-from ..training.report.figures import LIGHT, Theme
+from ..training.report.drawing import LIGHT, Theme, dress, save, sheet
 from ..training.report.wording import bytes_text, seconds_text
 from .plan import Plan
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
-DPI = 160
+# Inches.
+SIZE = 7.2, 3.4
 # Parts below this share of the whole are drawn together.
 LEAST = 0.01
 
 
 def memory_curve(plan: Plan, out: IO[bytes], theme: Theme = LIGHT) -> None:
     """Draws peak memory against the batch, the device's memory and the part of it that may be used."""
-    figure, axes = _figure(theme)
+    figure = sheet(*SIZE, theme)
+    axes = figure.add_subplot()
     points = [(batch, peak) for batch, peak, _ in plan.curve]
     _line(axes, plan, points, theme, bytes_text)
     for level, name in ((plan.device_bytes, "the device has"), (plan.limit_bytes, "may be used")):
@@ -38,21 +39,22 @@ def memory_curve(plan: Plan, out: IO[bytes], theme: Theme = LIGHT) -> None:
     # Round numbers of bytes are powers of two.
     axes.set_yticks(range(0, round(1.15 * plan.device_bytes), 2 ** math.ceil(math.log2(plan.device_bytes / 5))))
     _dress(axes, theme, "peak memory of a GPU; the chunk is chosen anew at each batch", bytes_text)
-    _save(figure, out)
+    save(figure, out)
 
 
 def time_curve(plan: Plan, out: IO[bytes], theme: Theme = LIGHT) -> None:
     """Draws the seconds of a step against the batch."""
-    figure, axes = _figure(theme)
+    figure = sheet(*SIZE, theme)
+    axes = figure.add_subplot()
     _line(axes, plan, [(batch, seconds) for batch, _, seconds in plan.curve], theme, seconds_text)
     axes.set_yscale("log", base=2)
     _dress(axes, theme, "time of a step, predicted", seconds_text)
-    _save(figure, out)
+    save(figure, out)
 
 
 def breakdown(plan: Plan, out: IO[bytes], theme: Theme = LIGHT) -> None:
     """Draws what the peak and a step are made of, as two bars of parts."""
-    figure, _ = _figure(theme, axes=False)
+    figure = sheet(*SIZE, theme)
     bars: tuple[tuple[str, Mapping[str, float], Callable[[float], str]], ...] = (
         ("memory", plan.memory, bytes_text),
         ("time of a step", plan.time, seconds_text),
@@ -69,9 +71,8 @@ def breakdown(plan: Plan, out: IO[bytes], theme: Theme = LIGHT) -> None:
             )  # fmt: skip
         axes.set_xlim(0, 1.35 * max(shown.values()))
         axes.set_xticks([])
-        axes.set_title(title, loc="left", fontsize=10.5, color=theme.ink, fontweight="bold")
-        _bare(axes, theme)
-    _save(figure, out)
+        dress(axes, theme, title, grid=False)
+    save(figure, out)
 
 
 def _gathered(parts: Mapping[str, float]) -> dict[str, float]:
@@ -97,30 +98,6 @@ def _line(axes: Axes, plan: Plan, points: Sequence[tuple[int, float]], theme: Th
     axes.set_xlabel("batch", color=theme.faint, fontsize=9)
 
 
-def _figure(theme: Theme, *, axes: bool = True) -> tuple[Figure, Any]:
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise ValueError("pictures of a plan need matplotlib: pip install 'megabatch[plan]'") from None
-    figure = Figure(figsize=(7.2, 3.4), layout="constrained", facecolor=theme.paper)
-    return figure, figure.add_subplot() if axes else None
-
-
 def _dress(axes: Axes, theme: Theme, title: str, words: Callable[[float], str]) -> None:
-    axes.set_title(title, loc="left", fontsize=10.5, color=theme.ink, fontweight="bold")
+    dress(axes, theme, title)
     axes.yaxis.set_major_formatter(lambda value, _: words(value))
-    axes.grid(axis="y", color=theme.grid, lw=0.8)
-    axes.set_axisbelow(True)
-    _bare(axes, theme)
-
-
-def _bare(axes: Axes, theme: Theme) -> None:
-    axes.set_facecolor(theme.paper)
-    axes.tick_params(which="both", colors=theme.faint, labelsize=8.5, length=0)
-    for side, spine in axes.spines.items():
-        spine.set_visible(side == "bottom")
-        spine.set_color(theme.grid)
-
-
-def _save(figure: Figure, out: IO[bytes]) -> None:
-    figure.savefig(out, format="png", dpi=DPI, facecolor=figure.get_facecolor())

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...measured import Fit, Measured
-from ...training.report.figures import LIGHT, Theme
+from ...training.report.drawing import LIGHT, Theme, dress, save, sheet
 from ...training.report.wording import bytes_text, seconds_text
 from .trial import REASONS, REFUSED
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from rich.console import Console
 
-DPI = 160
 # Of a picture's sides beyond the sizes in it, as a factor; and of its width between two sizes that are written below it.
 WIDER, APART = 1.25, 0.08
 
@@ -57,10 +56,8 @@ def sentences(result: Measured) -> list[str]:
 
 def draw(result: Measured, out: Path, theme: Theme = LIGHT) -> None:
     """Draws peak memory against the chunk: what ran, what did not, the limit, the prediction."""
-    from matplotlib.figure import Figure
-
     found = _fit(result)
-    figure = Figure(figsize=(7.2, 3.8), layout="constrained", facecolor=theme.paper)
+    figure = sheet(7.2, 3.8, theme)
     axes = figure.add_subplot()
     ran = [(trial["size"], trial["peak_bytes"]) for trial in found.trials if trial["ran"] and trial["peak_bytes"]]
     # One that was refused has come no further than the limit.
@@ -86,7 +83,7 @@ def draw(result: Measured, out: Path, theme: Theme = LIGHT) -> None:
     if levels:
         axes.set_ylim(0.85 * min(levels), 1.08 * max(levels))
     _dress(axes, sizes, found.chunk, theme)
-    figure.savefig(out, format="png", dpi=DPI, facecolor=figure.get_facecolor())
+    save(figure, out)
 
 
 def ticks(sizes: Sequence[int], chosen: int) -> list[int]:
@@ -114,19 +111,12 @@ def _dress(axes: Axes, sizes: Sequence[int], chosen: int, theme: Theme) -> None:
     axes.minorticks_off()
     axes.set_xlim(sizes[0] / WIDER, sizes[-1] * WIDER)
     axes.set_xticks(ticks(sizes, chosen), [f"{size:,}" for size in ticks(sizes, chosen)])
-    axes.set_title("peak memory of a step, measured", loc="left", fontsize=10.5, color=theme.ink, fontweight="bold")
+    dress(axes, theme, "peak memory of a step, measured")
     axes.set_xlabel("chunk: rows that go through at once", color=theme.faint, fontsize=9)
     low, high = axes.get_ylim()
     # Round numbers of bytes are powers of two.
     axes.yaxis.set_major_locator(MultipleLocator(2 ** math.ceil(math.log2((high - low) / 6))))
     axes.yaxis.set_major_formatter(lambda value, _: bytes_text(value))
-    axes.grid(axis="y", color=theme.grid, lw=0.8)
-    axes.set_axisbelow(True)
-    axes.set_facecolor(theme.paper)
-    axes.tick_params(which="both", colors=theme.faint, labelsize=8.5, length=0)
-    for side, spine in axes.spines.items():
-        spine.set_visible(side == "bottom")
-        spine.set_color(theme.grid)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, fontsize=9, labelcolor=theme.ink, loc="upper left", bbox_to_anchor=(1, 1))
 

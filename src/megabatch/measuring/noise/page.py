@@ -4,44 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from importlib import resources
 
 from ... import config
 from ...measured import Measured
-from ...training import report
-from ...training.report import POLICY
-from ...training.report.markup import block, figure, section, table, text
+from ...training.report.markup import LONG, block, document, figure, section, table, text
 from .pictures import branch_picture, course_picture
 from .show import POINTS, headline, noise_of, point_rows, sentences
 from .verdict import TOLERANCE, Branch
 
-LONG = 1000
 BRANCHES = ("batch", "held-out loss", "above the smallest", "noise of that", "")
 
 
 def page(result: Measured, branches: Sequence[Branch] = ()) -> str:
     """The page. Names and paths of the run come from outside: all of them are escaped."""
-    style = resources.files(report).joinpath("style.css").read_text("utf-8")
     found = noise_of(result)
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{POLICY}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="referrer" content="no-referrer">
-<title>batch {found.batch:,} · megabatch noise</title>
-<style>
-{style}</style>
-</head>
-<body>
-<main>
-<h1 class="faint">{text(result.device)} · {text(result.date)}</h1>
+    body = f"""<h1 class="faint">{text(result.device)} · {text(result.date)}</h1>
 <p class="headline">{text(headline(result), LONG)}</p>
-{_words(result)}{_course(result)}{_branches(branches)}{_settings(result)}</main>
-</body>
-</html>
-"""
+{_words(result)}{_course(result)}{_branches(branches)}{_settings(result)}"""
+    return document(f"batch {found.batch:,} · megabatch noise", body)
 
 
 def _words(result: Measured) -> str:

@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from ...measured import Measured
 from ...training.noise.estimator import number
-from ...training.report.figures import LIGHT, Theme
+from ...training.report.drawing import LIGHT, Out, Theme, dress, save, sheet
 from .show import noise_of
 from .verdict import TOLERANCE, Branch
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    pass
 
-Out = Path | str | IO[bytes]
-DPI = 160
+# Inches.
+SIZE = 7.6, 3.8
 
 
 def course_picture(result: Measured, out: Out, theme: Theme = LIGHT) -> None:
     """Draws the critical batch against the step, with its interval as a band and the run's batch as a line."""
     found = noise_of(result)
-    figure, axes = _figure(theme)
+    figure = sheet(*SIZE, theme)
+    axes = figure.add_subplot()
     steps = [point["step"] for point in found.course]
     bottom, top = _limits([point[key] for point in found.course for key in ("critical", "low", "high")], found.batch)
     low, high, critical = ([min(max(point[key], bottom), top) for point in found.course] for key in ("low", "high", "critical"))
@@ -42,13 +41,14 @@ def course_picture(result: Measured, out: Out, theme: Theme = LIGHT) -> None:
     axes.set_xlabel(words, color=theme.faint, fontsize=9)
     last = number(found.critical) if math.isfinite(found.critical) else f"above {number(found.low)}"
     axes.set_title(last, loc="right", fontsize=10, color=theme.lines[0])
-    _dress(axes, theme, "critical batch by the noise of the gradient, with its 95 % interval")
-    _save(figure, out)
+    dress(axes, theme, "critical batch by the noise of the gradient, with its 95 % interval")
+    save(figure, out)
 
 
 def branch_picture(branches: Sequence[Branch], out: Out, theme: Theme = LIGHT) -> None:
     """Draws how much more held-out loss each batch ended with than the smallest."""
-    figure, axes = _figure(theme)
+    figure = sheet(*SIZE, theme)
+    axes = figure.add_subplot()
     ended = [branch for branch in branches if math.isfinite(branch.difference)]
     for colour, fine, name in ((theme.lines[0], True, "loses nothing"), (theme.lines[1], False, "loses")):
         some = [branch for branch in ended if branch.fine is fine]
@@ -67,8 +67,8 @@ def branch_picture(branches: Sequence[Branch], out: Out, theme: Theme = LIGHT) -
     axes.minorticks_off()
     axes.set_xlabel("batch; the same samples, the rate following", color=theme.faint, fontsize=9)
     axes.legend(frameon=False, fontsize=9, labelcolor=theme.ink)
-    _dress(axes, theme, f"held-out loss above that of batch {branches[0].batch:,}")
-    _save(figure, out)
+    dress(axes, theme, f"held-out loss above that of batch {branches[0].batch:,}")
+    save(figure, out)
 
 
 def _limits(values: Sequence[float], batch: int) -> tuple[float, float]:
@@ -77,27 +77,3 @@ def _limits(values: Sequence[float], batch: int) -> tuple[float, float]:
     # An interval that is nearly open would press the rest together.
     middle = sorted(shown)[len(shown) // 2]
     return max(min(shown), middle / 64) / 2, min(max(shown), middle * 64) * 2
-
-
-def _figure(theme: Theme) -> tuple[Figure, Axes]:
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise ValueError("pictures of noise need matplotlib: pip install 'megabatch[train]'") from None
-    figure = Figure(figsize=(7.6, 3.8), layout="constrained", facecolor=theme.paper)
-    return figure, figure.add_subplot()
-
-
-def _dress(axes: Axes, theme: Theme, title: str) -> None:
-    axes.set_facecolor(theme.paper)
-    axes.set_title(title, loc="left", fontsize=10.5, color=theme.ink, fontweight="bold")
-    axes.grid(axis="y", color=theme.grid, lw=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(which="both", colors=theme.faint, labelsize=8.5, length=0)
-    for side, spine in axes.spines.items():
-        spine.set_visible(side == "bottom")
-        spine.set_color(theme.grid)
-
-
-def _save(figure: Figure, out: Out) -> None:
-    figure.savefig(out, format="png", dpi=DPI, facecolor=figure.get_facecolor())

@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from ...measured import Measured, Profile
 from ...planning.batch import steps_factor
-from ...planning.page import document
-from ...training.report.markup import figure, section, table, text
+from ...training.report.markup import LONG, document, figure, section, table, text
 from ...training.report.wording import bytes_text, percent_text, seconds_text
 from .picture import picture
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-LONG = 1000
 NONE = "–"
 
 

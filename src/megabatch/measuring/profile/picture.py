@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from ...measured import Measured, Profile
-from ...training.report.figures import DPI, LIGHT, Theme
+from ...training.report.drawing import LIGHT, Out, Theme, dress, save, sheet
 from ...training.report.wording import bytes_text, count_text
 
 if TYPE_CHECKING:
@@ -19,15 +18,11 @@ Line = Sequence[tuple[int, float]]
 CROWDED = 10
 
 
-def picture(measured: Measured, out: Path | str | IO[bytes], theme: Theme = LIGHT) -> None:
+def picture(measured: Measured, out: Out, theme: Theme = LIGHT) -> None:
     """Draws samples a second, with the knee, the size that is enough and the best one marked, and peak memory."""
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise ValueError("pictures of a profile need matplotlib: pip install 'megabatch[train]'") from None
     found = measured.found
     assert isinstance(found, Profile)
-    figure = Figure(figsize=(10.5, 3.7), layout="constrained", facecolor=theme.paper)
+    figure = sheet(10.5, 3.7, theme)
     rates, memory = figure.subplots(1, 2)
     _draw(rates, found, theme, "samples a second", "pairs_per_s", count_text)
     predicted = [(row[found.against], row["batch"] / row["predicted_seconds"]) for row in _ran(found) if "predicted_seconds" in row]
@@ -40,7 +35,7 @@ def picture(measured: Measured, out: Path | str | IO[bytes], theme: Theme = LIGH
     _dashed(memory, [(row[found.against], row[key]) for row in _ran(found) if key in row], theme)
     for axes, words in ((rates, count_text), (memory, bytes_text)):
         _dress(axes, found, theme, words)
-    figure.savefig(out, format="png", dpi=DPI, facecolor=figure.get_facecolor())
+    save(figure, out)
 
 
 def _ran(found: Profile) -> list[Any]:
@@ -54,7 +49,7 @@ def _draw(axes: Axes, found: Profile, theme: Theme, title: str, key: str, words:
         # The spread is of seconds: the rate at either end of it.
         low, high = ([row["batch"] / (row["seconds"] + side * row["spread"]) for row in _ran(found)] for side in (1, -0.999))
         axes.fill_between([size for size, _ in points], low, high, color=theme.lines[0], alpha=0.15, lw=0)
-    axes.set_title(title, loc="left", fontsize=10.5, color=theme.ink, fontweight="bold")
+    dress(axes, theme, title)
     axes.set_title(words(max(value for _, value in points)), loc="right", fontsize=10, color=theme.lines[0])
 
 
@@ -96,12 +91,5 @@ def _dress(axes: Axes, found: Profile, theme: Theme, words: Callable[[float], st
         # Round numbers of bytes are powers of two.
         axes.yaxis.set_major_locator(MultipleLocator(2 ** math.ceil(math.log2(axes.get_ylim()[1] / 5))))
     axes.yaxis.set_major_formatter(lambda value, _: words(value))
-    axes.grid(axis="y", color=theme.grid, lw=0.8)
-    axes.set_axisbelow(True)
-    axes.set_facecolor(theme.paper)
-    axes.tick_params(which="both", colors=theme.faint, labelsize=8.5, length=0)
-    for side, spine in axes.spines.items():
-        spine.set_visible(side == "bottom")
-        spine.set_color(theme.grid)
     if len(axes.get_lines()) > 1 and axes.get_legend_handles_labels()[1][1:]:
         axes.legend(frameon=False, fontsize=8.5, labelcolor=theme.ink, loc="best")

@@ -2,44 +2,23 @@
 
 from __future__ import annotations
 
-from importlib import resources
-
 from ... import config
 from ...measured import Measured
-from ...training import report
-from ...training.report import POLICY
-from ...training.report.markup import block, figure, section, table, text
+from ...training.report.markup import LONG, block, document, figure, section, table, text
 from ...training.report.wording import bytes_text, percent_text, seconds_text
 from .picture import Rows, picture
 from .show import batch_rows, columns, verdict_of
 
-LONG = 1000
 RUNS = ("batch", "rate", "decay", "seed", "chosen by", "reported", "trained on", "loss", "updates", "time", "pairs/s", "memory")
 
 
 def page(result: Measured, rows: Rows) -> str:
     """The page of a sweep and of its rows, which are those of rows.jsonl. Names and errors come from outside, and are escaped."""
-    style = resources.files(report).joinpath("style.css").read_text("utf-8")
     told = verdict_of(result)
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{POLICY}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="referrer" content="no-referrer">
-<title>batch {told.batch:,} · megabatch sweep</title>
-<style>
-{style}</style>
-</head>
-<body>
-<main>
-<h1 class="faint">{text(result.device)} · {text(result.date)}</h1>
+    body = f"""<h1 class="faint">{text(result.device)} · {text(result.date)}</h1>
 <p class="headline">{text(told.headline, LONG)}</p>
-{_drawn(result, rows)}{_batches(result)}{_words(told.sentences)}{_runs(rows)}{_settings(result)}</main>
-</body>
-</html>
-"""
+{_drawn(result, rows)}{_batches(result)}{_words(told.sentences)}{_runs(rows)}{_settings(result)}"""
+    return document(f"batch {told.batch:,} · megabatch sweep", body)
 
 
 def _drawn(result: Measured, rows: Rows) -> str:

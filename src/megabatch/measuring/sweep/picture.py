@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from ...measured import Measured
-from ...training.report.figures import LIGHT, Theme
+from ...training.report.drawing import LIGHT, Out, Theme, dress, save, sheet
 from ...training.report.wording import count_text, percent_text, seconds_text
 from .show import LENGTH, quality_name, summaries_of, sweep_of
 from .summary import Summary, pareto
@@ -16,7 +15,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Rows = Sequence[Mapping[str, Any]]
-DPI = 160
 # Round times, in seconds.
 TICKS = (
     *(unit * n for unit in (0.001, 0.01, 0.1) for n in (1, 2, 5)),
@@ -25,22 +23,18 @@ TICKS = (
 )
 
 
-def picture(subject: tuple[Measured, Rows], out: Path | str | IO[bytes], theme: Theme = LIGHT) -> None:
+def picture(subject: tuple[Measured, Rows], out: Out, theme: Theme = LIGHT) -> None:
     """Draws a sweep and its rows, which are those of rows.jsonl."""
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise ValueError("pictures of a sweep need matplotlib: pip install 'megabatch[train]'") from None
     result, rows = subject
     rows = [row for row in rows if row["quality"] is not None]
-    figure = Figure(figsize=(12, 4.6), layout="constrained", facecolor=theme.paper)
+    figure = sheet(12, 4.6, theme)
     left, right = figure.subplots(1, 2, sharey=True)
     _against_batch(left, result, rows, theme)
     _against_cost(right, result, rows, theme)
     highest = max(row["quality"] for row in rows)
     left.set_ylim(0, 1.18 * max(0.01, highest))
     left.yaxis.set_major_formatter(lambda value, _: percent_text(max(0.0, value)))
-    figure.savefig(out, format="png", dpi=DPI, facecolor=figure.get_facecolor())
+    save(figure, out)
 
 
 def _against_batch(axes: Axes, result: Measured, rows: Rows, theme: Theme) -> None:
@@ -66,7 +60,7 @@ def _against_batch(axes: Axes, result: Measured, rows: Rows, theme: Theme) -> No
     axes.set_xlim(min(batches) / 1.6, max(batches) * 1.6)
     seeds = max(len(each.qualities) for each in summaries)
     spread = f", ± spread of {seeds} seeds" if seeds > 1 else ""
-    _dress(axes, theme, f"held-out {quality_name(result.run)}, {LENGTH[sweep_of(result).same]}")
+    dress(axes, theme, f"held-out {quality_name(result.run)}, {LENGTH[sweep_of(result).same]}")
     axes.set_xlabel(f"batch, its best rate, its updates{spread}; small: every run; ring: to take", color=theme.faint, fontsize=9)
 
 
@@ -89,7 +83,7 @@ def _against_cost(axes: Axes, result: Measured, rows: Rows, theme: Theme) -> Non
     ticks = [tick for tick in ticks if low <= tick <= high] or [costs[-1]]
     axes.set_xticks(ticks, [_round_time(tick) if timed else count_text(tick) for tick in ticks])
     axes.minorticks_off()
-    _dress(axes, theme, "the same against time; dashed: the Pareto front" if timed else "the same against samples seen")
+    dress(axes, theme, "the same against time; dashed: the Pareto front" if timed else "the same against samples seen")
     axes.set_xlabel("time of training" if timed else "samples seen in the time", color=theme.faint, fontsize=9)
 
 
@@ -115,14 +109,3 @@ def _label(axes: Axes, place: tuple[float, float], words: str, theme: Theme) -> 
         color=theme.ink,
         bbox={"fc": theme.paper, "ec": "none", "pad": 0.5},
     )
-
-
-def _dress(axes: Axes, theme: Theme, title: str) -> None:
-    axes.set_facecolor(theme.paper)
-    axes.set_title(title, loc="left", fontsize=10.5, color=theme.ink, fontweight="bold")
-    axes.grid(axis="y", color=theme.grid, lw=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(which="both", colors=theme.faint, labelsize=8.5, length=0)
-    for side, spine in axes.spines.items():
-        spine.set_visible(side == "bottom")
-        spine.set_color(theme.grid)

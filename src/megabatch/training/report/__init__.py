@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-from importlib import resources
 from pathlib import Path
 
 from .folder import Folder, read_folder
-from .markup import text
+from .markup import document, text
 from .opening import opening
 from .sections import answers, bad_samples, curves, machine, memory, notes, settings
 
-POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 SECTIONS = (opening, curves, answers, memory, settings, machine, bad_samples, notes)
 
 
@@ -29,23 +27,5 @@ def write_report(run: Path) -> Path:
 
 
 def _page(folder: Folder) -> str:
-    style = resources.files(__name__).joinpath("style.css").read_text("utf-8")
-    body = "".join(section(folder) for section in SECTIONS)
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{POLICY}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="referrer" content="no-referrer">
-<title>{text(folder.name)} · megabatch</title>
-<style>
-{style}</style>
-</head>
-<body>
-<main>
-{body}<footer>megabatch {text(folder.environment.get("megabatch", ""))}</footer>
-</main>
-</body>
-</html>
-"""
+    footer = f"<footer>megabatch {text(folder.environment.get('megabatch', ''))}</footer>\n"
+    return document(f"{folder.name} · megabatch", "".join(section(folder) for section in SECTIONS) + footer)

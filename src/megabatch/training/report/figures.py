@@ -1,7 +1,4 @@
-"""Pictures of a run and of a study: curves, memory, recall against the batch.
-
-Drawn with matplotlib's objects alone: its global state stays as it is, and no display is needed.
-"""
+"""Pictures of a run and of a study: curves, memory, recall against the batch."""
 
 from __future__ import annotations
 
@@ -10,34 +7,18 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from .drawing import LIGHT, Out, Theme, dress, save, sheet
 from .history import History, Row, number, read_history
 from .wording import bytes_text, count_text, percent_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
-Out = Path | str | IO[bytes]
 Points = list[tuple[float, float]]
-DPI = 160
 # More points than this on a curve cannot be told apart.
 MOST_POINTS = 400
-
-
-class Theme(NamedTuple):
-    """The colours of a picture: of text, lesser text, grid, background, and of lines, the most important first."""
-
-    ink: str
-    faint: str
-    grid: str
-    paper: str
-    lines: tuple[str, ...]
-
-
-LIGHT = Theme("#26262b", "#6f6f78", "#e9e9ec", "#ffffff", ("#0b6e4f", "#c8553d", "#5b6c9e"))
-DARK = Theme("#e6e6ea", "#9a9aa5", "#34343b", "#1d1d21", ("#4cc29a", "#ec8a72", "#96a7dc"))
 
 
 class Panel(NamedTuple):
@@ -53,19 +34,19 @@ def curves(log: Path, out: Out, theme: Theme = LIGHT) -> None:
     """Draws what a run has logged against the samples seen: loss, recall, held-out recall, learning rate, speed, memory."""
     panels = curve_panels(read_history(log))
     rows = max(1, math.ceil(len(panels) / 3))
-    figure = _figure(12, 3.1 * rows, theme)
+    figure = sheet(12, 3.1 * rows, theme)
     for place, panel in enumerate(panels):
         draw_panel(figure.add_subplot(rows, 3, place + 1), panel, theme)
     if not panels:
         figure.text(0.5, 0.5, "no step has been logged yet", ha="center", va="center", color=theme.faint)
-    _save(figure, out)
+    save(figure, out)
 
 
 def curve(panel: Panel, out: Out, theme: Theme = LIGHT) -> None:
     """Draws one of the panels alone, with letters that can be read at a third of a page or on a phone."""
-    figure = _figure(3.7, 2.6, theme)
+    figure = sheet(3.7, 2.6, theme)
     draw_panel(figure.add_subplot(), panel, theme)
-    _save(figure, out)
+    save(figure, out)
 
 
 def curve_panels(history: History) -> list[Panel]:
@@ -92,7 +73,7 @@ def flat_memory(flat: Iterable[Row], out: Out, theme: Theme = LIGHT) -> None:
     points = flat_points(flat)
     if not points:
         raise ValueError("flat memory: no row has both pairs and peak_bytes; take a step at one batch at least")
-    figure = _figure(7.2, 3.4, theme)
+    figure = sheet(7.2, 3.4, theme)
     axes = figure.add_subplot()
     words: dict[str, Any] = {"textcoords": "offset points", "fontsize": 9, "bbox": {"fc": theme.paper, "ec": "none", "pad": 1}}
     (first_pairs, first_peak), highest = points[0], max(peak for _, peak in points)
@@ -110,7 +91,7 @@ def flat_memory(flat: Iterable[Row], out: Out, theme: Theme = LIGHT) -> None:
     _doublings(axes, [pairs for pairs, _ in points], [f"{pairs:,.0f}" for pairs, _ in points])
     _dress(axes, theme, "peak memory of one step, the chunk being the same", bytes_text)
     axes.set_xlabel("pairs of the step", color=theme.faint, fontsize=9)
-    _save(figure, out)
+    save(figure, out)
 
 
 def flat_points(flat: Iterable[Row]) -> Points:
@@ -159,7 +140,7 @@ def batch_study(rows: Sequence[Row], out: Out, theme: Theme = LIGHT) -> None:
     means, batches = [fmean(case.recalls) for case in best], [case.batch for case in best]
     low = [mean - min(case.recalls) for mean, case in zip(means, best, strict=True)]
     high = [max(case.recalls) - mean for mean, case in zip(means, best, strict=True)]
-    figure = _figure(7.6, 4.4, theme)
+    figure = sheet(7.6, 4.4, theme)
     axes = figure.add_subplot()
     axes.errorbar(batches, means, (low, high), color=theme.lines[0], marker="o", ms=7, lw=2.4, elinewidth=1.4, capsize=6)
     for case, mean in zip(best, means, strict=True):
@@ -179,7 +160,7 @@ def batch_study(rows: Sequence[Row], out: Out, theme: Theme = LIGHT) -> None:
     updates.minorticks_off()
     updates.tick_params(colors=theme.faint, labelsize=8.5, length=0)
     updates.spines["top"].set_visible(False)
-    _save(figure, out)
+    save(figure, out)
 
 
 def draw_panel(axes: Axes, panel: Panel, theme: Theme) -> None:
@@ -230,16 +211,6 @@ def _short(value: float) -> str:
     return f"{value:.3g}"
 
 
-def _figure(width: float, height: float, theme: Theme) -> Figure:
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.layout_engine import ConstrainedLayoutEngine
-    except ModuleNotFoundError:
-        raise ValueError("pictures of a run need matplotlib: pip install 'megabatch[train]'") from None
-    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12, wspace=0.04, hspace=0.04)
-    return Figure(figsize=(width, height), layout=layout, facecolor=theme.paper)
-
-
 def _ticks(limits: tuple[float, float], words: Callable[[float], str]) -> Any:
     """About four ticks, at round numbers: of bytes, those are powers of two."""
     from matplotlib.ticker import MaxNLocator, MultipleLocator
@@ -249,17 +220,10 @@ def _ticks(limits: tuple[float, float], words: Callable[[float], str]) -> Any:
 
 
 def _dress(axes: Axes, theme: Theme, title: str, words: Callable[[float], str]) -> None:
-    """Title, grid, colours, and how values are written; to be called when the limits are set."""
-    axes.set_facecolor(theme.paper)
-    axes.set_title(title, loc="left", fontsize=10.5, color=theme.ink, fontweight="bold")
+    """As every picture, and how values are written; to be called when the limits are set."""
+    dress(axes, theme, title)
     axes.yaxis.set_major_locator(_ticks(axes.get_ylim(), words))
     axes.yaxis.set_major_formatter(lambda value, _: words(value).replace(".0 ", " "))
-    axes.grid(axis="y", color=theme.grid, lw=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(colors=theme.faint, labelsize=8.5, length=0)
-    for side, spine in axes.spines.items():
-        spine.set_visible(side == "bottom")
-        spine.set_color(theme.grid)
 
 
 def _doublings(axes: Axes, values: Sequence[float], labels: Sequence[str]) -> None:
@@ -268,7 +232,3 @@ def _doublings(axes: Axes, values: Sequence[float], labels: Sequence[str]) -> No
     axes.set_xticks(values, labels)
     axes.minorticks_off()
     axes.set_xlim(min(values) / 1.5, max(values) * 1.5)
-
-
-def _save(figure: Figure, out: Out) -> None:
-    figure.savefig(out, format="png", dpi=DPI, facecolor=figure.get_facecolor())

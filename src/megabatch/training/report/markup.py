@@ -6,15 +6,19 @@ import base64
 import html
 import io
 from collections.abc import Callable, Iterable
+from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from .figures import DARK, LIGHT
+from .drawing import DARK, LIGHT
 from .wording import plain
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 MOST_LETTERS = 300
+# Sentences may be longer than names.
+LONG = 1000
+POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 # Pixels: pictures are shown at half of this, or less.
 MOST_SIDE = 256
 
@@ -26,6 +30,28 @@ def text(value: Any, limit: int = MOST_LETTERS) -> str:
     '&lt;b&gt; &amp; &#x27;c&#x27;'
     """
     return html.escape(plain(str(value), limit))
+
+
+def document(title: str, body: str) -> str:
+    """A whole page that loads nothing and runs nothing. title: a text, which is escaped; body: HTML."""
+    style = resources.files(__package__).joinpath("style.css").read_text("utf-8")
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{POLICY}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="referrer" content="no-referrer">
+<title>{text(title)}</title>
+<style>
+{style}</style>
+</head>
+<body>
+<main>
+{body}</main>
+</body>
+</html>
+"""
 
 
 def block(value: str) -> str:
