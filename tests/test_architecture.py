@@ -158,7 +158,7 @@ def test_every_file_keeps_to_the_house():
         ("tiles/eager.py", "from .contract import Tiles"),
         ("tiles/fused/launch.py", "import triton\nfrom ..contract import Tiles\nfrom .kernels.sums import merge_kernel"),
         ("tiles/fused/gradients.py", "from ..products import units"),
-        ("tiles/fused/kernels/softmax.py", "import triton.language as tl\nfrom .sums import put"),
+        ("tiles/fused/kernels/stats.py", "import triton.language as tl\nfrom .sums import put"),
         ("adapters/open_clip.py", "from open_clip.loss import ClipLoss\nfrom megabatch.losses import clip_loss"),
         ("__init__.py", "from megabatch.losses import clip_loss\nfrom . import reference\n__version__ = '0'"),
         ("cli/__init__.py", "from .. import __version__, environment\nfrom . import planning"),

@@ -27,10 +27,11 @@ from megabatch.tiles.contract import Means, Pairs
 pytest.importorskip("triton")
 
 import triton.language as tl
+from exchanged import expected, rows_and_columns, whole_numbers
 
 from megabatch.tiles import fused
 from megabatch.tiles.fused import blocks, launch, support
-from megabatch.tiles.fused.kernels import sigmoid, softmax
+from megabatch.tiles.fused.kernels import gradient, sigmoid, stats
 from megabatch.tiles.fused.kernels.sums import COUNTED, EXPONENTIALS, RANKING, SUMS
 
 if not support.INTERPRETED:
@@ -171,14 +172,30 @@ def test_more_rows_of_tiles_than_a_group_has(use_blocks):
     assert_exact(build("siglip_loss", 48, (7.0, -3.0), {"extra": 16}, width=4))
 
 
+@pytest.mark.parametrize("of", [0, 1, 2], ids=["sums", "maxima", "products"])
+@pytest.mark.parametrize("m, n, warps", [(16, 16, 4), (32, 64, 2), (64, 32, 4), (128, 32, 4), (128, 16, 8), (256, 8, 4)])
+def test_rows_and_columns_are_put_together(m, n, warps, of):
+    values = whole_numbers(m, n, of)
+    for found, true in zip(rows_and_columns(values, of, warps, product=False), expected(values, of), strict=True):
+        assert torch.equal(found, true)
+
+
+@both_losses
+@pytest.mark.parametrize("scale", [-7.0, 0.0])
+def test_any_scale_is_right_beside_diagnostics(loss, scale):
+    case = build(loss, 21, (scale, *SCALARS[loss][1:]), {})
+    ranked = SimpleNamespace(**{loss: lambda *args: getattr(megabatch, loss)(*args, backend="fused", diagnostics=True)[0]})
+    assert all(e < 1e-6 for e in errors(case, case.run(ranked, torch.float32), formula(case)).values())
+
+
 def careful(monkeypatch, *, where: float, parts: tuple[str, ...] = ("stats", "gradient", "sigmoid")) -> None:
     """Kernels that take the careful way at any tile (where=math.inf), or at none (where=-math.inf)."""
     if "stats" in parts:
-        monkeypatch.setattr(softmax, "LEAST_SUM", tl.constexpr(where))
-        monkeypatch.setattr(softmax, "LARGEST_SUM", tl.constexpr(math.inf))
+        monkeypatch.setattr(stats, "LEAST_SUM", tl.constexpr(where))
+        monkeypatch.setattr(stats, "LARGEST_SUM", tl.constexpr(math.inf))
     if "gradient" in parts:
-        monkeypatch.setattr(softmax, "LOWEST_PEAK", tl.constexpr(where))
-        monkeypatch.setattr(softmax, "HIGHEST_PEAK", tl.constexpr(math.inf))
+        monkeypatch.setattr(gradient, "LOWEST_PEAK", tl.constexpr(where))
+        monkeypatch.setattr(gradient, "HIGHEST_PEAK", tl.constexpr(math.inf))
     if "sigmoid" in parts:
         monkeypatch.setattr(sigmoid, "_overflowed", lambda value: (value < value) if where < 0 else (value == value))
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Case, embeddings, errors, formula, largest_logit
+from exchanged import expected, rows_and_columns, whole_numbers
 from test_losses import CLIP_OPTIONS, build
 
 import megabatch
@@ -191,6 +192,24 @@ def test_ranks_and_hardest_negatives_are_exact_ties_included(loss, dtype, collap
     own = (x * y).sum(1).double()
     assert torch.equal(found.row_rank, (z >= own[:, None]).sum(1)) and torch.equal(found.column_rank, (z >= own).sum(0))
     assert torch.equal(found.row_hardest.double(), z.amax(1)) and torch.equal(found.column_hardest.double(), z.amax(0))
+
+
+@pytest.mark.parametrize("product", [True, False], ids=["of a product", "of any tile"])
+@pytest.mark.parametrize("of", [0, 1, 2], ids=["sums", "maxima", "products"])
+@pytest.mark.parametrize("m, n, warps", [(64, 64, 4), (128, 64, 4), (128, 128, 8), (256, 32, 4)])
+def test_rows_and_columns_are_put_together_whoever_holds_them(m, n, warps, of, product):
+    values = whole_numbers(m, n, of).cuda()
+    for found, true in zip(rows_and_columns(values, of, warps, product), expected(values, of), strict=True):
+        assert torch.equal(found, true)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_small_loss_keeps_its_digits(dtype):
+    x, _ = embeddings(200, width=96)
+    case = Case("clip_loss", x, x, (25.0,)).rounded(dtype)
+    true = formula(case)["value"]
+    assert 0 < true < 1e-6
+    assert abs(on_gpu(case, dtype)["value"] - true) < 1e-3 * true
 
 
 def test_autocast_rounds_the_embeddings_and_nothing_else():

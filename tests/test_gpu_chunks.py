@@ -210,3 +210,18 @@ def test_nothing_waits_for_the_device():
         z.square().mean().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("place", ["pinned", "pageable"])
+def test_the_host_does_not_wait_for_inputs_on_their_way(place):
+    model, x = tower(), torch.randn(64, 64)
+    x = x.pin_memory() if place == "pinned" else x
+    encode = megabatch.cached(model, chunk=8, keep=1, device="cuda")
+    expected = encode(x)
+    torch.cuda.synchronize()
+    busy = torch.cuda.Event()
+    torch.cuda._sleep(2**31)
+    busy.record()
+    found = encode(x)
+    assert not busy.query()
+    assert torch.equal(found, expected)

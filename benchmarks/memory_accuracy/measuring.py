@@ -42,6 +42,15 @@ def _counters(device: str) -> dict[str, int | None]:
 
 
 def _take_steps(case: Case) -> None:
+    step = step_of(case)
+    for number in range(STEPS):
+        if number == 1 and case.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        step()
+
+
+def step_of(case: Case) -> Callable[[], None]:
+    """The case's model and its optimizer, as one step of training."""
     made = subject(case.model)
     with torch.device(case.device):
         built = made.build()
@@ -50,13 +59,14 @@ def _take_steps(case: Case) -> None:
         for module in modules:
             switch_checkpointing(module, case.model)
     optimizer = torch.optim.AdamW([p for module in modules for p in module.parameters()])
-    step = _supervised(case, modules[0], made.inputs) if case.supervised else _contrastive(case, modules, made.inputs)
-    for number in range(STEPS):
-        if number == 1 and case.device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        step()
+    backward = _supervised(case, modules[0], made.inputs) if case.supervised else _contrastive(case, modules, made.inputs)
+
+    def step() -> None:
+        backward()
         optimizer.step()
         optimizer.zero_grad()
+
+    return step
 
 
 def _autocast(case: Case) -> Any:

@@ -12,6 +12,9 @@ from torch import Tensor, nn
 
 from benchmarks.peers import declare_torchvision_schemas
 
+VIT_B_32: dict[str, Any] = {"projection_dim": 512}
+VIT_B_16: dict[str, Any] = {"projection_dim": 512, "vision_config": {"patch_size": 16}}
+
 
 @dataclass(frozen=True)
 class Subject:
@@ -74,7 +77,9 @@ def _clip(name: str) -> Subject:
 
     from benchmarks.encoders.model import TINY, VIT_L_14
 
-    shape = {"clip-vit-l-14": VIT_L_14, "tiny-clip": TINY, "clip-vit-b-32": {"projection_dim": 512}}[name]
+    shape = {"clip-vit-l-14": VIT_L_14, "tiny-clip": TINY, "clip-vit-b-32": {"projection_dim": 512}, "clip-vit-b-16": VIT_B_16}[
+        name
+    ]
     config = CLIPConfig(**shape)
 
     def build() -> tuple[nn.Module, nn.Module]:

@@ -43,7 +43,8 @@ class Device:
     """One accelerator (or a CPU).
 
     memory: bytes that PyTorch sees. rates: FLOP/s by precision ("fp32", "tf32", "bf16", "fp16"); one that is missing is not
-    supported. bandwidth, link: bytes a second, of its memory and to the next GPU of the same machine, one way.
+    supported. bandwidth, link: bytes a second, of its memory and to the next GPU of the same machine, one way. capability: of CUDA,
+    major and minor, by which kernels take their workspaces.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Device:
     link: float
     source: str
     shares: Shares = Shares()
+    capability: tuple[int, int] = (9, 0)
 
     def rate(self, precision: str) -> float:
         """FLOP/s of matrix products in a training step; a ValueError where the device does not have the precision."""
@@ -61,30 +63,38 @@ class Device:
         return self.rates[precision] * self.shares.products
 
 
-def _device(name: str, gib: float, rates: tuple[float, float, float, float], tb_s: float, link_gb_s: float, source: str) -> Device:
+def _device(
+    name: str,
+    gib: float,
+    rates: tuple[float, float, float, float],
+    tb_s: float,
+    link_gb_s: float,
+    capability: tuple[int, int],
+    source: str,
+) -> Device:
     """rates: TFLOP/s in fp32, tf32, bf16 and fp16; 0 is not supported."""
     named = zip(("fp32", "tf32", "bf16", "fp16"), rates, strict=True)
     peaks = MappingProxyType({precision: 1e12 * rate for precision, rate in named if rate})
-    return Device(name, int(gib * GIB), peaks, 1e12 * tb_s, 1e9 * link_gb_s, source)
+    return Device(name, int(gib * GIB), peaks, 1e12 * tb_s, 1e9 * link_gb_s, source, capability=capability)
 
 
 _MEMORY = "; memory as PyTorch reports it"
 # Links are half of the two-way figure of the data sheets: NVLink, or PCIe where there is none.
 KNOWN = (
-    _device("H200", 139.8, (66.9, 494.7, 989.4, 989.4), 4.8, 450, "NVIDIA H100 data sheet's rates, H200's memory" + _MEMORY),
-    _device("H100-SXM", 79.0, (66.9, 494.7, 989.4, 989.4), 3.35, 450, "NVIDIA H100 data sheet, SXM5"),
-    _device("H100-PCIe", 79.0, (51, 378, 756, 756), 2.0, 64, "NVIDIA H100 data sheet and product brief, PCIe"),
-    _device("A100-80GB", 79.1, (19.5, 156, 312, 312), 2.039, 300, "NVIDIA A100 data sheet, SXM4 80GB" + _MEMORY),
-    _device("A100-40GB", 39.4, (19.5, 156, 312, 312), 1.555, 300, "NVIDIA A100 data sheet, SXM4 40GB" + _MEMORY),
-    _device("A800-80GB", 79.1, (19.5, 156, 312, 312), 2.039, 200, "as A100-80GB, NVLink 400 instead of 600 GB/s two ways"),
-    _device("L40S", 44.4, (91.6, 183, 362, 362), 0.864, 32, "NVIDIA L40S data sheet, PCIe Gen4" + _MEMORY),
-    _device("L4", 21.8, (30.3, 60, 121, 121), 0.300, 32, "NVIDIA L4 data sheet, halved for sparsity; memory: T4's share"),
-    _device("A10G", 21.8, (31, 35, 70, 70), 0.600, 32, "AWS G5, 24 GB, 600 GB/s; rates recalled, not verified: measure them"),
-    _device("V100-32GB", 31.7, (15.7, 0, 0, 125), 0.900, 150, "NVIDIA V100 data sheet, SXM2" + _MEMORY),
-    _device("V100-16GB", 15.7, (15.7, 0, 0, 125), 0.900, 150, "NVIDIA V100 data sheet, SXM2" + _MEMORY),
-    _device("T4", 14.5, (8.1, 0, 0, 65), 0.320, 16, "NVIDIA T4 data sheet, PCIe Gen3" + _MEMORY),
-    _device("RTX4090", 23.6, (82.6, 82.6, 165, 165), 1.008, 32, "NVIDIA Ada whitepaper, sums in fp32, PCIe Gen4" + _MEMORY),
-    _device("RTX3090", 23.6, (35.6, 35.6, 71, 71), 0.936, 32, "NVIDIA GA102 whitepaper, sums in fp32, PCIe Gen4" + _MEMORY),
+    _device("H200", 139.8, (66.9, 494.7, 989.4, 989.4), 4.8, 450, (9, 0), "NVIDIA H100 data sheet, memory of the H200's" + _MEMORY),
+    _device("H100-SXM", 79.0, (66.9, 494.7, 989.4, 989.4), 3.35, 450, (9, 0), "NVIDIA H100 data sheet, SXM5"),
+    _device("H100-PCIe", 79.0, (51, 378, 756, 756), 2.0, 64, (9, 0), "NVIDIA H100 data sheet and product brief, PCIe"),
+    _device("A100-80GB", 79.1, (19.5, 156, 312, 312), 2.039, 300, (8, 0), "NVIDIA A100 data sheet, SXM4 80GB" + _MEMORY),
+    _device("A100-40GB", 39.4, (19.5, 156, 312, 312), 1.555, 300, (8, 0), "NVIDIA A100 data sheet, SXM4 40GB" + _MEMORY),
+    _device("A800-80GB", 79.1, (19.5, 156, 312, 312), 2.039, 200, (8, 0), "as A100-80GB, NVLink 400 instead of 600 GB/s two ways"),
+    _device("L40S", 44.4, (91.6, 183, 362, 362), 0.864, 32, (8, 9), "NVIDIA L40S data sheet, PCIe Gen4" + _MEMORY),
+    _device("L4", 21.8, (30.3, 60, 121, 121), 0.300, 32, (8, 9), "NVIDIA L4 data sheet, halved for sparsity; memory: T4's share"),
+    _device("A10G", 21.8, (31, 35, 70, 70), 0.600, 32, (8, 6), "AWS G5, 24 GB, 600 GB/s; rates recalled, not verified: measure"),
+    _device("V100-32GB", 31.7, (15.7, 0, 0, 125), 0.900, 150, (7, 0), "NVIDIA V100 data sheet, SXM2" + _MEMORY),
+    _device("V100-16GB", 15.7, (15.7, 0, 0, 125), 0.900, 150, (7, 0), "NVIDIA V100 data sheet, SXM2" + _MEMORY),
+    _device("T4", 14.5, (8.1, 0, 0, 65), 0.320, 16, (7, 5), "NVIDIA T4 data sheet, PCIe Gen3" + _MEMORY),
+    _device("RTX4090", 23.6, (82.6, 82.6, 165, 165), 1.008, 32, (8, 9), "NVIDIA Ada whitepaper, sums in fp32, PCIe Gen4" + _MEMORY),
+    _device("RTX3090", 23.6, (35.6, 35.6, 71, 71), 0.936, 32, (8, 6), "NVIDIA GA102 whitepaper, sums in fp32, PCIe Gen4" + _MEMORY),
 )  # fmt: skip
 # What a name without its variant means.
 _USUAL = {"H100": "H100-SXM", "A100": "A100-80GB", "A800": "A800-80GB", "V100": "V100-32GB"}

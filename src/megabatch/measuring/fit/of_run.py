@@ -68,6 +68,8 @@ class Bench:
     def __init__(self, run: config.Run, here: Ranks, folder: Path) -> None:
         # What is kept instead of recomputed fills memory whatever the chunk.
         self.training = Training(assemble(replace(run, batch=replace(run.batch, keep=0)), here), folder)
+        # A trial that runs out of memory has its answer: it does not go on in smaller chunks.
+        self.training.take = self.training.parts.objective.step
         self.here = here
         self.at: Step = max(self.training.course, key=lambda step: step.pairs)
         self.rows = -(-self.at.pairs // here.size)
@@ -119,7 +121,7 @@ class Foresight:
         return None if predicted is None else predicted.peak_bytes + self._rest
 
     def start(self, cap: int, limit: Limit) -> int | None:
-        """The largest chunk that is predicted to fit, roughly."""
+        """The largest chunk that is predicted to fit, roughly; None where none is, or nothing is known."""
         if self._predict is None or limit.bytes is None:
             return None
         room = limit.bytes - self._rest
@@ -131,7 +133,7 @@ class Foresight:
             predicted = self._at(chunk)
             return predicted is not None and predicted.reserved_bytes <= room
 
-        found = search.largest(fits, cap, cap=cap, within=ROUGH, hint=hint) or 1
+        found = search.largest(fits, cap, cap=cap, within=ROUGH, hint=hint)
         return None if self._predict is None else found
 
     def _at(self, chunk: int) -> Predicted | None:

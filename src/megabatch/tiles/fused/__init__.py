@@ -16,10 +16,11 @@ from torch import Tensor
 
 from ..contract import Means, Normalised, Pairs, Ranking, SigmoidPass, Softmax, SoftmaxPass, Stats, Wanted
 from .gradients import Products
+from .kernels.gradient import gradient_kernel
 from .kernels.normalise import normalise_kernel
 from .kernels.positives import finish_kernel, positives_kernel
 from .kernels.sigmoid import sigmoid_kernel
-from .kernels.softmax import gradient_kernel, stats_kernel
+from .kernels.stats import stats_kernel
 from .kernels.sums import COUNTED, EXPONENTIALS, RANKING, SUMS
 from .launch import Launch, Panel, Sums, cdiv, merge_panel, part
 from .support import unsupported
@@ -73,9 +74,10 @@ def softmax_stats(x_MD: Tensor, y_ND: Tensor, scale: Tensor, pairs: Pairs, *, co
     """Stats and rankings of rows, and of columns if asked for."""
     several, drops = _several(pairs), pairs.drop_above is not None
     kinds = [EXPONENTIALS.value] + [RANKING.value] * pairs.ranked + [COUNTED.value] * (several + pairs.smoothed)
-    pieces = 4 if pairs.ranked else 2 if drops or pairs.ids_M is not None else 1
+    heavy = several or (pairs.ranked and (drops or pairs.smoothed))
+    pieces = 4 if heavy else 2 if pairs.ranked or drops or pairs.ids_M is not None else 1
     launch = Launch("stats", x_MD, y_ND, means, pieces)
-    trouble = x_MD.new_zeros(1, dtype=torch.int32)
+    trouble = x_MD.new_zeros(max(launch.blocks[:2]), dtype=torch.int32)
     mine, theirs = Sums(x_MD, kinds), Sums(y_ND, kinds) if columns else None
     parts_a_cell = mine.bytes_a_cell(launch.blocks.n) + (theirs.bytes_a_cell(launch.blocks.m) if theirs else 0)
     # No wider than what the device's cache can hold of y, which every row of tiles reads again.
@@ -128,7 +130,7 @@ def softmax_grads(
 ) -> tuple[Tensor | None, Tensor | None]:
     """gx_MD and gy_ND of the others."""
     launch = Launch("gradient", x_MD, y_ND, means)
-    trouble = x_MD.new_zeros(1, dtype=torch.int32)
+    trouble = x_MD.new_zeros(max(launch.blocks[:2]), dtype=torch.int32)
     products = Products(x_MD, y_ND, wanted, means)
     for p in launch.panels(products.bytes_a_cell):
         panel = products.panel(p)
@@ -157,7 +159,7 @@ def sigmoid_sums(
 ) -> SigmoidPass:
     """Values of the others and, if wanted, their slopes and gradients from the same pass."""
     launch = Launch("sigmoid", x_MD, y_ND, means, 4 if pairs.ranked else 1)
-    trouble = x_MD.new_zeros(1, dtype=torch.int32)
+    trouble = x_MD.new_zeros(max(launch.blocks[:2]), dtype=torch.int32)
     products = Products(x_MD, y_ND, wanted, means) if wanted else None
     mine = Sums(x_MD, [SUMS.value] + [RANKING.value] * pairs.ranked)
     theirs = Sums(y_ND, [RANKING.value]) if pairs.ranked else None

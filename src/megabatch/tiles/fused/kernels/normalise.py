@@ -44,10 +44,12 @@ def _one_side(stats, out, z, factor, weight, smoothing, i, length, R: tl.constex
     s = factor * z
     peak = tl.maximum(others_peak, s)
     others = tl.load(stats_total + i, mask=inside, other=1.0) * tl.exp2((others_peak - peak) * LOG2_E)
-    power = tl.exp2((s - peak) * LOG2_E)
+    # Where the positive wins, power is one, and others alone are left. Computed, s - peak need not be zero there: the compiler puts
+    # in the product that s was rounded from.
+    wins = s >= others_peak
+    power = tl.where(wins, 1.0, tl.exp2((s - peak) * LOG2_E))
     total = others + power
-    # Where the positive wins, power is one, and others alone are left.
-    lost = log1p(others + (power - 1.0)) + (peak - s)
+    lost = log1p(others + (power - 1.0)) + tl.where(wins, 0.0, peak - s)
     target = tl.full((R,), 1.0, tl.float32) - smoothing
     if further is not None:
         number = tl.load(further_count + i, mask=inside, other=0).to(tl.float32)

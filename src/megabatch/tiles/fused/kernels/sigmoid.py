@@ -11,11 +11,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .exchange import LARGEST, PRODUCT, TOTAL, behind, columns_together, of_columns, of_rows, row_order, rows_together
+from .logits import mark, marked
 from .pairs import further_positives, is_special, negatives, others, rivals
 from .product import halves, put_block, side_by_side, similarities, tile_at
-from .sums import bars, counts_of_columns, get, log1p, of_columns, of_rows, put_pair, unpacked
+from .sums import LOG2_E, bars, bars_of_piece, get, log1p, put_pair, vector
 
-LOG2_E = tl.constexpr(1.4426950408889634)
 LARGEST_VALUE = tl.constexpr(2.0**100)
 FACTORS = tl.constexpr(64)
 
@@ -41,7 +42,7 @@ def sigmoid_kernel(
     outputs = (gradient, stride, weights_M, row_parts, column_parts, trouble)
     tiles = tl.cdiv(rows, M) * tl.cdiv(columns, N)
     if CAREFUL:
-        tiles = tl.where(tl.load(trouble) == 0, 0, tiles)
+        tiles = tl.where(marked(trouble, M), tiles, 0)
     for t in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=not CAREFUL):
         row, column = tile_at(t, rows, columns, M, N, GROUP)
         wanted = True
@@ -64,19 +65,24 @@ def _put_sums(
     PIECES: tl.constexpr, WARPS: tl.constexpr, DESCRIBED: tl.constexpr, ROUND_TO_TF32: tl.constexpr,
 ):  # fmt: skip
     """Puts the sums of a tile's rows, having collected those of its pieces."""
-    _, _, _, row_parts, _, trouble = outputs
+    _, _, _, row_parts, column_parts, trouble = outputs
     _, _, _, positive_M, _, _, rows, columns, _ = panel
-    i, across = row + tl.arange(0, M), tl.cdiv(columns, N)
-    bar_M = bars(positive_M, i, rows)
-    value, slope, hardest, ahead = _sums(
+    across, down = tl.cdiv(columns, N), tl.cdiv(rows, M)
+    bar_M = bars(positive_M, row, rows, M)
+    value, slope, hardest, behind_M, hardest_N, behind_N = _sums(
         z, special, bar_M, logit, outputs, panel, row, column,
         HOME, SEVERAL, RANKED, CAREFUL, M, N, PIECES, WARPS, DESCRIBED, ROUND_TO_TF32,
     )  # fmt: skip
-    put_pair(row_parts, 0, column // N, across, i, rows, value, tl.sum(slope, 1))
+    order = row_order(M, WARPS)
+    i = row + order
+    put_pair(row_parts, 0, column // N, across, i, rows, value, rows_together(slope, TOTAL, M, WARPS))
     if not CAREFUL:
-        tl.store(trouble + tl.zeros((M,), tl.int32), 1, mask=_overflowed(value))
+        mark(trouble, order, _overflowed(value))
     if RANKED:
-        put_pair(row_parts, 2, column // N, across, i, rows, tl.max(hardest, 1), tl.sum(ahead, 1).to(tl.float32))
+        hardest, ahead = rows_together(hardest, LARGEST, M, WARPS), N - rows_together(behind_M, TOTAL, M, WARPS)
+        put_pair(row_parts, 2, column // N, across, i, rows, hardest, ahead.to(tl.float32))
+        hardest, ahead = columns_together(hardest_N, LARGEST), M - columns_together(behind_N, TOTAL)
+        put_pair(column_parts, 0, row // M, down, column + tl.arange(0, N), columns, hardest, ahead.to(tl.float32))
 
 
 @triton.jit
@@ -85,49 +91,27 @@ def _sums(
     HOME: tl.constexpr, SEVERAL: tl.constexpr, RANKED: tl.constexpr, CAREFUL: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     PIECES: tl.constexpr, WARPS: tl.constexpr, DESCRIBED: tl.constexpr, ROUND_TO_TF32: tl.constexpr,
 ):  # fmt: skip
-    """Values, slopes and rankings of rows; what is not wanted repeats the slopes. Rankings of columns are put, of two pieces at
-    once: for less, warps wait too often, and more takes registers."""
+    """Values, slopes and rankings of rows, and rankings of columns; what is not wanted repeats the slopes."""
     if PIECES > 1:
         left, right = halves(z, M, N)
-        middle = column + N // 2
-        if PIECES > 2:
-            a = _sums(
-                left, special, bar_M, logit, outputs, panel, row, column,
-                HOME, SEVERAL, RANKED, CAREFUL, M, N // 2, PIECES // 2, WARPS, DESCRIBED, ROUND_TO_TF32,
-            )  # fmt: skip
-            b = _sums(
-                right, special, bar_M, logit, outputs, panel, row, middle,
-                HOME, SEVERAL, RANKED, CAREFUL, M, N // 2, PIECES // 2, WARPS, DESCRIBED, ROUND_TO_TF32,
-            )  # fmt: skip
-        else:
-            a = _sums_of_piece(
-                left, special, bar_M, logit, outputs, panel, row, column,
-                HOME, SEVERAL, RANKED, CAREFUL, M, N // 2, WARPS, DESCRIBED, ROUND_TO_TF32,
-            )  # fmt: skip
-            b = _sums_of_piece(
-                right, special, bar_M, logit, outputs, panel, row, middle,
-                HOME, SEVERAL, RANKED, CAREFUL, M, N // 2, WARPS, DESCRIBED, ROUND_TO_TF32,
-            )  # fmt: skip
-            if RANKED:
-                _put_columns(side_by_side(a[4], b[4]), side_by_side(a[5], b[5]), outputs, panel, row, column, M, N, PIECES)
-        sums = a[0] + b[0], a[1] + b[1], tl.maximum(a[2], b[2]), a[3] + b[3]
+        a = _sums(
+            left, special, bar_M, logit, outputs, panel, row, column,
+            HOME, SEVERAL, RANKED, CAREFUL, M, N // 2, PIECES // 2, WARPS, DESCRIBED, ROUND_TO_TF32,
+        )  # fmt: skip
+        b = _sums(
+            right, special, bar_M, logit, outputs, panel, row, column + N // 2,
+            HOME, SEVERAL, RANKED, CAREFUL, M, N // 2, PIECES // 2, WARPS, DESCRIBED, ROUND_TO_TF32,
+        )  # fmt: skip
+        hardest_N, behind_N = a[4], a[5]
+        if RANKED:
+            hardest_N, behind_N = side_by_side(a[4], b[4]), side_by_side(a[5], b[5])
+        sums = a[0] + b[0], a[1] + b[1], tl.maximum(a[2], b[2]), a[3] + b[3], hardest_N, behind_N
     else:
-        a = _sums_of_piece(
+        sums = _sums_of_piece(
             z, special, bar_M, logit, outputs, panel, row, column,
             HOME, SEVERAL, RANKED, CAREFUL, M, N, WARPS, DESCRIBED, ROUND_TO_TF32,
         )  # fmt: skip
-        if RANKED:
-            _put_columns(a[4], a[5], outputs, panel, row, column, M, N, PIECES)
-        sums = a[0], a[1], a[2], a[3]
     return sums
-
-
-@triton.jit
-def _put_columns(hardest, ahead, outputs, panel, row, column, M: tl.constexpr, N: tl.constexpr, PIECES: tl.constexpr):
-    _, _, _, _, column_parts, _ = outputs
-    _, _, _, _, _, _, rows, columns, _ = panel
-    ahead = unpacked(tl.sum(ahead, 0), M, N, PIECES).to(tl.float32)
-    put_pair(column_parts, 0, row // M, tl.cdiv(rows, M), column + tl.arange(0, N), columns, tl.max(hardest, 0), ahead)
 
 
 @triton.jit
@@ -140,42 +124,44 @@ def _sums_of_piece(
     factor, offset = logit
     gradient, stride, weights_M, _, _, _ = outputs
     _, _, _, _, positive_N, _, rows, columns, _ = panel
-    i, j = row + tl.arange(0, M), column + tl.arange(0, N)
-    bar_N = bars(positive_N, j, columns)
-    logits = z * factor + offset
-    if special:
-        if SEVERAL:
-            # A further positive costs what a negative of the opposite logit would.
-            logits = tl.where(further_positives(panel, row, column, HOME, M, N), -logits, logits)
-            counted = others(panel, row, column, HOME, M, N)
-        else:
-            counted = negatives(panel, row, column, HOME, M, N)
-        logits = tl.where(counted, logits, float("-inf"))
+    bar_N = bars_of_piece(positive_N, column, columns, N)
+    if RANKED:
+        found = rivals(z, special, panel, row, column, HOME, M, N)
+    if RANKED and not SEVERAL:
+        # The pairs that count are the rivals. A negative scale makes the others +inf, and the careful launch takes over.
+        logits = found * factor + offset
+    else:
+        logits = z * factor + offset
+        if special:
+            if SEVERAL:
+                # A further positive costs what a negative of the opposite logit would.
+                logits = tl.where(further_positives(panel, row, column, HOME, M, N), -logits, logits)
+                counted = others(panel, row, column, HOME, M, N)
+            else:
+                counted = negatives(panel, row, column, HOME, M, N)
+            logits = tl.where(counted, logits, float("-inf"))
     if CAREFUL:
         u = tl.exp2(-tl.abs(logits) * LOG2_E)
         g = tl.where(logits > 0, 1.0, u) / (1.0 + u)
-        value = tl.sum(tl.maximum(logits, 0.0), 1) + tl.sum(log1p(_product(u, M, N)), 1)
+        value = rows_together(of_rows(tl.maximum(logits, 0.0), TOTAL, M, N), TOTAL, M, WARPS) + _costs(u, M, N, WARPS, 1)
     else:
         u = tl.exp2(logits)
-        # The square of a reciprocal root takes fewer instructions than a division.
-        root = tl.rsqrt(1.0 + u)
-        g = u * root * root
-        value = tl.sum(log1p(_product(u, M, N)), 1)
+        g, both = _slopes(u, M, N)
+        value = _costs(both, M, N // 2, WARPS, 2)
     if SEVERAL:
         if special:
             g = tl.where(further_positives(panel, row, column, HOME, M, N), -g, g)
-    slope = of_rows(g, False, M, N)
+    slope = of_rows(g, TOTAL, M, N)
     if gradient is not None:
         if weights_M is not None:
-            g *= tl.load(weights_M + i, mask=i < rows, other=0.0)[:, None]
+            g *= vector(weights_M, row, rows, M)[:, None]
         put_block((gradient, stride), g, row, column, rows, columns, M, N, DESCRIBED, ROUND_TO_TF32)
-    hardest, ahead, column_hardest, column_ahead = slope, slope, slope, slope
+    hardest, behind_M, hardest_N, behind_N = slope, slope, slope, slope
     if RANKED:
-        found = rivals(z, special, panel, row, column, HOME, M, N)
-        hardest, ahead = of_rows(found, True, M, N), of_rows((found >= bar_M[:, None]).to(tl.int32), False, M, N)
-        column_hardest = of_columns(found, True, M, N, WARPS)
-        column_ahead = counts_of_columns((found >= bar_N[None, :]).to(tl.int32), M, N, WARPS)
-    return value, slope, hardest, ahead, column_hardest, column_ahead
+        hardest, behind_M = of_rows(found, LARGEST, M, N), of_rows(behind(found, bar_M[:, None]), TOTAL, M, N)
+        hardest_N = of_columns(found, LARGEST, M, N, WARPS)
+        behind_N = of_columns(behind(found, bar_N[None, :]), TOTAL, M, N, WARPS)
+    return value, slope, hardest, behind_M, hardest_N, behind_N
 
 
 @triton.jit
@@ -185,12 +171,25 @@ def _overflowed(value):
 
 
 @triton.jit
-def _product(u, M: tl.constexpr, N: tl.constexpr):
-    """What the products of up to FACTORS neighbouring 1 + u exceed one by."""
-    neighbours: tl.constexpr = FACTORS if N > FACTORS else N
-    return tl.reduce(tl.reshape(u, (M, N // neighbours, neighbours)), 2, _product_of_two)
+def _slopes(u, M: tl.constexpr, N: tl.constexpr):
+    """The slopes u / (1 + u), and what the products of neighbouring 1 + u exceed one by: with these, one reciprocal serves two.
+
+    The square of a reciprocal root takes fewer instructions than a division.
+    """
+    a, b = tl.split(tl.reshape(u, (M, N // 2, 2)))
+    a_times, b_times = a + a * b, b + a * b
+    both = a_times + b
+    root = tl.rsqrt(1.0 + both)
+    square = root * root
+    return tl.reshape(tl.join(a_times * square, b_times * square), (M, N)), both
 
 
 @triton.jit
-def _product_of_two(a, b):
-    return a + b + a * b
+def _costs(u, M: tl.constexpr, N: tl.constexpr, WARPS: tl.constexpr, EACH: tl.constexpr):
+    """The sums of log(1 + u) of rows, with one logarithm for up to FACTORS of them; each 1 + u may be that of two neighbours."""
+    if N * EACH > FACTORS:
+        left, right = halves(u, M, N)
+        found = _costs(left, M, N // 2, WARPS, EACH) + _costs(right, M, N // 2, WARPS, EACH)
+    else:
+        found = log1p(rows_together(of_rows(u, PRODUCT, M, N, 2 // EACH), PRODUCT, M, WARPS))
+    return found

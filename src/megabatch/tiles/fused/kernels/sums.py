@@ -38,66 +38,31 @@ def get(parts, channel, tile, tiles, i, length):
 
 
 @triton.jit
-def bars(positive, i, length):
-    """The similarity that rivals of rows (or columns) i are compared with, where there is one: loaded long before it is needed."""
-    found = i
+def vector(values, first, length, WIDTH: tl.constexpr):
+    """The values from the first on, zero beyond their end."""
+    i = first + tl.arange(0, WIDTH)
+    return tl.load(values + i, mask=i < length, other=0.0)
+
+
+@triton.jit
+def bars(positive, first, length, WIDTH: tl.constexpr):
+    """The similarities that rivals are compared with, where there are any: loaded long before they are needed."""
+    found = first
     if positive is not None:
-        found = tl.load(positive + i, mask=i < length, other=0.0)
+        found = vector(positive, first, length, WIDTH)
     return found
 
 
 @triton.jit
-def of_rows(values, MAXIMA: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
-    """The sums or maxima of rows in two parts each, (M, 2), which other pieces of a tile add to before threads exchange the rest.
-
-    One exchange they do here: what threads could do alone, the compiler would put off, and keep the values of all pieces for it.
-    """
-    return _reduced(_reduced(_reduced(tl.reshape(values, (M, N // 8, 2, 2, 2)), 4, MAXIMA), 1, MAXIMA), 1, MAXIMA)
-
-
-@triton.jit
-def of_columns(values, MAXIMA: tl.constexpr, M: tl.constexpr, N: tl.constexpr, WARPS: tl.constexpr):
-    """The sums or maxima of columns in as many parts as warps share one, (parts, N), so that no warp waits for another yet.
-
-    A warp holds 16 neighbouring rows of a product, and again as many of every 16 * WARPS.
-    """
-    above: tl.constexpr = M // (16 * WARPS) if M > 16 * WARPS else 1
-    return _reduced(_reduced(tl.reshape(values, (above, M // 16 // above, 16, N)), 0, MAXIMA), 1, MAXIMA)
-
-
-@triton.jit
-def counts_of_columns(values, M: tl.constexpr, N: tl.constexpr, WARPS: tl.constexpr):
-    """The number of ones in columns, in parts as above and packed: exchanging one integer exchanges the counts of several columns.
-
-    Four of up to 255 in an integer, or two of more; columns a fourth (a half) of N apart share one.
-    """
-    columns: tl.constexpr = 4 if M < 256 else 2
-    place = tl.arange(0, columns) * (32 // columns)
-    together = tl.sum(tl.reshape(values, (M, columns, N // columns)) << place[None, :, None], 1)
-    return of_columns(together, False, M, N // columns, WARPS)
-
-
-@triton.jit
-def unpacked(counts, M: tl.constexpr, N: tl.constexpr, PIECES: tl.constexpr):
-    """The counts of all N columns, from the integers of all pieces of a tile side by side."""
-    columns: tl.constexpr = 4 if M < 256 else 2
-    place = tl.arange(0, columns) * (32 // columns)
-    apart = tl.reshape(counts, (PIECES, N // PIECES // columns))[:, None, :] >> place[None, :, None]
-    return tl.reshape(apart & (2 ** (32 // columns) - 1), (N,))
-
-
-@triton.jit
-def _reduced(values, AXIS: tl.constexpr, MAXIMA: tl.constexpr):
-    if MAXIMA:
-        found = tl.max(values, AXIS)
-    else:
-        found = tl.sum(values, AXIS)
+def bars_of_piece(positive, first, length, WIDTH: tl.constexpr):
+    """The same for the columns of a piece, which every thread needs several of: two in a load, unless the panel ends here."""
+    found = first
+    if positive is not None:
+        inside = first + WIDTH <= length
+        found = tl.load(positive + first + tl.arange(0, WIDTH), mask=inside, other=0.0)
+        if not inside:
+            found = vector(positive, first, length, WIDTH)
     return found
-
-
-@triton.jit
-def sum_and_larger(a, b, c, d):
-    return a + c, tl.maximum(b, d)
 
 
 @triton.jit(do_not_specialize=["tiles", "length", "stride", "other_tiles", "other_length", "other_stride"])

@@ -1,0 +1,1 @@
+"""Seconds of a step, predicted and measured side by side."""

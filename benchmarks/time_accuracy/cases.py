@@ -1,0 +1,44 @@
+"""The steps that are timed: of some the shares of the time model were found, of the others nothing was looked at before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from benchmarks.memory_accuracy.cases import Case
+
+# What the shares of `planning.devices.Shares` were found on; every other model is held back.
+CALIBRATION = ("resnet50", "vit_base_patch16_224", "bert-base", "gpt2", "clip-vit-b-32", "clip-vit-l-14")
+
+
+def cases() -> Iterator[Case]:
+    """Pictures, texts and pairs, in both precisions, whole, checkpointed and in chunks."""
+    for rows in (64, 256):
+        yield Case("resnet50", rows, "bf16")
+        yield Case("vit_base_patch16_224", rows, "bf16")
+    yield Case("resnet50", 128)
+    yield Case("vit_base_patch16_224", 64)
+    for precision in ("fp32", "bf16"):
+        yield Case("bert-base", 32, precision)
+        yield Case("gpt2", 8, precision)
+    yield Case("gpt2", 16, "bf16", checkpointing=True)
+    yield Case("clip-vit-b-32", 512, "bf16", objective="clip")
+    yield Case("clip-vit-b-32", 4096, "bf16", objective="clip", chunk=256)
+    yield Case("clip-vit-l-14", 128, "bf16", objective="clip")
+    yield Case("clip-vit-l-14", 1024, "bf16", objective="clip", chunk=64)
+    yield Case("clip-vit-b-16", 256, "bf16", objective="clip")
+    yield Case("clip-vit-b-16", 2048, "bf16", objective="siglip", chunk=128, keep=2)
+    yield Case("clip-vit-b-16", 1024, "bf16", objective="clip", chunk=256)
+    yield Case("vit_large_patch14_224", 64, "bf16")
+    yield Case("vit_large_patch14_224", 64, "bf16", checkpointing=True)
+    yield Case("gpt2-medium", 8, "bf16")
+    yield Case("gpt2-medium", 4)
+    for name in ("vit_small_patch16_224", "swin_tiny_patch4_window7_224", "mixer_b16_224", "convnext_tiny"):
+        yield Case(name, 128, "bf16")
+    for name in ("resnext50_32x4d", "densenet121", "efficientnet_b0", "mobilenetv3_large_100", "regnety_032", "resnet101"):
+        yield Case(name, 128, "bf16")
+    for name in ("vgg16", "convnext_tiny", "resnet101"):
+        yield Case(name, 64)
+
+
+def held_back(case: Case) -> bool:
+    return case.model not in CALIBRATION
