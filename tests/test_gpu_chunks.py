@@ -13,8 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import megabatch
+from megabatch import config
 from megabatch.chunks.memory import release
 from megabatch.chunks.replay import Replay
+from megabatch.training.assembly import assemble
+from megabatch.training.launch import ranks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -212,16 +215,17 @@ def test_nothing_waits_for_the_device():
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("place", ["pinned", "pageable"])
-def test_the_host_does_not_wait_for_inputs_on_their_way(place):
-    model, x = tower(), torch.randn(64, 64)
-    x = x.pin_memory() if place == "pinned" else x
-    encode = megabatch.cached(model, chunk=8, keep=1, device="cuda")
-    expected = encode(x)
-    torch.cuda.synchronize()
-    busy = torch.cuda.Event()
-    torch.cuda._sleep(2**31)
-    busy.record()
-    found = encode(x)
-    assert not busy.query()
-    assert torch.equal(found, expected)
+def test_the_host_does_not_wait_for_a_batch_of_the_loader():
+    settings = ["batch.size=64", "batch.chunk=8", "data.workers=0", "schedule.steps=2", "compute.device=cuda"]
+    run = config.build(config.EMBEDDED, settings)
+    with ranks(run.compute) as here:
+        parts = assemble(run, here)
+        batch = next(parts.shuffled().batches([(0, 64)]))
+        parts.objective.step(batch)
+        torch.cuda.synchronize()
+        busy = torch.cuda.Event()
+        torch.cuda._sleep(2**32)
+        busy.record()
+        parts.objective.encode_x(batch.x)
+        assert batch.x.is_pinned() and not busy.query()
+        torch.cuda.synchronize()

@@ -94,6 +94,9 @@ def _contrastive(case: Case, towers: list[nn.Module], inputs: Any) -> Callable[[
     scale = torch.tensor(10.0, device=case.device, requires_grad=True)
     bias = torch.tensor(-10.0, device=case.device, requires_grad=True)
     x_rows, y_rows = (make(case.rows) for make in inputs)
+    if case.device == "cuda":
+        # As the loader of a run does.
+        x_rows, y_rows = x_rows.pin_memory(), y_rows.pin_memory()
 
     def step() -> None:
         with _autocast(case):

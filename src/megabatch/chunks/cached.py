@@ -13,7 +13,6 @@ from torch import Tensor
 from ..losses.autograd import outside_graphs
 from ..ring import Ring
 from . import attempt, rows
-from .bring import bring
 from .keep import Keep, KeepAuto
 from .memory import is_out_of_memory, release
 from .recompute import recomputed
@@ -177,7 +176,7 @@ class Cached:
         # all chunks in that precision. With a copy for each chunk, they are summed up in the weights' own.
         torch.clear_autocast_cache()
         versions = versions_of(rows.tensors_of(piece))
-        args, kwargs = piece if self._device is None else bring(piece, self._device)
+        args, kwargs = piece if self._device is None else rows.map_tensors(piece, self._bring)
         outputs = self._encoder(*args, **kwargs)
         if any(tensor._version != version for tensor, version in versions):
             raise ValueError(
@@ -185,6 +184,9 @@ class Cached:
                 "work on a copy, for example images / 255 instead of images.div_(255)"
             )
         return outputs
+
+    def _bring(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._device, non_blocking=True)
 
     def _buffers(self) -> list[Buffer]:
         """The buffers that a forward changes; all of them until that is known for the modes (train, eval) of the modules."""

@@ -57,6 +57,7 @@ class Assembly:
             classes=self.classes or None,
             negatives=not self.classes and self.run.data.negatives is not None,
             augment=augment,
+            pinned=self.ranks.device.type == "cuda",
         )
 
 

@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..chunks import accumulate, cached, repeat_on_oom
-from ..chunks.bring import bring
-from ..chunks.rows import rows_of, split
+from ..chunks.rows import map_tensors, rows_of, split
 from ..config import Run
 from ..losses import clip_loss, siglip_loss
 from .data.loader import Batch
@@ -153,11 +152,11 @@ class Classification:
         """The logits of inputs, a chunk at a time."""
         with autocast(self.run.compute, self.ranks.device)():
             pieces = split(inputs, self.run.batch.chunk)
-            return torch.cat([self.model(bring(piece, self.ranks.device)) for piece in pieces])
+            return torch.cat([self.model(_on(piece, self.ranks.device)) for piece in pieces])
 
     def _mean(self, inputs: Any, labels: Tensor) -> Tensor:
         with autocast(self.run.compute, self.ranks.device)():
-            logits = self._shared(bring(inputs, self.ranks.device))
+            logits = self._shared(_on(inputs, self.ranks.device))
         labels = labels.to(self.ranks.device)
         # The first call also tries the loss on a few rows, without gradients: those are not rows of the batch.
         if torch.is_grad_enabled():
@@ -165,6 +164,10 @@ class Classification:
             if self.noise is not None:
                 self.noise.open(len(labels))
         return F.cross_entropy(logits, labels, label_smoothing=self.run.loss.label_smoothing)
+
+
+def _on(tree: Any, device: torch.device) -> Any:
+    return map_tensors(tree, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def _joined(a: Any, b: Any) -> Any:

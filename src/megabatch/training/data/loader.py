@@ -64,6 +64,8 @@ class Loader:
     classes: the number of each label; a sample with another label, or none, is a bad one.
     negatives: whether to take the samples' negatives along; then every rank has them, if only without rows.
     augment: False prepares without augmentation, for evaluation.
+    pinned: puts batches into memory that a CUDA device copies from while it computes and the host goes on; from any other, host and
+        device wait for each other at every chunk.
     """
 
     source: Source
@@ -79,6 +81,7 @@ class Loader:
     classes: Mapping[str, int] | None
     negatives: bool = False
     augment: bool = True
+    pinned: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.ranks:
@@ -117,7 +120,7 @@ class Loader:
     def _joined(self, pieces: Iterable[tuple[Piece, Task]]) -> Iterator[Batch]:
         pile = None
         for piece, task in pieces:
-            pile = pile or Pile(task.rows)
+            pile = pile or Pile(task.rows, self.pinned)
             pile.add(piece)
             if task.last:
                 yield self._batch(pile.piece())

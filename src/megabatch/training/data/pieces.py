@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,6 +19,8 @@ Prepare = Callable[[Any, int | None], Any]
 Leaves = dict[str | None, Tensor]
 # A share without rows learns its shapes from a sample that can be used: one of the first so many.
 TRIES = 1000
+# Bytes of a tensor that may be pinned: there are up to three batches at a time, and the system cannot move any of it away.
+MOST_PINNED = 4 * 2**30
 
 
 class Place(NamedTuple):
@@ -162,11 +165,14 @@ class Reader:
 
 
 class Pile:
-    """Pieces put one after another into tensors allocated beforehand, so that each can be let go at once. rows: to be expected."""
+    """Pieces put one after another into tensors allocated beforehand, so that each can be let go at once.
 
-    def __init__(self, rows: int) -> None:
+    rows: to be expected. pinned: whether the tensors lie in memory that a CUDA device copies from while the host goes on.
+    """
+
+    def __init__(self, rows: int, pinned: bool = False) -> None:
         self._facts = Facts([], [], [], [], [], [])
-        self._x, self._y, self._negatives = _Columns(rows), _Columns(rows), _Columns(rows)
+        self._x, self._y, self._negatives = (_Columns(rows, pinned) for _ in range(3))
 
     def add(self, piece: Piece) -> None:
         name = piece.facts.keys[0] if piece.facts.keys else "a sample"
@@ -187,8 +193,9 @@ class Pile:
 class _Columns:
     """The rows of one side."""
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: int, pinned: bool) -> None:
         self._capacity = rows
+        self._pinned = pinned
         self._rows = 0
         self._leaves: Leaves = {}
 
@@ -196,7 +203,7 @@ class _Columns:
         if not leaves:
             return
         if not self._leaves:
-            self._leaves = _allocated(leaves, self._capacity)
+            self._leaves = _allocated(leaves, self._capacity, self._pinned)
         _check_form(leaves, self._leaves, name, dims=1)
         end = self._rows + len(next(iter(leaves.values())))
         if end > self._capacity:
@@ -211,7 +218,7 @@ class _Columns:
     def _grow(self, capacity: int) -> None:
         before = self.leaves()
         self._capacity = capacity
-        self._leaves = _allocated(before, capacity)
+        self._leaves = _allocated(before, capacity, self._pinned)
         for key, leaf in before.items():
             self._leaves[key][: self._rows] = leaf
 
@@ -238,8 +245,13 @@ def _empty(leaves: Leaves) -> Leaves:
     return {key: leaf[:0] for key, leaf in leaves.items()}
 
 
-def _allocated(like: Leaves, rows: int) -> Leaves:
-    return {key: torch.empty((rows, *leaf.shape[1:]), dtype=leaf.dtype) for key, leaf in like.items()}
+def _allocated(like: Leaves, rows: int, pinned: bool) -> Leaves:
+    def allocated(leaf: Tensor) -> Tensor:
+        shape = (rows, *leaf.shape[1:])
+        small = math.prod(shape) * leaf.element_size() <= MOST_PINNED
+        return torch.empty(shape, dtype=leaf.dtype, pin_memory=pinned and small)
+
+    return {key: allocated(leaf) for key, leaf in like.items()}
 
 
 def _number(sample: Sample, classes: Mapping[str, int]) -> int:
