@@ -215,7 +215,7 @@ def options_markdown(rows: list[Row]) -> str:
         option = row["implementation"].partition(", ")[2]
         time = _milliseconds(row["total_s"]) if "total_s" in row else _without_time(row)
         lines.append(f"| {row['loss']} | {row['batch']:,} | {row['dim']:,} | {option} | {time} | {relative} |")
-    return "\n".join([*lines, "", f"{_start(found)} Times are relative to the same loss without options in the same run."])
+    return "\n".join([*lines, "", f"{_start(found)} Times are relative to the same loss without options."])
 
 
 def caption(rows: list[Row]) -> str:

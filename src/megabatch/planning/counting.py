@@ -1,101 +1,181 @@
-"""What one forward of an encoder costs: operations on matrices, bytes that everything else moves, and calls of the host.
+"""What one pass of an encoder costs, forward and backward: operations on matrices, bytes that are moved, calls of the host.
 
-Counted on fake tensors, so nothing is computed. Products are counted by torch's own formulas (torch.utils.flop_counter), with their
-two faults put right: the attention of CPUs, which they do not know, has one here; backward, where they count depthwise convolutions
-sixteen times too often, is not counted but taken as twice the forward.
+Counted on fake tensors, so nothing is computed, with attention, autocast and dropout as CUDA has them. Products are counted by
+torch's own formulas (torch.utils.flop_counter), with two faults put right: the attention of CPUs, which they do not know, has one
+here, and the backward of a convolution in groups, which they count once for every channel, is twice its forward.
 """
 
 from __future__ import annotations
 
+from collections import Counter as Tally
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from contextlib import ExitStack
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+from torch.utils.flop_counter import conv_flop_count, flop_registry, sdpa_flop_count
+
+from .kinds import Kind, kind_of
+from .memory.routing import as_on_cuda
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# Rows of the two forwards that are counted: what they differ by is the cost of a row.
+# Rows of the two passes that are counted: what they differ by is the cost of a row.
 FEW, MORE = 8, 16
+aten = torch.ops.aten
 # Operations that launch nothing, though they are no views by name.
-FREE = (torch.ops.aten.detach, torch.ops.aten._unsafe_view)
+FREE = {aten.detach, aten._unsafe_view, aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
+
+
+class Call(NamedTuple):
+    """One operation, as often as it is called alike: FLOP and bytes for each row, and bytes whatever the rows."""
+
+    kind: Kind
+    flops: float
+    bytes: float
+    fixed: float
+    times: int = 1
+
+
+class Pass(NamedTuple):
+    """All operations of a forward, or of a backward."""
+
+    calls: tuple[Call, ...] = ()
+
+    @property
+    def operations(self) -> int:
+        """Calls of the host."""
+        return sum(call.times for call in self.calls)
+
+    @property
+    def flops(self) -> float:
+        """Of matrix products, for each row."""
+        return sum(call.times * call.flops for call in self.calls)
+
+    @property
+    def bytes(self) -> float:
+        """Read and written, for each row."""
+        return sum(call.times * call.bytes for call in self.calls)
 
 
 class Work(NamedTuple):
-    """One forward: FLOP and bytes for each row, bytes for each pass whatever its rows, operations that the host calls.
+    """Forward and backward of an encoder. learning: parameters that receive a gradient, of `parameters`; inputs: bytes of a row."""
 
-    learning: parameters that receive a gradient, of `parameters`.
-    """
-
-    flops: float
-    bytes: float
-    pass_bytes: float
-    operations: int
+    forward: Pass
+    backward: Pass
     parameters: int
     learning: int
+    inputs: float = 0.0
 
 
 class Counter(TorchDispatchMode):
-    """Sums up what is called inside."""
+    """Lists what is called inside."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.flops = 0
-        self.bytes = 0
-        self.operations = 0
+        self.calls: list[tuple[Kind, float, float]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         packet = func._overloadpacket
-        if func.namespace != "aten" or func.is_view or packet in FREE:
-            return out
-        self.operations += 1
-        if packet in flop_registry:
-            self.flops += flop_registry[packet](*args, **kwargs, out_val=out)
-        elif "scaled_dot_product" in packet.__name__:
-            query, key, value = args[:3]
-            self.flops += sdpa_flop_count(query.shape, key.shape, value.shape)
-        else:
-            # Products are bound by their operations; whatever else there is, by the memory it reads and writes.
-            tensors = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor)]
-            self.bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        if func.namespace == "aten" and not func.is_view and packet not in FREE:
+            flops = _flops(func, args, kwargs, out)
+            self.calls.append((kind_of(packet.__name__, args, out, counted=flops > 0), flops, _bytes((args, kwargs, out))))
         return out
 
 
-def count_work(module: nn.Module, inputs: Callable[[int], Any], precision: str = "fp32") -> Work:
-    """The cost of module(inputs(rows)), in autocast where the precision is half.
+def count_work(
+    module: nn.Module,
+    inputs: Callable[[int], Any],
+    precision: str = "fp32",
+    *,
+    device: Literal["cuda", "cpu"] = "cuda",
+    loss: Callable[[Any], Tensor] | None = None,
+) -> Work:
+    """The cost of module(inputs(rows)) and of its backward, in autocast where the precision is half.
 
-    >>> count_work(nn.Linear(10, 20), lambda rows: torch.zeros(rows, 10)).flops
+    inputs: a tensor, or a dict by name. loss: takes what the module returns to a number, where that costs something too.
+
+    >>> count_work(nn.Linear(10, 20), lambda rows: torch.zeros(rows, 10)).forward.flops
     400.0
     """
-    few, more = _count(module, inputs(FEW), precision), _count(module, inputs(MORE), precision)
-    row_bytes = (more.bytes - few.bytes) / (MORE - FEW)
+    few, more = (_count(module, inputs(rows), precision, device, loss) for rows in (FEW, MORE))
+    forward, backward = (_compared(a, b) for a, b in zip(few, more, strict=True))
     parameters = list(module.parameters())
     return Work(
-        flops=(more.flops - few.flops) / (MORE - FEW),
-        bytes=row_bytes,
-        pass_bytes=max(0.0, few.bytes - FEW * row_bytes),
-        operations=more.operations,
+        forward,
+        backward,
         parameters=sum(p.numel() for p in parameters),
         learning=sum(p.numel() for p in parameters if p.requires_grad),
+        inputs=_bytes(inputs(1)),
     )
 
 
-def _count(module: nn.Module, rows: Any, precision: str) -> Counter:
-    autocast: AbstractContextManager[Any] = nullcontext()
-    if precision in HALF:
-        autocast = torch.autocast("cpu", HALF[precision])
-    counter = Counter()
+def _compared(few: Counter, more: Counter) -> Pass:
+    """Costs by row, from two passes that call the same operations; where they do not, all of it goes by the row."""
+    if [call[0] for call in few.calls] != [call[0] for call in more.calls]:
+        return Pass(tuple(Call(kind, flops / MORE, size / MORE, 0.0) for kind, flops, size in more.calls))
+    calls = []
+    for (kind, flops, size), (_, more_flops, more_size) in zip(few.calls, more.calls, strict=True):
+        row = (more_size - size) / (MORE - FEW)
+        calls.append(Call(kind, (more_flops - flops) / (MORE - FEW), row, max(0.0, size - FEW * row)))
+    return Pass(tuple(call._replace(times=times) for call, times in Tally(calls).items()))
+
+
+def _count(
+    module: nn.Module, rows: Any, precision: str, device: str, loss: Callable[[Any], Tensor] | None
+) -> tuple[Counter, Counter]:
+    forward, backward = Counter(), Counter()
+    half = HALF.get(precision)
+    learning = [p for p in module.parameters() if p.requires_grad]
     try:
-        with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True), autocast, counter:
-            module(rows)
+        with ExitStack() as contexts:
+            if device == "cuda":
+                contexts.enter_context(as_on_cuda())
+            contexts.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            with torch.enable_grad(), torch.autocast("cpu", half, enabled=half is not None), forward:
+                out = module(**rows) if isinstance(rows, dict) else module(rows)
+                value = _total(out) if loss is None else loss(out)
+            if learning and value.requires_grad:
+                with backward:
+                    torch.autograd.grad(value, learning, allow_unused=True)
     except RuntimeError as error:
         raise ValueError(
             f"{type(module).__name__} cannot be counted without running it ({error}): what it computes depends on the inputs"
         ) from error
-    return counter
+    return forward, backward
+
+
+def _total(out: Any) -> Tensor:
+    """A number that all of an output goes into."""
+    values = list(out.values()) if hasattr(out, "values") and not isinstance(out, Tensor) else out
+    return sum((t.sum() for t in tree_leaves(values) if isinstance(t, Tensor) and t.is_floating_point()), torch.zeros(()))
+
+
+def _flops(operator: Any, args: Any, kwargs: Any, out: Any) -> float:
+    packet = operator._overloadpacket
+    if packet is aten.convolution_backward:
+        gradient, x, weight, transposed, wanted = args[0], args[1], args[2], args[7], args[10]
+        return float(sum(wanted[:2]) * conv_flop_count(x.shape, weight.shape, gradient.shape, transposed))
+    if "scaled_dot_product" in packet.__name__:
+        return _attention(operator, args, kwargs)
+    return float(flop_registry[packet](*args, **kwargs, out_val=out)) if packet in flop_registry else 0.0
+
+
+def _attention(operator: Any, args: Any, kwargs: Any) -> float:
+    """Forward has two products of the scores' size, backward five; of a causal one, kernels leave out half."""
+    backward = "backward" in operator._schema.name
+    query, key, value = args[1:4] if backward else args[:3]
+    given = dict(zip((argument.name for argument in operator._schema.arguments), args, strict=False)) | kwargs
+    share = (2.5 if backward else 1.0) * (0.5 if given.get("is_causal") else 1.0)
+    return share * float(sdpa_flop_count(query.shape, key.shape, value.shape))
+
+
+def _bytes(tree: Any) -> float:
+    """Of all tensors; one that repeats its elements is read once."""
+    tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return float(sum(min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in tensors))

@@ -9,33 +9,75 @@ import dataclasses
 import difflib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Literal
 
 import torch
 
 from ..environment import main_memory
+from .kinds import Kind
 
 GIB = 2**30
 # Of the name as people write it, letters and digits count.
 _NOISE = re.compile(r"[^A-Z0-9]")
 
 
+# By kinds of operations: of the rate of matrix products, and of the memory's. An operation takes the longer of its two times.
+FLOPS: Mapping[Kind, float] = MappingProxyType(
+    {
+        "product": 0.72,
+        "odd product": 0.17,
+        "convolution": 0.40,
+        "thin convolution": 0.035,
+        "attention": 0.20,
+        "attention in fp32": 0.35,
+    }
+)
+BYTES: Mapping[Kind, float] = MappingProxyType(
+    {
+        "product": 0.80,
+        "odd product": 0.80,
+        "convolution": 0.25,
+        "thin convolution": 0.25,
+        "attention": 0.25,
+        "attention in fp32": 0.80,
+        "elementwise": 0.80,
+        "copy": 0.50,
+        "joining": 0.22,
+        "reduction": 0.33,
+        "normalisation": 0.36,
+        "batch norm": 0.28,
+        "half batch norm": 0.09,
+        "pooling": 0.20,
+    }
+)
+
+
 @dataclass(frozen=True)
 class Shares:
-    """What training reaches of the peaks, and what the host costs: an assumption, calibrated on steps of CLIP ViT-L/14 and ViT-B/32
-    on an H200.
+    """What training reaches of the peaks, and what the host costs: an assumption, calibrated on steps on one H200.
 
-    products: of the rate of matrix products; bandwidth: of that of memory, in everything else; link: of that between GPUs.
-    host_s: seconds of the host for one operation of PyTorch; step_s: for what a step does once, whatever its batch: clipping, the
-    optimizer's many tensors, reading back the loss.
+    flops, bytes: by kind of operation. link: of the rate between GPUs. host_s: seconds of the host for one operation of PyTorch,
+    which it calls while the device computes: the slower of both is waited for. step_s: for what a step does once, whatever its
+    batch: clipping, the optimizer's many tensors, reading back the loss.
     """
 
-    products: float = 0.60
-    bandwidth: float = 0.80
+    flops: Mapping[Kind, float] = field(default_factory=lambda: FLOPS)
+    bytes: Mapping[Kind, float] = field(default_factory=lambda: BYTES)
     link: float = 0.75
-    host_s: float = 15e-6
-    step_s: float = 8e-3
+    host_s: float = 45e-6
+    step_s: float = 3e-3
+
+    @classmethod
+    def uniform(cls, flops: float, bytes: float, **rest: float) -> Shares:
+        """One share for every kind."""
+        return cls(MappingProxyType(dict.fromkeys(BYTES, flops)), MappingProxyType(dict.fromkeys(BYTES, bytes)), **rest)
+
+    def scaled(self, flops: float, bytes: float) -> Shares:
+        """The same kinds against other rates, none above all of them."""
+        less = [{kind: min(1.0, f * share) for kind, share in of.items()} for of, f in ((self.flops, flops), (self.bytes, bytes))]
+        return dataclasses.replace(self, flops=MappingProxyType(less[0]), bytes=MappingProxyType(less[1]))
 
 
 @dataclass(frozen=True)
@@ -53,14 +95,31 @@ class Device:
     bandwidth: float
     link: float
     source: str
-    shares: Shares = Shares()
+    shares: Shares = field(default_factory=Shares)
     capability: tuple[int, int] = (9, 0)
 
-    def rate(self, precision: str) -> float:
-        """FLOP/s of matrix products in a training step; a ValueError where the device does not have the precision."""
+    @property
+    def type(self) -> Literal["cpu", "cuda"]:
+        """As torch names it."""
+        return "cpu" if self.name == "cpu" else "cuda"
+
+    def rate(self, precision: str, kind: Kind = "product") -> float:
+        """FLOP/s that a training step reaches in a kind of products; a ValueError where the device does not have the precision."""
         if precision not in self.rates:
             raise ValueError(f"precision is {precision!r}: {self.name} has {', '.join(self.rates)}; choose one of them")
-        return self.rates[precision] * self.shares.products
+        if precision == "fp32" and "convolution" in kind:
+            # PyTorch's default: cuDNN takes TF32 where there is one, products of matrices do not.
+            precision = "tf32" if "tf32" in self.rates else precision
+        return self.rates[precision] * self.shares.flops[kind]
+
+    def moving(self, kind: Kind) -> float:
+        """Bytes a second that a kind of operations reads and writes."""
+        return self.bandwidth * self.shares.bytes[kind]
+
+    @property
+    def copy(self) -> float:
+        """Bytes a second from pinned memory of the host: PCIe of the generation that goes with the device."""
+        return {9: 50e9, 8: 25e9}.get(self.capability[0], 12e9)
 
 
 def _device(
@@ -134,4 +193,4 @@ def cpu_device() -> Device:
     memory = main_memory() or 8 * GIB
     rates = MappingProxyType({"fp32": 30e9 * threads})
     source = "30 GFLOP/s and 8 GB/s a thread, assumed: CPUs differ widely, measure"
-    return Device("cpu", memory, rates, 8e9 * threads, 10e9, source, Shares(products=1.0, bandwidth=1.0, host_s=5e-6, step_s=0.0))
+    return Device("cpu", memory, rates, 8e9 * threads, 10e9, source, Shares.uniform(1.0, 1.0, host_s=5e-6, step_s=0.0))

@@ -11,13 +11,13 @@ from types import MappingProxyType
 
 import torch
 
-from .devices import Device, cpu_device, find_device, like_device
+from .devices import Device, Shares, cpu_device, find_device, like_device
 from .rates import Rates, read_rates
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {f"{letter}IB": 2 ** (10 * power) for power, letter in enumerate("KMGT", start=1)}
-# What a step reaches of measured rates: large products and copies already stay below the peaks, by a fifth and a tenth on an H200.
-MEASURED_PRODUCTS, MEASURED_BANDWIDTH = 0.75, 0.9
+# Large products and copies, which are measured, already stay below the peaks: on an H200 by a quarter and an eighth.
+MEASURED_PRODUCTS, MEASURED_BANDWIDTH = 0.75, 0.88
 
 
 @dataclass(frozen=True)
@@ -120,14 +120,17 @@ def this_machine(gpus: int | None = None) -> Machine:
 def with_rates(machine: Machine, rates: Mapping[str, float], bandwidth: float | None = None, link: float | None = None) -> Machine:
     """The machine with measured rates of large products (FLOP/s by precision), memory and links in the place of the data sheet's.
 
-    A measured rate is already below the peak: the share that a step reaches of it is larger accordingly, MEASURED_PRODUCTS and
-    MEASURED_BANDWIDTH; of a measured link it is all.
+    A measured rate is already below the peak: the shares that a step reaches of it are larger accordingly; of a measured link it is
+    all.
     """
     if not rates or any(rate <= 0 for rate in rates.values()):
         raise ValueError(f"rates are {dict(rates)!r}: FLOP/s above 0 by precision, as in {{'bf16': 7.9e14}}")
     device = machine.device
-    reached = device.shares.bandwidth if bandwidth is None else MEASURED_BANDWIDTH
-    shares = dataclasses.replace(device.shares, products=MEASURED_PRODUCTS, bandwidth=reached)
+    shares = device.shares.scaled(1 / MEASURED_PRODUCTS, 1.0 if bandwidth is None else 1 / MEASURED_BANDWIDTH)
+    if device.type == "cpu":
+        shares = dataclasses.replace(
+            Shares.uniform(MEASURED_PRODUCTS, MEASURED_BANDWIDTH), host_s=shares.host_s, step_s=shares.step_s
+        )
     device = dataclasses.replace(
         device,
         rates=MappingProxyType({**device.rates, **rates}),

@@ -107,7 +107,7 @@ def _steps(points: Iterable[Mapping[str, Any]], run: config.Run, said: str, mach
         if seconds is None or not (here or predicted):
             continue
         how = how_of(run, point.get("ranks", 1), point["batch"], point["chunk"], point.get("keep", 0))
-        memory = point.get("peak_bytes" if machine.device.name == "cpu" else "reserved_bytes")
+        memory = point.get("peak_bytes" if machine.device.type == "cpu" else "reserved_bytes")
         yield Step(how, seconds, memory, None if here else seconds / predicted, said)
 
 

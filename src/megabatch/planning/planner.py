@@ -31,7 +31,7 @@ STATE_BYTES, HEAVY = 16, 0.25
 class Tools(NamedTuple):
     """What predicts a step: its work, and its memory. Replaced where there is nothing to trace."""
 
-    workload: Callable[[Question, config.Run, Precision], Workload] = workload
+    workload: Callable[[Question, config.Run, Precision, Machine], Workload] = workload
     predict: Callable[[Question, config.Run, Workload, Machine], Predict] = traced
 
 
@@ -64,7 +64,7 @@ class Planner:
             batches.check_batch(self.given, self.budget.data)
         self.precision = choose_precision(question.precision, self.machine)
         self.known = gather(question.measured, self.base, self.precision, self.machine)
-        self.work = tools.workload(question, self.base, self.precision)
+        self.work = tools.workload(question, self.base, self.precision, self.machine)
         objective = self.base.loss.objective
         pair_loss = objective if question.pairs and objective != "classify" else "mean"
         self.task = Task(self.work.towers, pair_loss, self.base.loss.dim, question.optimizer)
@@ -179,7 +179,7 @@ class Planner:
             said.append(f"sweep the learning rate: {', '.join(f'{rate:g}' for rate in follows.sweep)}")
         if self.question.model is not None and self.question.source is None and not isinstance(self.question.model, config.Run):
             said.append("data.source in the file is a placeholder: put yours there")
-        if self.machine.device.name == "cpu" and not self.known.steps and self.question.rates is None:
+        if self.machine.device.type == "cpu" and not self.known.steps and self.question.rates is None:
             said.append(f"this machine has no accelerator: times rest on an assumption ({self.machine.device.source})")
         return said
 
@@ -214,7 +214,7 @@ def choose_precision(asked: Precision | None, machine: Machine) -> Precision:
         machine.device.rate(asked)
         return asked
     # CPUs that have half precisions may be far slower in them.
-    order: tuple[Precision, ...] = ("bf16", "fp16", "fp32") if machine.device.name != "cpu" else ("fp32",)
+    order: tuple[Precision, ...] = ("bf16", "fp16", "fp32") if machine.device.type != "cpu" else ("fp32",)
     return next(precision for precision in order if precision in machine.device.rates)
 
 

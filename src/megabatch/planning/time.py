@@ -1,28 +1,27 @@
 """Seconds of one step, from what it computes and moves and what a machine is able to.
 
-Everything is a sum of counted costs over stated rates (`devices.Shares`); nothing is measured here. The host's time is added to
-the device's, as if they did not overlap: that is how steps of CLIP ViT-L/14 on an H200 behaved, at chunks of 64 to 256 rows.
+Everything is a sum of counted costs over stated rates (`devices.Shares`); nothing is measured here. The host calls operations while
+the device computes earlier ones: of each pass of a tower, the slower of both counts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from .counting import Work
+from .counting import Pass, Work
 from .hardware import Machine
 from .how import How
 
-# Backward against forward: two products for each of the forward's, and about as much of the rest.
-BACKWARD = 2.0
 # FLOP of the loss for each pair of rows and dimension: forward and backward, each similarity computed once in each.
 LOSS_FLOPS = {"clip": 8.0, "siglip": 6.0, "mean": 0.0}
 # Embeddings reach the loss in fp32: bytes that a rank sends on at a hop of the ring, forward a block, backward block and gradient.
 RING_BYTES = 3 * 4
-# Traffic of the optimizer for each parameter that learns: gradient, weight and state read and written, clipping; an estimate.
-OPTIMIZER_BYTES = {"adamw": 60.0, "sgd": 36.0}
+# Traffic of the optimizer for each parameter that learns: what lists of tensors (foreach) read and write in all their operations.
+OPTIMIZER_BYTES = {"adamw": 84.0, "sgd": 36.0}
+# Of a chunk's gradients, added to those of the chunks before it.
+ADDED_BYTES = 12
 HOP_S = 20e-6
 PARAMETER_BYTES = 4
 
@@ -51,12 +50,14 @@ class StepTime(NamedTuple):
 def step_time(task: Task, how: How, machine: Machine) -> StepTime:
     """The seconds of one optimizer step on every rank of the machine."""
     machine = machine.of(how.ranks)
-    forward = sum(passes(work, how.shard, how.chunks, how, machine) for work in task.towers)
-    backward = sum(BACKWARD * passes(w, how.shard, how.chunks, how, machine) for w in task.towers if _learns(w))
+    forward = sum(seconds_of(work.forward, how, machine) for work in task.towers)
+    backward = sum(seconds_of(work.backward, how, machine) for work in task.towers) + _adding(task, how, machine)
+    again = sum(_forwards_again(work, how) * seconds_of(work.forward, how, machine) for work in task.towers)
     parts = {
         "forward": forward,
         "backward": backward,
-        "recomputation": _recomputation(task.towers, how, machine),
+        "recomputation": again,
+        "inputs": _inputs(task, how, machine),
         "loss": _loss(task, how, machine),
         "ring": _ring(task, how, machine),
         "gradients' exchange": _exchange(task, how, machine, (forward + backward) / how.chunks),
@@ -73,30 +74,35 @@ def scaled(step: StepTime, seconds: float) -> StepTime:
     return StepTime(seconds, {name: part * seconds / step.seconds for name, part in step.parts.items()})
 
 
-def passes(work: Work, rows: int, times: int, how: How, machine: Machine) -> float:
-    """Seconds of forwards over so many rows in all, in so many calls."""
-    device = machine.device
-    moved = rows * work.bytes + times * work.pass_bytes
-    products = rows * work.flops / device.rate(how.precision)
-    return products + moved / (device.bandwidth * device.shares.bandwidth) + times * work.operations * device.shares.host_s
+def seconds_of(costs: Pass, how: How, machine: Machine) -> float:
+    """Seconds of all chunks of a shard in one direction: of the device, or of the host where it cannot call as fast."""
+    device, rows, times = machine.device, how.shard, how.chunks
+    computing = 0.0
+    for call in costs.calls:
+        moving = (rows * call.bytes + times * call.fixed) / device.moving(call.kind)
+        multiplying = rows * call.flops / device.rate(how.precision, call.kind) if call.flops else 0.0
+        computing += call.times * max(moving, multiplying)
+    return max(computing, times * costs.operations * device.shares.host_s)
 
 
-def _learns(work: Work) -> bool:
-    """A projection behind a locked encoder costs next to nothing on the way back."""
-    return work.learning > work.parameters / 10
-
-
-def _recomputation(towers: Sequence[Work], how: How, machine: Machine) -> float:
+def _forwards_again(work: Work, how: How) -> float:
     """Forwards that are done again: of chunks that are not kept, and of blocks inside a checkpointed encoder."""
+    if not work.backward.calls:
+        return 0.0
     kept = how.chunks if how.accumulate else min(how.keep, how.chunks)
-    again = how.chunks - kept
-    seconds = 0.0
-    for work in towers:
-        if not _learns(work):
-            continue
-        share = again / how.chunks + (1 if how.checkpointing else 0)
-        seconds += share * passes(work, how.shard, how.chunks, how, machine)
-    return seconds
+    return (how.chunks - kept) / how.chunks + (1 if how.checkpointing else 0)
+
+
+def _inputs(task: Task, how: How, machine: Machine) -> float:
+    """Their way to the device, whenever a chunk is computed."""
+    if machine.device.type == "cpu":
+        return 0.0
+    return sum((1 + _forwards_again(work, how)) * how.shard * work.inputs for work in task.towers) / machine.device.copy
+
+
+def _adding(task: Task, how: How, machine: Machine) -> float:
+    """Gradients of one chunk after the other come together."""
+    return (how.chunks - 1) * ADDED_BYTES * task.learning / machine.device.moving("elementwise")
 
 
 def _loss(task: Task, how: How, machine: Machine) -> float:
@@ -127,11 +133,11 @@ def _exchange(task: Task, how: How, machine: Machine, chunk_s: float) -> float:
     if how.sharding == "ddp":
         return 2 * once + latency
     weights = PARAMETER_BYTES * sum(work.parameters for work in task.towers)
-    gather, copy = share * weights / machine.link, 2 * weights / (machine.device.bandwidth * machine.device.shares.bandwidth)
+    gather, copy = share * weights / machine.link, 2 * weights / machine.device.moving("elementwise")
     return how.chunks * (max(0.0, 2 * gather - chunk_s) + 2 * copy + 2 * latency) + once
 
 
 def _optimizer(task: Task, how: How, machine: Machine) -> float:
     device = machine.device
     owned = task.learning / (how.ranks if how.sharding == "fsdp2" else 1)
-    return owned * OPTIMIZER_BYTES.get(task.optimizer, 60.0) / (device.bandwidth * device.shares.bandwidth)
+    return owned * OPTIMIZER_BYTES.get(task.optimizer, 60.0) / device.moving("elementwise")

@@ -28,10 +28,13 @@ class Workload(NamedTuple):
     inputs: tuple[Callable[[int], Any], ...]
 
 
-def workload(question: Question, run: config.Run, precision: Precision) -> Workload:
+def workload(question: Question, run: config.Run, precision: Precision, machine: Machine) -> Workload:
     """Builds what the question names, without filling or computing anything, and counts it."""
     modules, inputs = _built(question, run)
-    work = tuple(count_work(module, make, precision) for module, make in zip(modules, inputs, strict=True))
+    loss = _next_token if question.objective == "lm" else None
+    work = tuple(
+        count_work(*tower, precision, device=machine.device.type, loss=loss) for tower in zip(modules, inputs, strict=True)
+    )
     return Workload(work, modules, inputs)
 
 
@@ -55,7 +58,7 @@ def traced(question: Question, run: config.Run, work: Workload, machine: Machine
             tile=run.compute.tile,
             ema=question.ema is not None,
             capability=machine.device.capability,
-            device="cpu" if machine.device.name == "cpu" else "cuda",
+            device=machine.device.type,
         )
 
     @functools.cache

@@ -1,0 +1,45 @@
+"""What is said of a step's seconds without the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from benchmarks.memory_accuracy.cases import Case
+from benchmarks.memory_accuracy.subjects import subject
+from megabatch.planning.counting import Work, count_work
+from megabatch.planning.hardware import find_machine
+from megabatch.planning.how import How
+from megabatch.planning.memory.step import default_loss
+from megabatch.planning.models import Uncomputed
+from megabatch.planning.time import StepTime, Task, step_time
+
+DIM = {"clip-vit-l-14": 768}
+
+
+def work_of(case: Case) -> tuple[Work, ...]:
+    """The counted work of a case's model, of both towers where there are two."""
+    made = subject(case.model)
+    with Uncomputed():
+        model = made.build()
+    towers = model if isinstance(model, tuple) else (model,)
+    inputs = made.inputs if isinstance(made.inputs, tuple) else (made.inputs,)
+    return tuple(_counted(tower, make, case) for tower, make in zip(towers, inputs, strict=True))
+
+
+def predict(case: Case, work: tuple[Work, ...], gpu: str = "H200") -> StepTime:
+    how: dict[str, Any] = {"precision": case.precision, "checkpointing": case.checkpointing}
+    if case.supervised:
+        task = Task(work, "mean")
+        return step_time(task, How(1, case.rows, case.rows, accumulate=True, **how), find_machine(gpu))
+    task = Task(work, case.objective, DIM.get(case.model, 512))  # type: ignore[arg-type]
+    chunk = case.chunk or case.rows
+    keep = case.keep if case.chunk else 1
+    return step_time(task, How(1, case.rows, chunk, keep, **how), find_machine(gpu))
+
+
+def _counted(tower: nn.Module, inputs: Any, case: Case) -> Work:
+    work = count_work(tower, inputs, case.precision, loss=default_loss if case.supervised else None)
+    # Made on the device in every step, or brought there.
+    return work._replace(inputs=0.0) if case.supervised else work
