@@ -16,7 +16,7 @@ from benchmarks.machine import describe
 from benchmarks.memory_accuracy.cases import Case
 from benchmarks.memory_accuracy.measuring import step_of
 
-WARM_UP, ROUNDS = 3, 3
+WARM_UP, ROUNDS = 2, 3
 # A round has as many steps as take about this long.
 ROUND_S = 0.5
 # Kernels by their names, in this order.
@@ -29,8 +29,8 @@ KINDS = {
 }
 
 
-def timed_row(case: Case) -> dict[str, Any]:
-    """The median over rounds of the mean seconds of a step, the spread, the host's part, and the device's by kinds of kernels."""
+def timed_row(case: Case, kinds: bool = False) -> dict[str, Any]:
+    """The median over rounds of the mean seconds of a step, the spread, the host's part; with kinds, the device's by kernels."""
     step = step_of(case)
     for _ in range(WARM_UP):
         step()
@@ -39,7 +39,7 @@ def timed_row(case: Case) -> dict[str, Any]:
     step()
     host_s = time.perf_counter() - began
     _wait(case.device)
-    steps = max(2, round(ROUND_S / (time.perf_counter() - began)))
+    steps = max(1, round(ROUND_S / (time.perf_counter() - began)))
     rounds = [_round(step, steps, case.device) for _ in range(ROUNDS)]
     row = {
         "seconds": statistics.median(rounds),
@@ -47,7 +47,7 @@ def timed_row(case: Case) -> dict[str, Any]:
         "slowest_s": max(rounds),
         "steps": ROUNDS * steps,
         "host_s": host_s,
-        "busy_s": _busy(step) if case.device == "cuda" else {},
+        **({"busy_s": _busy(step)} if kinds else {}),
         "machine": describe(case.device),
     }
     del step

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
 
-from benchmarks.memory_accuracy.cases import Case
+from benchmarks.memory_accuracy.cases import Case, of_row
 from benchmarks.memory_accuracy.subjects import subject
 from megabatch.planning.counting import Work, count_work
 from megabatch.planning.hardware import find_machine
@@ -16,6 +17,23 @@ from megabatch.planning.models import Uncomputed
 from megabatch.planning.time import StepTime, Task, step_time
 
 DIM = {"clip-vit-l-14": 768}
+Row = dict[str, Any]
+
+
+def predicted_rows(rows: Iterable[Row]) -> Iterator[Row]:
+    """Measured rows, with what is predicted of them; a model is counted once."""
+    counted: dict[tuple[Any, ...], tuple[Work, ...]] = {}
+    for row in rows:
+        if "failed" in row:
+            yield row
+            continue
+        case = of_row(row)
+        key = case.model, case.precision, case.supervised
+        if key not in counted:
+            counted[key] = work_of(case)
+        predicted = predict(case, counted[key])
+        said = {"predicted_s": predicted.seconds, "parts": predicted.parts, "error": predicted.seconds / row["seconds"] - 1}
+        yield row | said
 
 
 def work_of(case: Case) -> tuple[Work, ...]:
@@ -28,7 +46,8 @@ def work_of(case: Case) -> tuple[Work, ...]:
     return tuple(_counted(tower, make, case) for tower, make in zip(towers, inputs, strict=True))
 
 
-def predict(case: Case, work: tuple[Work, ...], gpu: str = "H200") -> StepTime:
+def predict(case: Case, work: tuple[Work, ...]) -> StepTime:
+    gpu = "cpu" if case.device == "cpu" else "H200"
     how: dict[str, Any] = {"precision": case.precision, "checkpointing": case.checkpointing}
     if case.supervised:
         task = Task(work, "mean")
@@ -40,6 +59,7 @@ def predict(case: Case, work: tuple[Work, ...], gpu: str = "H200") -> StepTime:
 
 
 def _counted(tower: nn.Module, inputs: Any, case: Case) -> Work:
-    work = count_work(tower, inputs, case.precision, loss=default_loss if case.supervised else None)
+    loss = default_loss if case.supervised else None
+    work = count_work(tower, inputs, case.precision, device=case.device, loss=loss)  # type: ignore[arg-type]
     # Made on the device in every step, or brought there.
     return work._replace(inputs=0.0) if case.supervised else work

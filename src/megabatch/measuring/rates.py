@@ -9,9 +9,11 @@ from datetime import date
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ..config import Compute
 from ..environment import device_name, main_memory
+from ..planning.counting import count_work
 from ..planning.rates import Rates
 from ..training.launch import ranks
 
@@ -36,6 +38,7 @@ def measure_rates(device: torch.device, group: dist.ProcessGroup | None = None, 
         ranks=1 if group is None else dist.get_world_size(group),
         torch=str(torch.__version__),
         date=date.today().isoformat(),
+        host=_host(device, seconds),
     )
 
 
@@ -72,6 +75,8 @@ def _product(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
         def multiply(a: torch.Tensor = a, b: torch.Tensor = b) -> torch.Tensor:
             return a @ b
 
+        # The first one also sets up the library, which takes longer than any product.
+        _seconds_of(multiply, device, 1)
         if side == most or _seconds_of(multiply, device, 2) > seconds / 16:
             return 2 * side**3 / _seconds_each(multiply, device, seconds)
         side *= 2
@@ -106,6 +111,21 @@ def _copy(device: torch.device, seconds: float) -> float:
     size = 256 * MIB
     host, there = torch.ones(size // 4).pin_memory(), torch.empty(size // 4, device=device)
     return size / _seconds_each(lambda: there.copy_(host, non_blocking=True), device, seconds)
+
+
+def _host(device: torch.device, seconds: float) -> float:
+    """Seconds to call an operation: of a transformer so small that whatever computes it waits for the host."""
+    width, length = 16, 4
+    model = nn.TransformerEncoderLayer(width, 2, width, batch_first=True, device=device)
+    inputs = torch.zeros(1, length, width, device=device)
+    counted = nn.TransformerEncoderLayer(width, 2, width, batch_first=True)
+    work = count_work(counted, lambda rows: torch.zeros(rows, length, width), device="cpu" if device.type == "cpu" else "cuda")
+
+    def step() -> None:
+        torch.autograd.grad(model(inputs).sum(), list(model.parameters()))
+
+    step()
+    return _seconds_each(step, device, seconds) / (work.forward.operations + work.backward.operations)
 
 
 def _link(device: torch.device, group: dist.ProcessGroup, seconds: float) -> float:

@@ -103,7 +103,8 @@ def _measured(rates: Rates, gpu: str | None, gpus: int | None) -> Machine:
         )
     name = own.name if rates.kind == "cpu" else rates.device
     own = dataclasses.replace(own, name=name, memory=rates.memory or own.memory)
-    machine = with_rates(Machine(own, rates.gpus if gpus is None else gpus), rates.products, rates.bandwidth, rates.link)
+    machine = Machine(own, rates.gpus if gpus is None else gpus)
+    machine = with_rates(machine, rates.products, rates.bandwidth, rates.link, rates.host)
     source = f"measured on {rates.device}, {rates.date}"
     return dataclasses.replace(machine, device=dataclasses.replace(machine.device, source=source))
 
@@ -117,8 +118,15 @@ def this_machine(gpus: int | None = None) -> Machine:
     return Machine(device, torch.cuda.device_count() if gpus is None else gpus)
 
 
-def with_rates(machine: Machine, rates: Mapping[str, float], bandwidth: float | None = None, link: float | None = None) -> Machine:
-    """The machine with measured rates of large products (FLOP/s by precision), memory and links in the place of the data sheet's.
+def with_rates(
+    machine: Machine,
+    rates: Mapping[str, float],
+    bandwidth: float | None = None,
+    link: float | None = None,
+    host: float | None = None,
+) -> Machine:
+    """The machine with measured rates of large products (FLOP/s by precision), memory and links in the place of the data sheet's, and
+    the host's seconds for an operation.
 
     A measured rate is already below the peak: the shares that a step reaches of it are larger accordingly; of a measured link it is
     all.
@@ -131,6 +139,8 @@ def with_rates(machine: Machine, rates: Mapping[str, float], bandwidth: float | 
         shares = dataclasses.replace(
             Shares.uniform(MEASURED_PRODUCTS, MEASURED_BANDWIDTH), host_s=shares.host_s, step_s=shares.step_s
         )
+    if host is not None:
+        shares = dataclasses.replace(shares, host_s=host)
     device = dataclasses.replace(
         device,
         rates=MappingProxyType({**device.rates, **rates}),

@@ -15,7 +15,8 @@ class Rates:
 
     products: FLOP/s of large matrix products by precision; one that the device does not have is missing. bandwidth: bytes a second
     that a copy within the device's memory reads and writes. copy: bytes a second from pinned host memory; None on a CPU.
-    link: bytes a second that each of `ranks` sends in an all-reduce; None without a process group.
+    link: bytes a second that each of `ranks` sends in an all-reduce; None without a process group. host: seconds that the host takes to
+    call one operation of a forward or backward; None in files that do not know it.
     """
 
     device: str
@@ -29,6 +30,7 @@ class Rates:
     ranks: int
     torch: str
     date: str
+    host: float | None = None
 
 
 def as_text(rates: Rates) -> str:
@@ -38,6 +40,8 @@ def as_text(rates: Rates) -> str:
     lines.append(("memory", f"{rates.bandwidth / 1e9:,.4g} GB/s, read and written"))
     if rates.copy is not None:
         lines.append(("from host", f"{rates.copy / 1e9:,.4g} GB/s, pinned"))
+    if rates.host is not None:
+        lines.append(("host", f"{1e6 * rates.host:,.3g} µs to call an operation"))
     if rates.link is not None:
         lines.append(("all-reduce", f"{rates.link / 1e9:,.4g} GB/s sent by each of {rates.ranks} ranks"))
     return "\n".join(f"{label:<12} {value}" for label, value in lines)
@@ -58,7 +62,7 @@ def read_rates(path: str | Path) -> Rates:
         if table.pop("measured") != "rates":
             raise ValueError("another measurement")
         rates = Rates(**table)
-        if not rates.products or min(*rates.products.values(), rates.bandwidth) <= 0:
+        if not rates.products or min(*rates.products.values(), rates.bandwidth, 1.0 if rates.host is None else rates.host) <= 0:
             raise ValueError("rates must be above 0")
         return rates
     except FileNotFoundError:

@@ -1,0 +1,86 @@
+"""What is predicted of a step's seconds beside what a GPU takes: rows to benchmarks/results/time-cuda.jsonl, a picture beside them.
+
+    python -m benchmarks.time_accuracy                 # all cases, on a GPU: about four minutes
+    python -m benchmarks.time_accuracy --kinds         # with the device's seconds by kinds of kernels, from the profiler
+    python -m benchmarks.time_accuracy --quick         # two tiny cases on a CPU: that the program works
+    python -m benchmarks.time_accuracy --again FILE    # predictions anew beside kept measurements, which needs no device
+
+Steps are timed one after the other, with nothing beside them; predictions, for which no device is needed, follow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.memory_accuracy.cases import Case, of_row, quick_cases
+from benchmarks.report import read_rows
+from benchmarks.time_accuracy import picture, report
+from benchmarks.time_accuracy.cases import cases
+from benchmarks.time_accuracy.measuring import timed_row
+from benchmarks.time_accuracy.predicting import predicted_rows
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+Row = dict[str, Any]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The exit code: 0, or 1 where a case failed."""
+    options = _parser().parse_args(arguments)
+    if options.again:
+        rows = read_rows(options.again)
+    else:
+        if not options.quick and not torch.cuda.is_available():
+            raise SystemExit("there is no CUDA device here: pass --quick, or --again FILE")
+        chosen = (
+            quick_cases() if options.quick else [c for c in cases() if any(part in c.model for part in options.only.split(","))]
+        )
+        rows = list(_kept(_timed(chosen, options.kinds), options.output))
+    if not options.measure_only:
+        rows = list(_kept(predicted_rows(rows), options.again or options.output))
+        print(report.summary(rows))
+        picture.draw(rows, (options.again or options.output).with_suffix(".png"))
+    return int(any("failed" in row for row in rows))
+
+
+def _timed(chosen: Iterable[Case], kinds: bool) -> Iterator[Row]:
+    for case in chosen:
+        try:
+            yield asdict(case) | timed_row(case, kinds)
+        # The others still have their turn.
+        except Exception as error:
+            yield asdict(case) | {"failed": f"{type(error).__name__}: {error}".splitlines()[0]}
+
+
+def _kept(rows: Iterable[Row], out: Path) -> Iterator[Row]:
+    """The rows, written and shown as they come."""
+    # All of them may be read from the file that is written.
+    with out.with_suffix(".part").open("w") as file:
+        for row in rows:
+            print(json.dumps(row), file=file, flush=True)
+            print(report.line(of_row(row), row), flush=True)
+            yield row
+    out.with_suffix(".part").replace(out)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.time_accuracy", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="two tiny cases on a CPU")
+    parser.add_argument("--kinds", action="store_true", help="the device's seconds by kinds of kernels too")
+    parser.add_argument("--only", default="", help="cases whose model's name holds this, or one of these, with commas")
+    parser.add_argument("--measure-only", action="store_true", help="predict nothing; --again does it later")
+    parser.add_argument("--output", type=Path, default=RESULTS / "time-cuda.jsonl")
+    parser.add_argument("--again", type=Path, metavar="FILE", help="predictions anew, beside the measurements of kept rows")
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,50 @@
+"""The picture of the time benchmark: predicted seconds against measured ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks import picture
+from benchmarks.memory_accuracy.cases import of_row
+from benchmarks.report import device_name
+from benchmarks.time_accuracy.cases import held_back
+from benchmarks.time_accuracy.report import WORST, Row
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    """Writes one panel with both axes logarithmic, the band that the prediction is held to, and the models that were held back."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = [row for row in rows if "error" in row]
+    with plt.rc_context(picture.STYLE):
+        figure, panel = plt.subplots(figsize=(6.4, 5.6))
+        span = [0.7e3 * min(row["seconds"] for row in rows), 1.4e3 * max(row["seconds"] for row in rows)]
+        panel.fill_between(
+            span, [(1 - WORST) * s for s in span], [(1 + WORST) * s for s in span], color=picture.OURS, alpha=0.08, lw=0
+        )
+        panel.plot(span, span, color=picture.FAINT, lw=0.8)
+        for held, title in ((False, "shares found on these"), (True, "held back")):
+            chosen = [row for row in rows if held_back(of_row(row)) == held]
+            x, y = ([1e3 * row[name] for row in chosen] for name in ("seconds", "predicted_s"))
+            panel.scatter(x, y, s=30, facecolors=picture.OURS if held else "none", edgecolors=picture.OURS, label=title, zorder=3)
+        panel.set_xscale("log")
+        panel.set_yscale("log")
+        panel.set_xlim(*span)
+        panel.set_ylim(*span)
+        for axis in (panel.xaxis, panel.yaxis):
+            axis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+        panel.set_xlabel("measured, ms a step")
+        panel.set_ylabel("predicted, ms")
+        panel.set_title(f"a step, predicted and measured; band: {WORST:.0%}", loc="left", fontsize=11, fontweight="bold")
+        panel.legend(loc="upper left", frameon=False, fontsize=9)
+        machine = rows[0]["machine"]
+        figure.tight_layout(rect=(0, 0.04, 1, 1))
+        figure.text(
+            0.01, 0.01, f"{device_name(machine)} · torch {machine['torch']} · {machine['date'][:10]}", fontsize=8, color="#666666"
+        )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=160, facecolor="white")
+        plt.close(figure)
