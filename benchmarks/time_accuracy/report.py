@@ -5,10 +5,9 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from benchmarks.memory_accuracy.cases import Case, of_row
+from benchmarks.memory_accuracy.cases import Case
 from benchmarks.memory_accuracy.report import how
 from benchmarks.report import device_name
-from benchmarks.time_accuracy.cases import held_back
 
 # What the prediction is held to.
 WORST = 0.20
@@ -26,33 +25,39 @@ def line(case: Case, row: Row) -> str:
 
 def markdown(rows: list[Row]) -> str:
     """The table of all cases, and what it comes to."""
-    lines = ["| model | rows | step | measured, ms | predicted | |", "| --- | ---: | --- | ---: | ---: | ---: |"]
+    lines = ["| model | rows | step | measured, ms | predicted | | held back |", "| --- | ---: | --- | ---: | ---: | ---: | ---: |"]
     for row in _measured(rows):
+        blind = f"{_blind_error(row):+.0%}" if "blind_s" in row else ""
         lines.append(
-            f"| {row['model']}{' *' if held_back(of_row(row)) else ''} | {row['rows']:,} | {how(row)} "
-            f"| {1e3 * row['seconds']:,.1f} | {1e3 * row['predicted_s']:,.1f} | **{row['error']:+.0%}** |"
+            f"| {row['model']} | {row['rows']:,} | {how(row)} | {1e3 * row['seconds']:,.1f} | {1e3 * row['predicted_s']:,.1f} "
+            f"| **{row['error']:+.0%}** | {blind} |"
         )
     return "\n".join([*lines, "", summary(rows)])
 
 
 def summary(rows: list[Row]) -> str:
-    """How far off the prediction is, apart for the models that it was found on and those that were held back."""
+    """How far off the prediction is, and how far off it was of models that were held back until the shares stood."""
     measured = _measured(rows)
     machine = measured[0]["machine"]
-    parts = []
-    for title, chosen in (
-        ("models that the shares were found on", [row for row in measured if not held_back(of_row(row))]),
-        ("models with a star, held back until the shares stood", [row for row in measured if held_back(of_row(row))]),
-    ):
-        if chosen:
-            off = sorted(abs(row["error"]) for row in chosen)
-            within = sum(error <= WORST for error in off)
-            worst = max(chosen, key=lambda row: abs(row["error"]))
-            parts.append(
-                f"{len(off)} steps of {title}: off by {statistics.median(off):.0%} in the median, {within} of them within "
-                f"{WORST:.0%}, at worst {worst['error']:+.0%} ({worst['model']}, {worst['rows']:,} rows, {how(worst)})"
-            )
-    return f"{device_name(machine)}, torch {machine['torch']}, {machine['date'][:10]}. " + ". ".join(parts) + "."
+    said = [f"{len(measured)} steps on {device_name(machine)}, torch {machine['torch']}, {machine['date'][:10]}: {_off(measured)}."]
+    held = [row | {"error": _blind_error(row)} for row in measured if "blind_s" in row]
+    if held:
+        said.append(
+            f"The last column is what was said of models on which no share had been found, before their measurements were looked "
+            f"at: {_off(held)}."
+        )
+    return " ".join(said)
+
+
+def _off(rows: list[Row]) -> str:
+    off = [abs(row["error"]) for row in rows]
+    beyond = [row for row in rows if abs(row["error"]) > WORST]
+    named = "".join(f", {row['model']} in {row['precision']} {row['error']:+.0%}" for row in beyond)
+    return f"off by {statistics.median(off):.0%} in the median, {len(rows) - len(beyond)} of {len(rows)} within {WORST:.0%}{named}"
+
+
+def _blind_error(row: Row) -> float:
+    return float(row["blind_s"] / row["seconds"] - 1)
 
 
 def _measured(rows: list[Row]) -> list[Row]:

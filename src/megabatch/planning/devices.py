@@ -30,6 +30,8 @@ FLOPS: Mapping[Kind, float] = MappingProxyType(
         "odd product": 0.17,
         "convolution": 0.40,
         "thin convolution": 0.035,
+        "depthwise convolution": 0.40,
+        "depthwise convolution in fp32": 0.012,
         "attention": 0.20,
         "attention in fp32": 0.35,
     }
@@ -40,6 +42,8 @@ BYTES: Mapping[Kind, float] = MappingProxyType(
         "odd product": 0.80,
         "convolution": 0.25,
         "thin convolution": 0.25,
+        "depthwise convolution": 0.024,
+        "depthwise convolution in fp32": 0.25,
         "attention": 0.25,
         "attention in fp32": 0.80,
         "elementwise": 0.80,
@@ -66,8 +70,8 @@ class Shares:
     flops: Mapping[Kind, float] = field(default_factory=lambda: FLOPS)
     bytes: Mapping[Kind, float] = field(default_factory=lambda: BYTES)
     link: float = 0.75
-    host_s: float = 45e-6
-    step_s: float = 3e-3
+    host_s: float = 42e-6
+    step_s: float = 10e-3
 
     @classmethod
     def uniform(cls, flops: float, bytes: float, **rest: float) -> Shares:
@@ -107,7 +111,7 @@ class Device:
         """FLOP/s that a training step reaches in a kind of products; a ValueError where the device does not have the precision."""
         if precision not in self.rates:
             raise ValueError(f"precision is {precision!r}: {self.name} has {', '.join(self.rates)}; choose one of them")
-        if precision == "fp32" and "convolution" in kind:
+        if precision == "fp32" and kind in ("convolution", "thin convolution"):
             # PyTorch's default: cuDNN takes TF32 where there is one, products of matrices do not.
             precision = "tf32" if "tf32" in self.rates else precision
         return self.rates[precision] * self.shares.flops[kind]

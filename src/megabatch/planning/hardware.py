@@ -125,8 +125,8 @@ def with_rates(
     link: float | None = None,
     host: float | None = None,
 ) -> Machine:
-    """The machine with measured rates of large products (FLOP/s by precision), of memory and of links in the place of the data sheet's,
-    and with the host's own seconds for an operation.
+    """The machine with measured rates in the place of the data sheet's: of large products (FLOP/s by precision), memory and links,
+    and the host's seconds for an operation.
 
     A measured rate is already below the peak: the shares that a step reaches of it are larger accordingly; of a measured link it is
     all.

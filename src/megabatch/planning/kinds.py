@@ -16,6 +16,8 @@ Kind = Literal[
     "odd product",
     "convolution",
     "thin convolution",
+    "depthwise convolution",
+    "depthwise convolution in fp32",
     "attention",
     "attention in fp32",
     "elementwise",
@@ -65,6 +67,9 @@ def kind_of(operator: str, args: Any, out: Any, *, counted: bool) -> Kind:
     half = any(tensor.dtype in HALF for tensor in tensors)
     if kind == "convolution":
         weight, groups = (args[2], args[9]) if "backward" in operator else (args[1], args[8])
+        if groups > 1 and weight.shape[1] == 1:
+            # In half precision cuDNN's, else a kernel of PyTorch's own.
+            return "depthwise convolution" if half else "depthwise convolution in fp32"
         return "thin convolution" if groups == 1 and weight.shape[1] < GRAIN else kind
     if kind == "batch norm" and half:
         return "half batch norm"

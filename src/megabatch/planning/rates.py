@@ -15,8 +15,8 @@ class Rates:
 
     products: FLOP/s of large matrix products by precision; one that the device does not have is missing. bandwidth: bytes a second
     that a copy within the device's memory reads and writes. copy: bytes a second from pinned host memory; None on a CPU.
-    link: bytes a second that each of `ranks` sends in an all-reduce; None without a process group. host: seconds that the host takes
-    to call one operation of a forward or backward; None in files that do not know it.
+    link: bytes a second that each of `ranks` sends in an all-reduce; None without a process group. host: seconds in which the host
+    calls one operation of a forward or backward; None in files that do not know it.
     """
 
     device: str

@@ -23,6 +23,8 @@ OPTIMIZER_BYTES = {"adamw": 84.0, "sgd": 36.0}
 # Of a chunk's gradients, added to those of the chunks before it.
 ADDED_BYTES = 12
 HOP_S = 20e-6
+# The host's time for an operation that autograd does not record, against one that it does.
+UNRECORDED = 0.6
 PARAMETER_BYTES = 4
 
 
@@ -50,7 +52,7 @@ class StepTime(NamedTuple):
 def step_time(task: Task, how: How, machine: Machine) -> StepTime:
     """The seconds of one optimizer step on every rank of the machine."""
     machine = machine.of(how.ranks)
-    forward = sum(seconds_of(work.forward, how, machine) for work in task.towers)
+    forward = sum(_first_forward(work, how, machine) for work in task.towers)
     backward = sum(seconds_of(work.backward, how, machine) for work in task.towers) + _adding(task, how, machine)
     again = sum(_forwards_again(work, how) * seconds_of(work.forward, how, machine) for work in task.towers)
     parts = {
@@ -74,15 +76,24 @@ def scaled(step: StepTime, seconds: float) -> StepTime:
     return StepTime(seconds, {name: part * seconds / step.seconds for name, part in step.parts.items()})
 
 
-def seconds_of(costs: Pass, how: How, machine: Machine) -> float:
-    """Seconds of all chunks of a shard in one direction: of the device, or of the host where it cannot call as fast."""
+def seconds_of(costs: Pass, how: How, machine: Machine, host: float = 1.0) -> float:
+    """Seconds of all chunks of a shard in one direction: of the device, or of the host where it cannot call as fast.
+
+    host: a factor on what it takes for an operation.
+    """
     device, rows, times = machine.device, how.shard, how.chunks
     computing = 0.0
     for call in costs.calls:
         moving = (rows * call.bytes + times * call.fixed) / device.moving(call.kind)
         multiplying = rows * call.flops / device.rate(how.precision, call.kind) if call.flops else 0.0
         computing += call.times * max(moving, multiplying)
-    return max(computing, times * costs.operations * device.shares.host_s)
+    return max(computing, times * costs.operations * host * device.shares.host_s)
+
+
+def _first_forward(work: Work, how: How, machine: Machine) -> float:
+    """The forward whose embeddings the loss takes; of chunks that are not kept, nothing is recorded for a backward."""
+    recorded = 1.0 if how.accumulate or not work.backward.calls else min(how.keep, how.chunks) / how.chunks
+    return seconds_of(work.forward, how, machine, recorded + UNRECORDED * (1 - recorded))
 
 
 def _forwards_again(work: Work, how: How) -> float:
