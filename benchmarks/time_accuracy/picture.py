@@ -26,9 +26,9 @@ def draw(rows: list[Row], path: Path) -> None:
             span, [(1 - WORST) * s for s in span], [(1 + WORST) * s for s in span], color=picture.OURS, alpha=0.08, lw=0
         )
         panel.plot(span, span, color=picture.FAINT, lw=0.8)
-        for held, title in ((False, "shares found on these"), (True, "held back")):
+        for held, title in ((False, "shares found on these"), (True, "held back, as said before they were seen")):
             chosen = [row for row in rows if held_back(of_row(row)) == held]
-            x, y = ([1e3 * row[name] for row in chosen] for name in ("seconds", "predicted_s"))
+            x, y = [1e3 * row["seconds"] for row in chosen], [1e3 * row.get("blind_s", row["predicted_s"]) for row in chosen]
             panel.scatter(x, y, s=30, facecolors=picture.OURS if held else "none", edgecolors=picture.OURS, label=title, zorder=3)
         panel.set_xscale("log")
         panel.set_yscale("log")

@@ -77,7 +77,7 @@ def scaled(step: StepTime, seconds: float) -> StepTime:
 
 
 def seconds_of(costs: Pass, how: How, machine: Machine, host: float = 1.0) -> float:
-    """Seconds of all chunks of a shard in one direction: of the device, or of the host where it cannot call as fast.
+    """Seconds of all chunks of a shard in one direction: of the device, or of the host where that is slower. A CPU does both.
 
     host: a factor on what it takes for an operation.
     """
@@ -87,28 +87,32 @@ def seconds_of(costs: Pass, how: How, machine: Machine, host: float = 1.0) -> fl
         moving = (rows * call.bytes + times * call.fixed) / device.moving(call.kind)
         multiplying = rows * call.flops / device.rate(how.precision, call.kind) if call.flops else 0.0
         computing += call.times * max(moving, multiplying)
-    return max(computing, times * costs.operations * host * device.shares.host_s)
+    calling = times * costs.operations * host * device.shares.host_s
+    return computing + calling if device.type == "cpu" else max(computing, calling)
 
 
 def _first_forward(work: Work, how: How, machine: Machine) -> float:
     """The forward whose embeddings the loss takes; of chunks that are not kept, nothing is recorded for a backward."""
-    recorded = 1.0 if how.accumulate or not work.backward.calls else min(how.keep, how.chunks) / how.chunks
-    return seconds_of(work.forward, how, machine, recorded + UNRECORDED * (1 - recorded))
+    return seconds_of(work.forward, how, machine, 1 - (1 - UNRECORDED) * _not_kept(work, how))
+
+
+def _not_kept(work: Work, how: How) -> float:
+    """The share of chunks that are computed a second time, for their backward."""
+    if not work.backward.calls or how.accumulate:
+        return 0.0
+    return 1 - min(how.keep, how.chunks) / how.chunks
 
 
 def _forwards_again(work: Work, how: How) -> float:
     """Forwards that are done again: of chunks that are not kept, and of blocks inside a checkpointed encoder."""
-    if not work.backward.calls:
-        return 0.0
-    kept = how.chunks if how.accumulate else min(how.keep, how.chunks)
-    return (how.chunks - kept) / how.chunks + (1 if how.checkpointing else 0)
+    return _not_kept(work, how) + (1 if how.checkpointing and work.backward.calls else 0)
 
 
 def _inputs(task: Task, how: How, machine: Machine) -> float:
     """Their way to the device, whenever a chunk is computed."""
     if machine.device.type == "cpu":
         return 0.0
-    return sum((1 + _forwards_again(work, how)) * how.shard * work.inputs for work in task.towers) / machine.device.copy
+    return sum((1 + _not_kept(work, how)) * how.shard * work.inputs for work in task.towers) / machine.device.copy
 
 
 def _adding(task: Task, how: How, machine: Machine) -> float:
