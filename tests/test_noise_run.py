@@ -291,6 +291,18 @@ def test_branches_find_the_planted_limit(pairs, tmp_path, monkeypatch):
         assert {step.rate for step in mine} == {math.sqrt(size / 4)}
 
 
+def test_how_long_how_often_and_what_may_be_lost_is_asked_for(pairs, tmp_path, monkeypatch):
+    taken = []
+    before = Training.step
+    monkeypatch.setattr(Training, "step", lambda self, step, batch: taken.append((self.number, step)) or before(self, step, batch))
+    options = [*CLASSIFY, "batch.size=4", "optimizer.name=test_noise_run:Brittle", "schedule.shape=constant", "schedule.warmup=0"]
+    run = run_of(pairs, "nowhere", *options, "evaluate.limit=20", steps=40)
+    result = noise(run, steps=10, branch=[16], updates=2, repeats=1, tolerance=1e9, out=tmp_path / "out")
+    # Weights that were spoiled are worse, and here that may be.
+    assert result.found.branch == 16
+    assert len([step for number, step in taken if number == 10]) == 2 + 8
+
+
 def test_a_branch_starts_from_the_checkpoint_each_time(pairs, tmp_path):
     """What earlier branches left in weights, optimizer and counters makes no difference."""
     run = run_of(pairs, tmp_path / "run", *CLASSIFY, "batch.size=8", "checkpoint.every=5", steps=10)
@@ -325,6 +337,8 @@ def test_a_checkpoint_is_gone_on_from(pairs, tmp_path):
         ([], {"steps": 6, "branch": [48]}, "branches need the rate of one more"),
         (["data.held_out=0"], {"steps": 4, "branch": [48]}, "compared by held-out loss"),
         ([], {"steps": 4, "branch": [0]}, "batches of at least 1"),
+        ([], {"steps": 4, "branch": [48], "updates": 0}, "updates is 0 and repeats is 3: must be at least 1"),
+        ([], {"steps": 4, "branch": [48], "tolerance": -0.1}, "tolerance is -0.1: held-out loss that may be lost, from 0 up"),
         (["batch.size=1", *CLASSIFY], {}, "only 0 steps could be measured"),
     ],
 )

@@ -80,6 +80,19 @@ def test_the_ratio_of_errors_is_that_of_the_kept_rows():
     assert f"{min(ratios):.0f} to {max(ratios):.0f} times smaller" in " ".join(README.split())
 
 
+def test_what_it_says_of_predicted_time_is_in_the_kept_rows():
+    rows = [row for row in read_rows(ROOT / "benchmarks/results/time-cuda.jsonl") if "blind_s" in row]
+    off = sorted(abs(row["blind_s"] / row["seconds"] - 1) for row in rows)
+    within = sum(error <= 0.2 for error in off)
+    said = f"of {len(off)} steps of models that were held back, {within} came out within 20 %"
+    assert f"{said}, {100 * statistics.median(off):.0f} % in the median" in " ".join(README.split())
+    table = (ROOT / "docs/planning.md").read_text().split("<!-- inf-cl -->")[1].split("<!-- end -->")[0]
+    cells = [line.split("|")[3:5] for line in table.splitlines()[3:]]
+    ratios = [float(predicted) / float(published) for published, predicted in cells if published.strip() != "–"]
+    assert len(ratios) == 4 and max(abs(ratio - 1) for ratio in ratios) <= 0.03
+    assert "published steps on eight A800 come out within 3 %" in " ".join(README.split())
+
+
 def test_what_it_says_of_predicted_memory_is_in_the_kept_rows():
     rows = [row for row in read_rows(ROOT / "benchmarks/results/memory-cuda.jsonl") if row.get("kind") != "limit"]
     off = sorted(abs(row["error"]) for row in rows)

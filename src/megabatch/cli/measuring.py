@@ -29,6 +29,9 @@ def add(verbs: Any) -> None:
     noise.add_argument("--steps", type=int, help="steps to train; by default all, or half of them where branches follow")
     noise.add_argument("--window", type=int, help="steps that an estimate looks back on")
     noise.add_argument("--branch", type=_numbers, help="batches to branch to afterwards, to see which lose nothing: 128,512")
+    noise.add_argument("--updates", type=int, default=8, help="updates of the largest batch on a branch (8)")
+    noise.add_argument("--repeats", type=int, default=3, help="times that each branch is taken, on other samples (3)")
+    noise.add_argument("--tolerance", type=float, default=0.01, help="held-out loss that may be lost (0.01)")
     noise.add_argument("--checkpoint", type=Path, help="a checkpoint of this run to begin with")
 
     sweep = _verb(verbs, "sweep", _sweep, "train at several batches, each with its own rate: which one is worth it")
@@ -74,7 +77,9 @@ def _noise(arguments: argparse.Namespace) -> None:
     """How noisy the gradient is, from what training computes anyway, and the critical batch that follows from it."""
     from ..measuring.noise import noise, show
 
-    options = {name: getattr(arguments, name) for name in ("steps", "branch", "checkpoint", "out")}
+    options = {
+        name: getattr(arguments, name) for name in ("steps", "branch", "updates", "repeats", "tolerance", "checkpoint", "out")
+    }
     window = {} if arguments.window is None else {"window": arguments.window}
     _say(noise(settings_of(arguments.settings), **options, **window), show, arguments)
 

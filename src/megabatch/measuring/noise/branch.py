@@ -38,7 +38,7 @@ def branch(
     The rate is the one that the run has there, times what the optimizer's rule says for the batch, and does not fall meanwhile.
     Each repeat takes other samples. `training` ends in an arbitrary state.
     """
-    check(training, batches)
+    check(training, batches, updates, repeats, tolerance)
     if isinstance(training.parts.objective, Classification):
         training.parts.objective.ignore_noise()
     training.load(checkpoint)
@@ -56,8 +56,12 @@ def branch(
     return judge(losses, tolerance)
 
 
-def check(training: Training, batches: Sequence[int]) -> None:
+def check(training: Training, batches: Sequence[int], updates: int, repeats: int, tolerance: float) -> None:
     """Raises ValueError where branches could not be compared."""
+    if updates < 1 or repeats < 1:
+        raise ValueError(f"updates is {updates} and repeats is {repeats}: must be at least 1; usual are {UPDATES} and {REPEATS}")
+    if not tolerance >= 0:
+        raise ValueError(f"tolerance is {tolerance}: held-out loss that may be lost, from 0 up; {TOLERANCE} is usual")
     if not batches or min(batches) < 1:
         raise ValueError(f"branch is {list(batches)}: must name batches of at least 1, for example twice and four times the run's")
     if not sum(training.parts.held_out.lengths):

@@ -28,7 +28,7 @@ from . import branch as branching
 from .page import page
 from .pictures import branch_picture, course_picture
 from .probes import Probes
-from .verdict import Branch, largest
+from .verdict import TOLERANCE, Branch, largest
 
 # Points of the course that are kept, at most.
 POINTS = 200
@@ -40,6 +40,9 @@ def noise(
     steps: int | None = None,
     window: int = WINDOW,
     branch: Sequence[int] | None = None,
+    updates: int = branching.UPDATES,
+    repeats: int = branching.REPEATS,
+    tolerance: float = TOLERANCE,
     checkpoint: Path | None = None,
     out: Path,
 ) -> Measured:
@@ -47,7 +50,8 @@ def noise(
 
     steps: how many the run trains; None: all that it has, or half of them where branches follow.
     window: steps that each estimate looks back on.
-    branch: batches to branch to afterwards, beside the run's own, to see which of them lose nothing.
+    branch: batches to branch to afterwards, beside the run's own, to see which of them lose nothing: no more than `tolerance` of
+        held-out loss, after `updates` of the largest batch and as many samples at the others, `repeats` times.
     checkpoint: of this run or a like one, to begin with.
     out: the folder for measured.json, noise.png, report.html, log.jsonl and the last checkpoint; branches.json and branches.png.
     """
@@ -64,11 +68,12 @@ def noise(
             training.load(checkpoint)
         last = _last(training, steps, branches=branch is not None)
         if branch is not None:
-            branching.check(training, branch)
+            branching.check(training, branch, updates, repeats, tolerance)
         found = _measured(training, window, last)
         branches: list[Branch] = []
         if branch is not None:
-            branches = branching.branch(training, place(out / "checkpoints", last), branch)
+            begin = place(out / "checkpoints", last)
+            branches = branching.branch(training, begin, branch, updates=updates, repeats=repeats, tolerance=tolerance)
             found = replace(found, branch=largest(branches))
         today = date.today().isoformat()
         result = Measured(found, config.as_table(run), device_name(here.device), str(torch.__version__), today)
