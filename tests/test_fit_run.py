@@ -22,7 +22,10 @@ from torch import Tensor, nn
 from megabatch import config, measured
 from megabatch.measuring.fit import fit, show
 from megabatch.measuring.fit import of_run as fitting
+from megabatch.measuring.fit.limits import Limit
 from megabatch.measuring.fit.show import sentences, ticks
+from megabatch.training.launch import ranks
+from megabatch.training.objective import Classification, Contrastive
 from megabatch.training.towers.tower import Tower
 
 MIB = 2**20
@@ -122,8 +125,9 @@ def test_the_embedded_default_end_to_end(tmp_path):
 @pytest.mark.parametrize("objective", ["clip", "classify"])
 def test_a_budget_sets_the_chunk(pairs, tmp_path, objective):
     run = run_of(pairs, f"loss.objective={objective}", tower="test_fit_run:wide")
-    # What the process takes at four rows, and as much more as twenty rows of two MiB take.
-    with mock.patch.object(fitting, "predictions", foretold(1)):
+    # What the process takes at four rows, and as much more as twenty rows of two MiB take. The first fit of a process loads what
+    # traces and draws, which takes more than the rows.
+    for _ in range(2):
         (four,) = fit(run, cap=4, margin=0.0, out=tmp_path).found.trials
     result = fit(run, budget=four["peak_bytes"] + 40 * MIB, margin=0.0, out=tmp_path)
     found = result.found
@@ -146,6 +150,56 @@ def test_a_chunk_that_only_runs_in_halves_has_not_run(quick, pairs, tmp_path):
         trial["size"]: trial["size"] <= 20 for trial in result.found.trials
     }
     assert not list(tmp_path.glob("**/checkpoints")), "nothing of a run is written"
+
+
+@pytest.mark.parametrize("objective", [Contrastive, Classification])
+def test_a_trial_that_runs_out_of_memory_ends_there(quick, pairs, tmp_path, monkeypatch, objective):
+    taken = []
+    step = objective.step
+
+    def limited(self, batch):
+        taken.append(self.chunked[0].chunk)
+        outcome = step(self, batch)
+        if taken[-1] > 20:
+            raise torch.OutOfMemoryError("out of memory: 20 rows are all")
+        return outcome
+
+    monkeypatch.setattr(objective, "step", limited)
+    run = run_of(pairs, f"loss.objective={'clip' if objective is Contrastive else 'classify'}")
+    found = fit(run, start=40, margin=0.0, out=tmp_path).found
+    assert found.chunk == 20
+    # One step for each trial that fails, at its own chunk; those that run take their steps at theirs.
+    failed = [trial["size"] for trial in found.trials if not trial["ran"]]
+    assert [chunk for chunk in taken if chunk > 20] == failed and len(failed) >= 2
+    assert set(taken) == {trial["size"] for trial in found.trials}
+
+
+def test_a_run_on_a_cpu_pins_nothing(pairs, tmp_path):
+    run = run_of(pairs, "compute.device=cpu")
+    with ranks(run.compute) as here:
+        bench = fitting.Bench(run, here, tmp_path)
+    parts = bench.training.parts
+    assert not parts.shuffled().pinned and not parts.in_order(parts.training).pinned and not bench.batch.x.is_pinned()
+    assert replace(parts, ranks=replace(here, device=torch.device("cuda"))).shuffled().pinned
+
+
+@pytest.mark.parametrize(("constant", "row", "start"), [(2**40, MIB, None), (0, 2**31, None), (0, 64 * MIB, 16), (0, MIB, 40)])
+def test_where_nothing_is_predicted_to_fit_there_is_no_start(pairs, tmp_path, monkeypatch, constant, row, start):
+    monkeypatch.setattr(fitting, "predictions", foretold(row, constant))
+    monkeypatch.setattr(fitting, "resident_bytes", lambda: 0)
+    run = run_of(pairs, "compute.device=cpu")
+    with ranks(run.compute) as here:
+        foresight = fitting.Foresight(run, fitting.Bench(run, here, tmp_path))
+        # Of a GiB; 16 rows of 64 MiB are one, to an eighth of them, and the weights are nearly nothing.
+        found = foresight.start(40, Limit(2**30, "measured"))
+        assert found is None if start is None else start * 7 / 8 <= found <= start
+        assert foresight.start(40, Limit(None, "raised")) is None
+
+
+def test_a_search_without_a_start_begins_at_the_runs_chunk(quick, pairs, tmp_path, monkeypatch):
+    monkeypatch.setattr(fitting, "predictions", foretold(MIB, 2**50))
+    found = fit(run_of(pairs), margin=0.0, out=tmp_path).found
+    assert found.trials[0]["size"] == 8 and found.chunk == ROWS
 
 
 def test_the_cap_and_the_batch_bound_what_is_tried(quick, pairs, tmp_path):

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from megabatch.training.data import loader as loader_module
+from megabatch.training.data import pieces
 from megabatch.training.data.loader import Loader, Rows, once, share
 from megabatch.training.data.order import InOrder, Order
 from megabatch.training.data.source import BadSample, Sample
@@ -254,6 +255,24 @@ def test_a_source_of_which_nothing_can_be_used_says_why():
     source = Shelves([3], bad={"0/0", "0/1", "0/2"})
     with pytest.raises(ValueError, match="none of the first 1000 samples can be used; the reason of the last: 0/2: torn"):
         list(load(source).batches([(0, 3)]))
+
+
+def test_batches_lie_in_ordinary_memory_unless_they_are_to_be_pinned(monkeypatch):
+    asked = []
+
+    def empty(shape, *, dtype, pin_memory):
+        asked.append((tuple(shape), pin_memory))
+        return torch.zeros(shape, dtype=dtype)
+
+    monkeypatch.setattr(pieces.torch, "empty", empty)
+    (plain,) = load(Shelves([8])).batches([(0, 8)])
+    assert {shape for shape, _ in asked} >= {(8, 24)} and not any(pinned for _, pinned in asked)
+    asked.clear()
+    # 8 rows of 24 numbers are 768 bytes in fp32 and 1,536 in int64; a mask has 192.
+    monkeypatch.setattr(pieces, "MOST_PINNED", 768)
+    (batch,) = load(Shelves([8]), pinned=True).batches([(0, 8)])
+    assert leaves(batch) == leaves(plain)
+    assert sorted(asked) == [((8,), True), ((8, 24), False), ((8, 24), True), ((8, 24), True)]
 
 
 def test_negatives_of_all_rows_follow_each_other_with_their_ids():

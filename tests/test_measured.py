@@ -4,34 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import NamedTuple
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_works import Stated, small_work
 from torch import nn
 
 from megabatch import config, measured
 from megabatch.environment import device_name
 from megabatch.measured import Fit, Measured, Noise, Profile, Sweep
-from megabatch.planning.counting import Work
 from megabatch.planning.plan import Plan
 from megabatch.planning.planner import Tools, plan
 from megabatch.planning.workload import Workload
 
-WORK = (Work(50e9, 0.2e9, 0.3e9, 400, 80_000_000, 80_000_000), Work(6e9, 0.03e9, 0.2e9, 200, 40_000_000, 40_000_000))
+WORK = (small_work(50e9, 0.2e9, 0.3e9, 400, 80_000_000), small_work(6e9, 0.03e9, 0.2e9, 200, 40_000_000))
 SAID = "measured on NVIDIA H200, 2026-11-15"
 RUN = config.build(config.EMBEDDED, ["compute.precision=bf16"])
 CLASSIFY = config.build(config.EMBEDDED, ["compute.precision=bf16", "loss.objective=classify"])
-
-
-class Stated(NamedTuple):
-    peak_bytes: int
-    reserved_bytes: int
-    parts: dict[str, int]
-    moment: str
-    phases: dict[str, int]
 
 
 def predict(question, run, work, machine):
@@ -45,7 +36,7 @@ def predict(question, run, work, machine):
     return predicted
 
 
-def counted(question, run, precision):
+def counted(question, run, precision, machine):
     return Workload(WORK[: 2 if question.pairs else 1], (nn.Identity(),) * 2, (lambda rows: rows,) * 2)
 
 

@@ -6,15 +6,14 @@ import dataclasses
 import io
 import json
 import re
-from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_works import Stated, small_work
 from torch import nn
 
 from megabatch import config
-from megabatch.planning.counting import Work
 from megabatch.planning.how import How
 from megabatch.planning.peaks import Peaks
 from megabatch.planning.plan import Plan
@@ -22,24 +21,13 @@ from megabatch.planning.planner import Tools, plan
 from megabatch.planning.show import as_markdown, as_toml, headline, show, write
 from megabatch.planning.workload import Workload, workload
 
-VIT_L = (
-    Work(162e9, 0.74e9, 1.8e9, 729, 304_000_000, 304_000_000),
-    Work(13.3e9, 0.084e9, 0.66e9, 370, 124_000_000, 124_000_000),
-)
-
-
-class Stated(NamedTuple):
-    peak_bytes: int
-    reserved_bytes: int
-    parts: dict[str, int]
-    moment: str
-    phases: dict[str, int]
+VIT_L = (small_work(162e9, 0.74e9, 1.8e9, 729, 304_000_000), small_work(13.3e9, 0.084e9, 0.66e9, 370, 124_000_000))
 
 
 def predict(question, run, work, machine):
     """Memory by arithmetic: 16 bytes a parameter, a graph in proportion to the bytes that a forward moves."""
     parameters = sum(tower.parameters for tower in work.towers)
-    row = 0.4 * sum(tower.bytes for tower in work.towers)
+    row = 0.4 * sum(tower.forward.bytes for tower in work.towers)
 
     def predicted(how):
         state = 16 * parameters // (how.ranks if how.sharding == "fsdp2" else 1)
@@ -79,7 +67,7 @@ def test_lines_below_a_traced_step_are_raised_to_it():
     assert not peaks.correct(how, 1024**2)
 
 
-def counted(question, run, precision):
+def counted(question, run, precision, machine):
     return Workload(VIT_L, (nn.Identity(), nn.Identity()), (lambda rows: rows, lambda rows: rows))
 
 

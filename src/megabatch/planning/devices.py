@@ -53,7 +53,7 @@ BYTES: Mapping[Kind, float] = MappingProxyType(
         "normalisation": 0.36,
         "batch norm": 0.28,
         "half batch norm": 0.09,
-        "pooling": 0.20,
+        "scattered": 0.20,
     }
 )
 

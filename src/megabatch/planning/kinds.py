@@ -27,7 +27,7 @@ Kind = Literal[
     "normalisation",
     "batch norm",
     "half batch norm",
-    "pooling",
+    "scattered",
 ]
 # Of an operand's width in half precision, and of a convolution's channels: what tensor cores read in one piece.
 GRAIN = 8
@@ -40,12 +40,12 @@ NAMED: tuple[tuple[str, Kind], ...] = (
     ("batch_norm", "batch norm"),
     ("norm", "normalisation"),
     ("softmax", "normalisation"),
-    ("pool", "pooling"),
-    ("upsample", "pooling"),
-    ("embedding", "pooling"),
-    ("index", "pooling"),
-    ("scatter", "pooling"),
-    ("gather", "pooling"),
+    ("pool", "scattered"),
+    ("upsample", "scattered"),
+    ("embedding", "scattered"),
+    ("index", "scattered"),
+    ("scatter", "scattered"),
+    ("gather", "scattered"),
     ("copy", "copy"),
     ("clone", "copy"),
     ("contiguous", "copy"),
