@@ -7,8 +7,10 @@ import json
 import os
 import pickle
 import re
+import shutil
 import signal
 import sys
+import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -140,6 +142,26 @@ def save_until(folder: Path, step: int, moment: int) -> None:
     checkpoint.save(folder, step, {"w": torch.full((1000,), float(moment))}, {"moment": moment}, keep=1)
 
 
+def forked(work: Callable[[], None]) -> int | None:
+    """The status that a child process ends with; None where it hangs, which one with threads can, if a thread held a lock just then."""
+    pid = os.fork()
+    if pid == 0:
+        # The child ends here, whatever happens: it is no worker.
+        try:
+            work()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    for _ in range(1000):
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return status
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return None
+
+
 def crash(rank: int, size: int, parent: Path, step: int) -> list[bool]:
     """For each moment of a save, whether the new checkpoint was there afterwards; a child process is killed at each."""
     dist.destroy_process_group()
@@ -148,15 +170,10 @@ def crash(rank: int, size: int, parent: Path, step: int) -> list[bool]:
         moment = len(taken) + 1
         folder = parent / str(moment)
         checkpoint.save(folder, 1, {"w": torch.zeros(1000)}, {"moment": 0}, keep=1)
-        pid = os.fork()
-        if pid == 0:
-            # The child ends here, whatever happens: it is no worker.
-            try:
-                save_until(folder, step, moment)
-                os._exit(0)
-            finally:
-                os._exit(1)
-        status = os.waitpid(pid, 0)[1]
+        status = forked(lambda folder=folder, moment=moment: save_until(folder, step, moment))
+        if status is None:
+            shutil.rmtree(folder)
+            continue
         if os.WIFEXITED(status):
             assert os.WEXITSTATUS(status) == 0
             return taken

@@ -114,7 +114,10 @@ def this_machine(gpus: int | None = None) -> Machine:
     if not torch.cuda.is_available():
         return Machine(cpu_device(), 1 if gpus is None else gpus)
     properties = torch.cuda.get_device_properties(0)
-    device = dataclasses.replace(like_device(properties.name), name=properties.name, memory=properties.total_memory)
+    capability = (properties.major, properties.minor)
+    device = dataclasses.replace(
+        like_device(properties.name), name=properties.name, memory=properties.total_memory, capability=capability
+    )
     return Machine(device, torch.cuda.device_count() if gpus is None else gpus)
 
 
