@@ -143,7 +143,7 @@ def save_until(folder: Path, step: int, moment: int) -> None:
 
 
 def forked(work: Callable[[], None]) -> int | None:
-    """The status that a child process ends with; None where it hangs, which one with threads can, if a thread held a lock just then."""
+    """The status that a child process ends with; None where it hangs, as it may if a thread of the parent held a lock just then."""
     pid = os.fork()
     if pid == 0:
         # The child ends here, whatever happens: it is no worker.
