@@ -271,13 +271,20 @@ class Brittle(torch.optim.SGD):
                 p.mul_(3.0 if group["lr"] > 0.015 else 1.0)
 
 
-def test_branches_find_the_planted_limit(pairs, tmp_path, monkeypatch):
-    """The rate is 0.01 at batch 4 and grows with the root: 0.0141 at batch 8 is right, 0.02 at batch 16 too much."""
+@pytest.fixture
+def brittle(pairs, monkeypatch):
+    """A run at batch 4 that breaks where its rate is too high, and the steps that are taken, each with the number of the run's."""
     taken = []
     before = Training.step
     monkeypatch.setattr(Training, "step", lambda self, step, batch: taken.append((self.number, step)) or before(self, step, batch))
     options = [*CLASSIFY, "batch.size=4", "optimizer.name=test_noise_run:Brittle", "schedule.shape=constant", "schedule.warmup=0"]
     run = run_of(pairs, "nowhere", *options, "evaluate.limit=20", steps=40)
+    return run, taken
+
+
+def test_branches_find_the_planted_limit(brittle, tmp_path):
+    """The rate is 0.01 at batch 4 and grows with the root: 0.0141 at batch 8 is right, 0.02 at batch 16 too much."""
+    run, taken = brittle
     result = noise(run, steps=10, branch=[16, 8], out=tmp_path / "out")
     assert result.found.branch == 8
     rows = json.loads((tmp_path / "out" / "branches.json").read_text())
@@ -291,12 +298,8 @@ def test_branches_find_the_planted_limit(pairs, tmp_path, monkeypatch):
         assert {step.rate for step in mine} == {math.sqrt(size / 4)}
 
 
-def test_how_long_how_often_and_what_may_be_lost_is_asked_for(pairs, tmp_path, monkeypatch):
-    taken = []
-    before = Training.step
-    monkeypatch.setattr(Training, "step", lambda self, step, batch: taken.append((self.number, step)) or before(self, step, batch))
-    options = [*CLASSIFY, "batch.size=4", "optimizer.name=test_noise_run:Brittle", "schedule.shape=constant", "schedule.warmup=0"]
-    run = run_of(pairs, "nowhere", *options, "evaluate.limit=20", steps=40)
+def test_how_long_how_often_and_what_may_be_lost_is_asked_for(brittle, tmp_path):
+    run, taken = brittle
     result = noise(run, steps=10, branch=[16], updates=2, repeats=1, tolerance=1e9, out=tmp_path / "out")
     # Weights that were spoiled are worse, and here that may be.
     assert result.found.branch == 16
