@@ -22,7 +22,7 @@ from test_losses import CLIP_OPTIONS, build
 import megabatch
 from megabatch import tiles
 from megabatch.tiles import backend_for, backend_name, eager
-from megabatch.tiles.contract import Means, Pairs
+from megabatch.tiles.contract import Means, Pairs, Softmax, Wanted
 
 pytest.importorskip("triton")
 
@@ -31,6 +31,7 @@ from exchanged import expected, rows_and_columns, whole_numbers
 
 from megabatch.tiles import fused
 from megabatch.tiles.fused import blocks, launch, support
+from megabatch.tiles.fused.kept import room_to_keep
 from megabatch.tiles.fused.kernels import gradient, sigmoid, stats
 from megabatch.tiles.fused.kernels.sums import COUNTED, EXPONENTIALS, RANKING, SUMS
 
@@ -448,6 +449,71 @@ def test_panels_hold_every_pair_once_and_keep_to_the_working_memory(rows, column
     assert (held == 1).all()
     assert len(panels) <= 1 or rows * columns > tile / bytes_a_cell or columns > (widest or columns)
     assert panels == sorted(panels, key=lambda p: (p.r.start, p.c.start))
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.integers(1, 300), st.integers(1, 300), st.integers(1, 2**16), st.none() | st.integers(32, 400))
+def test_around_a_kept_panel_every_pair_is_held_once_and_sums_begin_where_they_are_said_to(rows, columns, tile, widest):
+    x, y, means = torch.empty(rows, 4), torch.empty(columns, 4), Means(tile)
+    work = launch.Launch("stats", x, y, means)
+    kept = room_to_keep(work, means)
+    first = next(launch.Launch("gradient", x, y, means).panels(4))
+    assert (kept.panel.r, kept.panel.c) == (first.r, first.c) and kept.buffer.dtype == torch.float32
+    held = torch.zeros(rows, columns, dtype=torch.int64)
+    for p in work.panels(0.5, widest, kept.panel):
+        assert held[p.r, :].any(1).all() == (p.c.start > 0) and held[:, p.c].any(0).all() == (p.r.start > 0)
+        inside = p.r.stop <= kept.panel.rows and p.c.stop <= kept.panel.columns
+        outside = p.r.start >= kept.panel.rows or p.c.start >= kept.panel.columns
+        assert kept.holds(p) == inside != outside
+        held[p.r, p.c] += 1
+        if inside:
+            kept.values(p).fill_(1)
+    assert (held == 1).all()
+    assert kept.values(kept.panel).eq(1).all()
+
+
+def kept_of(width=8, dtype=torch.float32, **options):
+    x, y = embeddings(70, width=width)
+    pairs = Pairs(home=True, positive_M=torch.zeros(70), positive_N=torch.zeros(70), **options)
+    means = Means(40 * 64 * 4)
+    tensors = x.to(dtype), y.to(dtype), torch.tensor(3.0)
+    return tensors, pairs, means, fused.softmax_stats(*tensors, pairs, columns=True, means=means, keep=True).kept
+
+
+def test_kept_exponentials_are_those_of_the_first_panel_and_what_gradients_are_made_of():
+    (x, y, scale), pairs, means, kept = kept_of()
+    rows, columns = kept.panel.rows, kept.panel.columns
+    assert rows < 70 and columns < 70
+    true = (3 * x.double() @ y.double().T).exp().fill_diagonal_(0)[:rows, :columns]
+    assert torch.allclose(kept.values(kept.panel).double(), true, rtol=1e-5)
+    softmax = Softmax(torch.zeros(70), torch.ones(70))
+    arguments = x, y, scale, pairs, softmax, softmax
+    again, _ = fused.softmax_grads(*arguments, wanted=Wanted(True, True), means=means)
+    kept.buffer.mul_(2)
+    doubled, _ = fused.softmax_grads(*arguments, wanted=Wanted(True, True), means=means, kept=kept)
+    extra = 2 * true @ y[:columns].double()
+    assert torch.allclose((doubled - again)[:rows].double(), extra, rtol=1e-4, atol=1e-3)
+    assert torch.allclose(doubled[rows:], again[rows:], rtol=1e-5)
+
+
+def test_what_options_add_to_a_gradient_is_not_kept():
+    ids = torch.arange(70) // 2
+    assert kept_of(ids_M=ids, ids_N=ids)[-1] is not None and kept_of(ranked=True)[-1] is not None
+    for options in ({"ids_M": ids, "ids_N": ids, "several": True}, {"drop_above": 0.1}, {"smoothed": True}):
+        assert kept_of(**options)[-1] is None
+    (x, y, scale), pairs, means, _ = kept_of()
+    assert fused.softmax_stats(x, y, scale, pairs, columns=True, means=means).kept is None
+    # Nor is it on a device where products are faster: those of fp16, whose panels take four bytes a cell, and narrow ones.
+    for dtype, width in ((torch.float16, 768), (torch.bfloat16, 256), (torch.float32, 32)):
+        x_MD = torch.empty(8, width, dtype=dtype, device="meta")
+        assert room_to_keep(SimpleNamespace(x_MD=x_MD, y_ND=x_MD), means) is None
+
+
+def test_a_second_way_back_computes_again_what_the_first_used_up():
+    x, y = (t.float().requires_grad_() for t in embeddings(70, width=8))
+    loss = megabatch.clip_loss(x, y, 3.0, backend="fused", tile=40 * 64 * 4)
+    first, second = (torch.autograd.grad(loss, (x, y), retain_graph=True) for _ in range(2))
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-8) for a, b in zip(first, second, strict=True))
 
 
 def test_parts_of_many_tiles_are_merged_over_panels():

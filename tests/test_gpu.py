@@ -23,7 +23,7 @@ from megabatch.losses import inputs
 from megabatch.ring import BLOCK, RESULT, Ring
 from megabatch.tiles import backend_name, fused
 from megabatch.tiles.contract import Means, Pairs, Softmax, Wanted
-from megabatch.tiles.fused import blocks, launch
+from megabatch.tiles.fused import blocks, kept, launch
 
 pytestmark = [
     pytest.mark.gpu,
@@ -105,6 +105,54 @@ def test_devices_without_tensor_descriptors_get_the_same(loss, dtype, monkeypatc
     # Such devices have no blocks of their own: the guess is for all of them.
     monkeypatch.setattr(launch, "blocks_for", lambda kernel, device, dtype, *_: blocks._guess(device, dtype, "ieee"))
     assert_the_formula(loss, {"ids": True, "extra": 7, **({"symmetric": False} if loss == "clip_loss" else {})}, dtype)
+
+
+@pytest.fixture
+def everything_is_kept(monkeypatch):
+    monkeypatch.setattr(kept, "LEAST_WIDTH", dict.fromkeys(("bfloat16", "float16", "tf32", "ieee"), 0))
+
+
+@pytest.mark.usefixtures("everything_is_kept")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("options", [{}, {"ids": True, "weights": True}, {"symmetric": False, "extra": 7}], ids=str)
+def test_what_forward_keeps_gives_the_formula_too(options, dtype, monkeypatch):
+    assert_the_formula("clip_loss", options, dtype)
+    monkeypatch.setattr(launch, "has_descriptors", lambda device: False)
+    monkeypatch.setattr(launch, "blocks_for", lambda kernel, device, dtype, *_: blocks._guess(device, dtype, "ieee"))
+    assert_the_formula("clip_loss", options, dtype)
+
+
+@pytest.mark.usefixtures("everything_is_kept")
+@pytest.mark.parametrize("diagnostics", [False, True])
+@pytest.mark.parametrize("rows", [1, 129, 700])
+def test_of_any_shape_what_is_kept_is_right_and_every_element_is_written(rows, diagnostics):
+    torch.use_deterministic_algorithms(True)
+    try:
+        for width, scale in itertools.product((7, 100, 768), (30.0, -30.0)):
+            x, y = (t.to(torch.bfloat16).cuda().requires_grad_() for t in embeddings(rows, width=width, kind="clustered"))
+            found = megabatch.clip_loss(x, y, scale, diagnostics=diagnostics)
+            (found[0] if diagnostics else found).backward()
+            case = Case("clip_loss", x.detach().double().cpu(), y.detach().double().cpu(), (scale,))
+            true = {name: t for name, t in formula(case).items() if name in ("x", "y")}
+            own = {"x": x.grad.double().cpu(), "y": y.grad.double().cpu()}
+            assert all(e <= 1e-2 for e in errors(case, own, true).values()), (width, scale, errors(case, own, true))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("everything_is_kept")
+def test_more_is_kept_than_an_int_counts():
+    rows, width = 50_000, 64
+    g = torch.Generator(device="cuda").manual_seed(0)
+    x, y = (torch.randn(rows, width, device="cuda", generator=g).bfloat16().requires_grad_() for _ in range(2))
+    loss = megabatch.clip_loss(x, y, 0.2, tile=6 * 2**30)
+    assert loss.grad_fn.way_back.kept.panel.rows == loss.grad_fn.way_back.kept.panel.columns == rows
+    found = torch.autograd.grad(loss, (x, y), retain_graph=True)
+    again = torch.autograd.grad(loss, (x, y))
+    assert all((a.float() - b.float()).norm() < 1e-2 * b.float().norm() for a, b in zip(found, again, strict=True))
+    assert all(
+        (a[-100:].float() - b[-100:].float()).norm() < 1e-2 * b[-100:].float().norm() for a, b in zip(found, again, strict=True)
+    )
 
 
 @pytest.mark.parametrize("width", [1, 7, 100, 1152])

@@ -234,6 +234,19 @@ def test_gradients_of_the_softmax(tiles, case, dtype):
     block.assert_products(*found, wanted, block.gradient(rows, 0) + block.gradient(columns, 1))
 
 
+@every_case_but()
+def test_what_is_kept_of_the_sums_gives_the_gradients_of_the_softmax(tiles, case, dtype):
+    block = Block(case, dtype)
+    blocks = block.x, block.y, block.scale, block.pairs
+    kept = tiles.softmax_stats(*blocks, columns=True, means=block.means, keep=True).kept
+    rows, columns, wanted = block.softmax(0), block.softmax(1), Wanted(True, True)
+    found = tiles.softmax_grads(*blocks, rows, columns, wanted=wanted, means=block.means, kept=kept)
+    block.assert_products(*found, wanted, block.gradient(rows, 0) + block.gradient(columns, 1))
+    kept = tiles.softmax_stats(*blocks, columns=False, means=block.means, keep=True).kept
+    found = tiles.softmax_grads(*blocks, rows, None, wanted=wanted, means=block.means, kept=kept)
+    block.assert_products(*found, wanted, block.gradient(rows, 0))
+
+
 @every_case_but("dropping", "smoothed")
 def test_values_slopes_and_gradients_of_the_sigmoid(tiles, case, dtype):
     block = Block(replace(case, drop_above=None), dtype)

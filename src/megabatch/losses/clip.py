@@ -1,7 +1,7 @@
 """The softmax contrastive loss (InfoNCE, CLIP) without the similarity matrix. Formula: reference.clip_loss.
 
 Forward: one tour of the ring collects, for rows and columns at once, the sums over the other pairs; the positives are added here.
-Backward: a second tour recomputes the tiles and brings each block's gradient home.
+Backward: a second tour computes the tiles again, but for those that were kept, and brings each block's gradient home.
 """
 
 from __future__ import annotations
@@ -115,15 +115,23 @@ class Documents(NamedTuple):
     columns: Softmax | None
 
 
-class WayBack(NamedTuple):
+@dataclass
+class WayBack:
     """What the gradient needs: the softmax of rows and columns, the gradient in the positives' logits, what all of it is still to
-    be multiplied with, and the positives' similarities if pairs are compared with them."""
+    be multiplied with, the positives' similarities if pairs are compared with them, and what tiles have kept of this rank's block.
+    """
 
     rows: Softmax
     columns: Softmax | None
     own_M: Tensor
     share: Tensor | float
     compared_M: Tensor | None
+    kept: Any
+
+    def use_up(self) -> Any:
+        """What tiles have kept, at the first way back; another one computes it again."""
+        kept, self.kept = self.kept, None
+        return kept
 
 
 class _ClipLoss(torch.autograd.Function):
@@ -148,24 +156,31 @@ class _ClipLoss(torch.autograd.Function):
 @outside_autocast
 def _solve(x_MD: Tensor, y_ND: Tensor, scale: Tensor, batch: Batch, rules: Rules) -> tuple[Tensor, Diagnostics | None, WayBack]:
     """The loss of the whole batch, this rank's diagnostics, and what backward needs."""
-    positive_M = batch.tiles.positives(x_MD, y_ND, batch.means)
-    # Only where pairs are compared with the positives do these travel.
-    compared_M = positive_M if rules.drop_above is not None or rules.diagnostics else None
+    # Only where pairs are compared with the positives do these travel, and have to be there first.
+    compares = rules.drop_above is not None or rules.diagnostics
+    compared_M = batch.tiles.positives(x_MD, y_ND, batch.means) if compares else None
+    kept: Any = None
 
     def visit(block: Documents, owner: int) -> tuple[Any, Any]:
+        nonlocal kept
         pairs = _pairs(block, owner, batch, rules, compared_M)
-        found = batch.tiles.softmax_stats(x_MD, block.y_ND, scale, pairs, columns=rules.symmetric, means=batch.means)
+        # Of this rank's own block, which both tours visit first: working memory is free again for the others.
+        keep = pairs.home and batch.wanted is not None
+        found = batch.tiles.softmax_stats(x_MD, block.y_ND, scale, pairs, columns=rules.symmetric, means=batch.means, keep=keep)
+        kept = found.kept if keep else kept
         return (found.rows, found.row_ranking), (found.columns, found.column_ranking)
 
     block = Documents(y_ND, batch.ids_N, compared_M if rules.symmetric else None, None)
     (row_stats, row_ranking), (column_stats, column_ranking) = batch.ring.tour(block, batch.lengths, visit, merge)
+    # Else the device has work to do while these are on their way.
+    positive_M = batch.tiles.positives(x_MD, y_ND, batch.means) if compared_M is None else compared_M
     loss_M, own_M, rows, columns = batch.tiles.normalise(
         row_stats, column_stats, positive_M, scale, batch.weights_M, rules.label_smoothing
     )
     (loss,), weight = batch.totals(loss_M.sum())
     share = 1 / (weight * (2 if rules.symmetric else 1))
     diagnostics = diagnose(positive_M, row_ranking, column_ranking) if rules.diagnostics else None
-    return loss * share, diagnostics, WayBack(rows, columns, own_M, share, compared_M)
+    return loss * share, diagnostics, WayBack(rows, columns, own_M, share, compared_M, kept)
 
 
 @outside_autocast
@@ -176,8 +191,9 @@ def _gradients(x_MD: Tensor, y_ND: Tensor, scale: Tensor, batch: Batch, rules: R
 
     def visit(block: Documents, owner: int) -> tuple[Any, Any]:
         pairs = _pairs(block, owner, batch, rules, way_back.compared_M)
+        kept = way_back.use_up() if pairs.home else None
         return batch.tiles.softmax_grads(
-            x_MD, block.y_ND, scale, pairs, way_back.rows, block.columns, wanted=wanted, means=batch.means
+            x_MD, block.y_ND, scale, pairs, way_back.rows, block.columns, wanted=wanted, means=batch.means, kept=kept
         )
 
     compared_N = way_back.compared_M if rules.symmetric else None

@@ -62,12 +62,13 @@ class Stats(NamedTuple):
 
 
 class SoftmaxPass(NamedTuple):
-    """Sums over the others; None where not wanted."""
+    """Sums over the others; None where not wanted. kept: what a backend has left for `softmax_grads` to use, and use up."""
 
     rows: Stats
     columns: Stats | None = None
     row_ranking: Ranking | None = None
     column_ranking: Ranking | None = None
+    kept: Any = None
 
 
 class Softmax(NamedTuple):
@@ -117,6 +118,7 @@ class Means(NamedTuple):
 class Tiles(Protocol):
     """What a backend fulfils. Besides its working memory, all that it allocates is O((M + N) · D).
 
+    keep: the gradients of these blocks will be asked for. Working memory may hold what they need until then.
     Sums and gradients are fp32, or fp64 for fp64 inputs; the scale is not yet in gx_MD and gy_ND.
     """
 
@@ -125,7 +127,7 @@ class Tiles(Protocol):
     def positives(self, x_MD: Tensor, y_ND: Tensor, means: Means) -> Tensor: ...
 
     def softmax_stats(
-        self, x_MD: Tensor, y_ND: Tensor, scale: Tensor, pairs: Pairs, *, columns: bool, means: Means
+        self, x_MD: Tensor, y_ND: Tensor, scale: Tensor, pairs: Pairs, *, columns: bool, means: Means, keep: bool = False
     ) -> SoftmaxPass: ...
 
     def normalise(
@@ -149,6 +151,7 @@ class Tiles(Protocol):
         *,
         wanted: Wanted,
         means: Means,
+        kept: Any = None,
     ) -> tuple[Tensor | None, Tensor | None]: ...
 
     def sigmoid_sums(

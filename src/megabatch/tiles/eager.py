@@ -57,8 +57,10 @@ def positives(x_MD: Tensor, y_ND: Tensor, means: Means) -> Tensor:
     return positive_M
 
 
-def softmax_stats(x_MD: Tensor, y_ND: Tensor, scale: Tensor, pairs: Pairs, *, columns: bool, means: Means) -> SoftmaxPass:
-    """Stats and rankings of rows, and of columns if asked for."""
+def softmax_stats(
+    x_MD: Tensor, y_ND: Tensor, scale: Tensor, pairs: Pairs, *, columns: bool, means: Means, keep: bool = False
+) -> SoftmaxPass:
+    """Stats and rankings of rows, and of columns if asked for. Nothing is kept: a tile is small against the matrix."""
     bounded = pairs.drop_above is None and _bounded(x_MD, y_ND, scale)
     result = SoftmaxPass(
         _no_stats(x_MD, pairs),
@@ -103,6 +105,7 @@ def softmax_grads(
     *,
     wanted: Wanted,
     means: Means,
+    kept: None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """gx_MD and gy_ND of the others."""
     bounded = pairs.drop_above is None and rows.counted is None and _bounded(x_MD, y_ND, scale)

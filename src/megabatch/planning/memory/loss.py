@@ -34,6 +34,7 @@ class LossMemory:
         self.gradient_bytes = rows * width * FP32
         self.tile = setup.tile if setup.tile is not None else DEFAULT_TILE[setup.device]
         self._saved: list[int] = []
+        self._kept: list[int] = []
 
     def forward(self) -> None:
         """The sums over the other pairs; the sigmoid loss has its gradients from the same pass."""
@@ -42,6 +43,9 @@ class LossMemory:
             self._saved = [*self._products(), self.ledger.hold(self.rows * FP32, "embeddings")]
         else:
             ring = self._ring(2 * self.block_bytes)
+            if self.setup.device == "cuda":
+                # The first tile of the gradient begins here: exponentials are kept in it.
+                self._kept = [self.ledger.hold(self._gradient_tile(), "loss tiles")]
             self._pass_tile(2 * KINDS * PART_BYTES * self.rows * self.rows // TILE_SIDE)
             self._release(ring)
             # Losses, gradients in the positives' logits, and four vectors for each side's softmax.
@@ -65,13 +69,19 @@ class LossMemory:
         gradients = [self.ledger.hold(self.gradient_bytes, "embeddings") for _ in ("x", "y")]
         # The block that is visited and the one that arrives; what was found for them and for x's rows, here and on its way.
         ring = self._ring(2 * self.block_bytes + 3 * self.gradient_bytes)
-        self._pass_tile(min(self.element_bytes, FP32) * self.rows * self.rows)
+        self._release(self._kept or [self.ledger.hold(self._gradient_tile(), "loss tiles")])
+        self._kept = []
         self._release(ring)
         return gradients
 
+    def _gradient_tile(self) -> int:
+        return self._within_tile(min(self.element_bytes, FP32) * self.rows * self.rows)
+
     def _pass_tile(self, wanted: int) -> None:
-        at_once = AT_ONCE[self.setup.device]
-        self.ledger.release(self.ledger.hold(min(self.tile, at_once * wanted), "loss tiles"))
+        self.ledger.release(self.ledger.hold(self._within_tile(wanted), "loss tiles"))
+
+    def _within_tile(self, wanted: int) -> int:
+        return min(self.tile, AT_ONCE[self.setup.device] * wanted)
 
     def _ring(self, travelling: int) -> list[int]:
         return [self.ledger.hold(travelling, "ring buffers")] if self.setup.ranks > 1 else []

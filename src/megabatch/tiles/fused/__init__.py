@@ -16,12 +16,14 @@ from torch import Tensor
 
 from ..contract import Means, Normalised, Pairs, Ranking, SigmoidPass, Softmax, SoftmaxPass, Stats, Wanted
 from .gradients import Products
+from .kept import Kept, room_to_keep
 from .kernels.gradient import gradient_kernel
 from .kernels.normalise import normalise_kernel
 from .kernels.positives import finish_kernel, positives_kernel
 from .kernels.sigmoid import sigmoid_kernel
 from .kernels.stats import stats_kernel
 from .kernels.sums import COUNTED, EXPONENTIALS, RANKING, SUMS
+from .kernels.weigh import GRAIN, weigh_kernel
 from .launch import Launch, Panel, Sums, cdiv, merge_panel, part
 from .support import unsupported
 
@@ -37,6 +39,9 @@ __all__ = [
 ]
 
 CACHED_BYTES = 24 * 2**20
+# On its way out through shared memory a tile is cut, so that as many programs fit beside each other as without.
+KEPT_PIECES = 4
+WEIGHED_ROWS, WEIGHED_COLUMNS = 16, 512
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -70,7 +75,9 @@ def positives(x_MD: Tensor, y_ND: Tensor, means: Means) -> Tensor:
 
 
 @_on_its_device
-def softmax_stats(x_MD: Tensor, y_ND: Tensor, scale: Tensor, pairs: Pairs, *, columns: bool, means: Means) -> SoftmaxPass:
+def softmax_stats(
+    x_MD: Tensor, y_ND: Tensor, scale: Tensor, pairs: Pairs, *, columns: bool, means: Means, keep: bool = False
+) -> SoftmaxPass:
     """Stats and rankings of rows, and of columns if asked for."""
     several, drops = _several(pairs), pairs.drop_above is not None
     kinds = [EXPONENTIALS.value] + [RANKING.value] * pairs.ranked + [COUNTED.value] * (several + pairs.smoothed)
@@ -80,20 +87,29 @@ def softmax_stats(x_MD: Tensor, y_ND: Tensor, scale: Tensor, pairs: Pairs, *, co
     trouble = x_MD.new_zeros(max(launch.blocks[:2]), dtype=torch.int32)
     mine, theirs = Sums(x_MD, kinds), Sums(y_ND, kinds) if columns else None
     parts_a_cell = mine.bytes_a_cell(launch.blocks.n) + (theirs.bytes_a_cell(launch.blocks.m) if theirs else 0)
+    # Exponentials alone are not enough for the gradient where options add to it.
+    kept = room_to_keep(launch, means) if keep and not (several or drops or pairs.smoothed) else None
     # No wider than what the device's cache can hold of y, which every row of tiles reads again.
-    for p in launch.panels(parts_a_cell, widest=CACHED_BYTES // (x_MD.shape[1] * x_MD.element_size())):
+    widest = CACHED_BYTES // (x_MD.shape[1] * x_MD.element_size())
+    for p in launch.panels(parts_a_cell, widest, kept.panel if kept else None):
         down, across = launch.parts(p)
         row_parts, column_parts = mine.parts(across, p.rows), theirs.parts(down, p.columns) if theirs else None
         arguments = *launch.operands(p), scale, row_parts, column_parts, trouble, *launch.pairs(pairs, p)
         for careful in (False, True):
+            way, target, stride = launch, None, 0
+            if kept and kept.holds(p) and not careful:
+                way, values = launch.cut(KEPT_PIECES), kept.values(p)
+                target, stride = way.target(values), values.stride(0)
             stats_kernel[launch.grid(p)](
-                *arguments, HOME=pairs.home, SEVERAL=several, DROP=drops, SMOOTHED=pairs.smoothed and not careful,
-                RANKED=pairs.ranked and not careful, CAREFUL=careful, WARPS=launch.blocks.warps, **launch.constants,
+                *arguments, target, stride, HOME=pairs.home, SEVERAL=several, DROP=drops, SMOOTHED=pairs.smoothed and not careful,
+                RANKED=pairs.ranked and not careful, CAREFUL=careful, WARPS=launch.blocks.warps, **way.constants,
             )  # fmt: skip
         merge_panel(p, mine, row_parts, theirs, column_parts)
+        # Those of the next panel take their place.
+        del arguments, row_parts, column_parts
     _without_panels(x_MD, y_ND, mine, theirs)
     row_ranking, column_ranking = _ranking(mine, 1, pairs), _ranking(theirs, 1, pairs)
-    return SoftmaxPass(_stats(mine, pairs), _stats(theirs, pairs) if theirs else None, row_ranking, column_ranking)
+    return SoftmaxPass(_stats(mine, pairs), _stats(theirs, pairs) if theirs else None, row_ranking, column_ranking, kept)
 
 
 @_on_its_device
@@ -127,16 +143,24 @@ def softmax_grads(
     *,
     wanted: Wanted,
     means: Means,
+    kept: Kept | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """gx_MD and gy_ND of the others."""
+    """gx_MD and gy_ND of the others. The buffer of what was kept is used for all panels."""
     launch = Launch("gradient", x_MD, y_ND, means)
     trouble = x_MD.new_zeros(max(launch.blocks[:2]), dtype=torch.int32)
-    products = Products(x_MD, y_ND, wanted, means)
+    products = Products(x_MD, y_ND, wanted, means, kept.buffer if kept else None)
     for p in launch.panels(products.bytes_a_cell):
         panel = products.panel(p)
         softmax = *(part(v, p.r) for v in rows), *(part(v, p.c) for v in columns or (None,) * 4)
         arguments = *launch.operands(p), scale, launch.target(panel), trouble, *softmax, *launch.pairs(pairs, p), panel.stride(0)
-        for careful in (False, True):
+        if kept and kept.holds(p):
+            programs = (cdiv(p.rows, WEIGHED_ROWS) * cdiv(p.columns, WEIGHED_COLUMNS),)
+            peaks_and_gains = *softmax[:2], *softmax[4:6]
+            weigh_kernel[programs](
+                panel, trouble, *peaks_and_gains, p.rows, p.columns, panel.stride(0) // GRAIN.value,
+                M=WEIGHED_ROWS, N=WEIGHED_COLUMNS, ROUND_TO_TF32=products.rounds_to_tf32,
+            )  # fmt: skip
+        for careful in (True,) if kept and kept.holds(p) else (False, True):
             gradient_kernel[launch.grid(p)](
                 *arguments, HOME=pairs.home, SEVERAL=_several(pairs), DROP=pairs.drop_above is not None, CAREFUL=careful,
                 ROUND_TO_TF32=products.rounds_to_tf32, **launch.constants,

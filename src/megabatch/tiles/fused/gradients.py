@@ -1,5 +1,4 @@
-"""The two products with the gradient in the logits, panel by panel, as the vendor's library computes them. Legend: "
-"../contract.py."""
+"""The two products with the gradient in the logits, panel by panel, as the vendor computes them. Legend: ../contract.py."""
 
 from __future__ import annotations
 
@@ -11,10 +10,29 @@ from torch import Tensor
 
 from ..contract import Means, Wanted
 from ..products import units
+from .kernels.weigh import GRAIN
 from .launch import Panel, part
 
 # Products of panels with fewer cells do not fill the device: the two run side by side.
 FILLS_THE_DEVICE = 12_288**2
+
+
+def panel_dtype(embeddings: Tensor) -> torch.dtype:
+    """What the gradient of a panel is written in."""
+    return torch.bfloat16 if embeddings.dtype == torch.bfloat16 else torch.float32
+
+
+def buffer_for(p: Panel, like: Tensor, dtype: torch.dtype) -> Tensor:
+    return like.new_empty(p.rows * _stride(p), dtype=dtype)
+
+
+def in_buffer(buffer: Tensor, p: Panel) -> Tensor:
+    """A panel in its buffer, whose rows begin at multiples of 16 bytes or more, for descriptors and vectors alike."""
+    return buffer.as_strided((p.rows, p.columns), (_stride(p), 1))
+
+
+def _stride(p: Panel) -> int:
+    return p.columns + -p.columns % GRAIN.value
 
 
 class Products:
@@ -24,14 +42,15 @@ class Products:
     rounded to tf32, which holds fp16 exactly. All products are summed up in fp32.
     """
 
-    def __init__(self, x_MD: Tensor, y_ND: Tensor, wanted: Wanted, means: Means) -> None:
-        self.dtype = torch.bfloat16 if x_MD.dtype == torch.bfloat16 else torch.float32
+    def __init__(self, x_MD: Tensor, y_ND: Tensor, wanted: Wanted, means: Means, buffer: Tensor | None = None) -> None:
+        """buffer: for the first panel, and so for all."""
+        self.dtype = panel_dtype(x_MD)
         self.precision = "tf32" if x_MD.dtype == torch.float16 else means.precision
         self.x_MD, self.y_ND = x_MD.to(self.dtype), y_ND.to(self.dtype)
         new = torch.empty_like if len(x_MD) and len(y_ND) else torch.zeros_like
         self.gx_MD = new(x_MD, dtype=torch.float32) if wanted.x else None
         self.gy_ND = new(y_ND, dtype=torch.float32) if wanted.y else None
-        self.buffer: Tensor | None = None
+        self.buffer = buffer
 
     @property
     def bytes_a_cell(self) -> int:
@@ -42,11 +61,10 @@ class Products:
         return self.dtype == torch.float32 and self.precision == "tf32"
 
     def panel(self, p: Panel) -> Tensor:
-        """The buffer for a panel, whose rows begin at multiples of 16 bytes; the first panel is the largest."""
-        stride = p.columns + -p.columns % 8
+        """The buffer for a panel; the first panel is the largest."""
         if self.buffer is None:
-            self.buffer = self.x_MD.new_empty(p.rows * stride)
-        return self.buffer.as_strided((p.rows, p.columns), (stride, 1))
+            self.buffer = buffer_for(p, self.x_MD, self.dtype)
+        return in_buffer(self.buffer, p)
 
     def add(self, panel: Tensor, p: Panel) -> None:
         """Adds panel @ y and panel.T @ x. Panels come row after row, so the first of a row (column) starts its sum."""

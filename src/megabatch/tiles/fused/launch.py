@@ -5,6 +5,7 @@ At small batches the host is the limit: what a step asks of it is kept short her
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -14,12 +15,12 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..contract import Means, Pairs
-from .blocks import blocks_for
+from .blocks import Blocks, blocks_for
 from .kernels.pairs import match_kernel
 from .kernels.sums import merge_kernel
 from .support import has_descriptors, processors
 
-MERGED_ROWS, MERGED_TILES = 32, 64
+MERGED_ROWS, MERGED_TILES = 16, 128
 MATCHED_TILES = 8
 
 
@@ -55,20 +56,25 @@ class Launch:
         shape = {"M": self.blocks.m, "N": self.blocks.n, "GROUP": self.blocks.group, "PIECES": self.blocks.pieces}
         self.constants = {**self.product, **shape}
 
-    def panels(self, bytes_a_cell: float, widest: int | None = None) -> Iterator[Panel]:
-        """Panels of equal size, as large as the working memory allows and no wider than `widest`, row after row of them."""
-        rows, columns = self.x_MD.shape[0], self.y_ND.shape[0]
-        if not rows or not columns:
-            return
-        # Squares, or longer than a square along one side where the other is short.
-        cells = self.tile / bytes_a_cell
-        side = math.isqrt(max(1, int(cells)))
-        most = min(columns, max(widest or columns, self.blocks.n))
-        height = min(rows, max(side, int(cells / most)))
-        width = min(most, max(side, int(cells / height)))
-        for r in _slices(rows, height, self.blocks.m):
-            for c in _slices(columns, width, self.blocks.n):
-                yield Panel(r, c)
+    def cut(self, pieces: int) -> Launch:
+        """The same launch with tiles in that many pieces at least."""
+        if self.blocks.pieces >= pieces:
+            return self
+        other = copy.copy(self)
+        other.blocks, other.piece = self.blocks._replace(pieces=pieces), self.blocks.n // pieces
+        other.constants = {**self.constants, "PIECES": pieces}
+        return other
+
+    def panels(self, bytes_a_cell: float, widest: int | None = None, kept: Panel | None = None) -> Iterator[Panel]:
+        """All pairs in panels; with a kept panel, those in it first, then those below it, then those beside it."""
+        rows, columns = slice(0, self.x_MD.shape[0]), slice(0, self.y_ND.shape[0])
+        whole = Panel(rows, columns)
+        areas = [whole]
+        if kept is not None:
+            below, beside = Panel(slice(kept.rows, rows.stop), kept.c), Panel(rows, slice(kept.columns, columns.stop))
+            areas = [kept, below, beside]
+        for area in areas:
+            yield from _panels_of(area, self.blocks, self.tile, bytes_a_cell, widest)
 
     def parts(self, p: Panel) -> tuple[int, int]:
         """How many parts the sums of a panel have, for its columns and for its rows: one a tile."""
@@ -155,6 +161,27 @@ def merge_panel(p: Panel, mine: Sums, row_parts: Tensor, theirs: Sums | None, co
         )
 
 
+def first_panel(kernel: str, x_MD: Tensor, y_ND: Tensor, means: Means, bytes_a_cell: float) -> Panel:
+    """The first of the panels that a launch of a kernel will have."""
+    blocks = blocks_for(kernel, x_MD.device, x_MD.dtype, means.precision, x_MD.shape[1])
+    return next(_panels_of(Panel(slice(0, x_MD.shape[0]), slice(0, y_ND.shape[0])), blocks, means.tile, bytes_a_cell))
+
+
+def _panels_of(area: Panel, blocks: Blocks, tile: int, bytes_a_cell: float, widest: int | None = None) -> Iterator[Panel]:
+    """Panels of equal size, as large as the working memory allows and no wider than `widest`, row after row of them."""
+    if not area.rows or not area.columns:
+        return
+    # Squares, or longer than a square along one side where the other is short.
+    cells = tile / bytes_a_cell
+    side = math.isqrt(max(1, int(cells)))
+    most = min(area.columns, max(widest or area.columns, blocks.n))
+    height = min(area.rows, max(side, int(cells / most)))
+    width = min(most, max(side, int(cells / height)))
+    for r in _slices(area.r, height, blocks.m):
+        for c in _slices(area.c, width, blocks.n):
+            yield Panel(r, c)
+
+
 def part(t: Tensor | None, where: slice) -> Tensor | None:
     """A slice of the rows, which most often are all."""
     if t is None or (where.start == 0 and where.stop == t.shape[0]):
@@ -182,8 +209,9 @@ def _aligned(t: Tensor) -> Tensor:
     return t if t.shape[0] > 1 else t.reshape(-1).view(t.shape)
 
 
-def _slices(length: int, most: int, block: int) -> Iterator[slice]:
+def _slices(where: slice, most: int, block: int) -> Iterator[slice]:
     """Slices of about equal size, no longer than `most` and made of whole blocks except the last."""
+    length = where.stop - where.start
     count = 1 if length <= most else cdiv(length, max(block, most // block * block))
     size = cdiv(cdiv(length, count), block) * block
-    return (slice(start, min(start + size, length)) for start in range(0, length, size))
+    return (slice(start, min(start + size, where.stop)) for start in range(where.start, where.stop, size))

@@ -68,10 +68,10 @@ def _gains(softmax, trouble, panel, row, column, M: tl.constexpr, N: tl.constexp
     wide_N = tl.zeros((M, N), tl.float32)
     if column_peak is not None:
         peaks_N, gains_N = vector(column_peak, column, columns, N), vector(column_gain, column, columns, N)
-        mark(trouble, tl.arange(0, N), _wild(peaks_N))
-        wide_N = tl.broadcast_to((gains_N * tl.exp2(-peaks_N * LOG2_E))[None, :], (M, N))
-    mark(trouble, tl.arange(0, M), _wild(peaks))
-    return (gains_M * tl.exp2(-peaks * LOG2_E))[:, None], wide_N
+        mark(trouble, tl.arange(0, N), wild(peaks_N))
+        wide_N = tl.broadcast_to(lifted(gains_N, peaks_N)[None, :], (M, N))
+    mark(trouble, tl.arange(0, M), wild(peaks))
+    return lifted(gains_M, peaks)[:, None], wide_N
 
 
 @triton.jit
@@ -147,12 +147,19 @@ def _has_wild_peaks(softmax, panel, row, column, M: tl.constexpr, N: tl.constexp
     """Whether some peak of a tile is out of the range in which exponentials can be taken as they are."""
     row_peak, _, _, _, column_peak, _, _, _ = softmax
     _, _, _, _, _, _, rows, columns, _ = panel
-    found = tl.max(_wild(vector(row_peak, row, rows, M)).to(tl.int32), 0)
+    found = tl.max(wild(vector(row_peak, row, rows, M)).to(tl.int32), 0)
     if column_peak is not None:
-        found = tl.maximum(found, tl.max(_wild(vector(column_peak, column, columns, N)).to(tl.int32), 0))
+        found = tl.maximum(found, tl.max(wild(vector(column_peak, column, columns, N)).to(tl.int32), 0))
     return found > 0
 
 
 @triton.jit
-def _wild(peak):
+def lifted(gain, peak):
+    """What an exponential as it is, without its peak taken out, is to be multiplied with."""
+    return gain * tl.exp2(-peak * LOG2_E)
+
+
+@triton.jit
+def wild(peak):
+    """Whether exponentials below such a peak cannot be taken as they are."""
     return (peak < LOWEST_PEAK) | (peak > HIGHEST_PEAK)

@@ -79,9 +79,7 @@ def put_block(
     """Writes a tile into a matrix of the panel, given with its stride, as its dtype."""
     matrix, stride = target
     if ROUND_TO_TF32:
-        # To the nearest number that tf32 holds: the product's units would cut the rest off, always towards zero. NaN stays NaN.
-        rounded = ((values.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
-        values = tl.where(values == values, rounded, values)
+        values = rounded_to_tf32(values)
     if DESCRIBED:
         matrix.store([row, column], values.to(matrix.dtype))
     else:
@@ -89,3 +87,10 @@ def put_block(
         j = column + tl.arange(0, N)
         inside = (i < rows)[:, None] & (j < columns)[None, :]
         tl.store(matrix + i.to(tl.int64)[:, None] * stride + j[None, :], values.to(matrix.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def rounded_to_tf32(values):
+    """The nearest numbers that tf32 holds: the product's units would cut the rest off, always towards zero. NaN stays NaN."""
+    rounded = ((values.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    return tl.where(values == values, rounded, values)

@@ -17,7 +17,7 @@ from .exchange import LARGEST, TOTAL, behind, columns_together, of_columns, of_r
 from .logits import counted, mark, marked
 from .options import finite_of_columns, finite_of_rows, further_sums
 from .pairs import is_special, rivals
-from .product import halves, side_by_side, similarities, tile_at
+from .product import halves, put_block, side_by_side, similarities, tile_at
 from .sums import LOG2_E, bars, bars_of_piece, get, put, put_pair
 
 # A sum of exponentials in here has lost nothing that counts: what underflowed is below 2^-126 a term, and 2^27 of them do not
@@ -26,19 +26,20 @@ LEAST_SUM = tl.constexpr(2.0**-60)
 LARGEST_SUM = tl.constexpr(2.0**100)
 
 
-@triton.jit(do_not_specialize=["rows", "columns", "shift"])
+@triton.jit(do_not_specialize=["rows", "columns", "shift", "stride"])
 def stats_kernel(
     x, y, scale, row_parts, column_parts, trouble, matches, ids_M, ids_N, positive_M, positive_N, margin, rows, columns, shift,
-    HOME: tl.constexpr, SEVERAL: tl.constexpr, DROP: tl.constexpr, SMOOTHED: tl.constexpr, RANKED: tl.constexpr,
+    kept, stride, HOME: tl.constexpr, SEVERAL: tl.constexpr, DROP: tl.constexpr, SMOOTHED: tl.constexpr, RANKED: tl.constexpr,
     CAREFUL: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
     PIECES: tl.constexpr, WARPS: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Writes the sums of each tile for its rows and, if there is room for them, for its columns.
+    """Writes the sums of each tile for its rows and, if there is room for them, for its columns. kept: its exponentials too.
 
     CAREFUL: only where they have lost something.
     """
     panel = (matches, ids_M, ids_N, positive_M, positive_N, margin, rows, columns, shift)
     parts = (row_parts, column_parts, trouble)
+    target = (kept, stride)
     tiles = tl.cdiv(rows, M) * tl.cdiv(columns, N)
     # In powers of two, but for the careful way, whose logits are too large for another rounding.
     factor = tl.load(scale) if CAREFUL else _nonzero(tl.load(scale)) * LOG2_E
@@ -57,8 +58,8 @@ def stats_kernel(
             else:
                 bar_M = bars(positive_M, row, rows, M)
                 sums = _sums(
-                    z, special, bar_M, factor, parts, panel, row, column,
-                    HOME, SEVERAL, DROP, SMOOTHED, RANKED, M, N, PIECES, WARPS,
+                    z, special, bar_M, factor, parts, target, panel, row, column,
+                    HOME, SEVERAL, DROP, SMOOTHED, RANKED, M, N, PIECES, WARPS, DESCRIBED,
                 )  # fmt: skip
                 _put_columns(sums, parts, panel, row, column, RANKED, M, N)
                 _put_rows(sums, factor, parts, panel, row, column, SEVERAL, SMOOTHED, RANKED, M, N, WARPS)
@@ -103,21 +104,21 @@ def _put_rows(
 
 @triton.jit
 def _sums(
-    z, special, bar_M, factor, parts, panel, row, column,
+    z, special, bar_M, factor, parts, target, panel, row, column,
     HOME: tl.constexpr, SEVERAL: tl.constexpr, DROP: tl.constexpr, SMOOTHED: tl.constexpr, RANKED: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, PIECES: tl.constexpr, WARPS: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, PIECES: tl.constexpr, WARPS: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     """Of rows: exponentials, the hardest rivals, how many are behind; further positives and all that count, with their numbers.
     Then the first three of columns, whose other sums are put. In parts (exchange.py); what is not wanted repeats the first."""
     if PIECES > 1:
         left, right = halves(z, M, N)
         a = _sums(
-            left, special, bar_M, factor, parts, panel, row, column,
-            HOME, SEVERAL, DROP, SMOOTHED, RANKED, M, N // 2, PIECES // 2, WARPS,
+            left, special, bar_M, factor, parts, target, panel, row, column,
+            HOME, SEVERAL, DROP, SMOOTHED, RANKED, M, N // 2, PIECES // 2, WARPS, DESCRIBED,
         )  # fmt: skip
         b = _sums(
-            right, special, bar_M, factor, parts, panel, row, column + N // 2,
-            HOME, SEVERAL, DROP, SMOOTHED, RANKED, M, N // 2, PIECES // 2, WARPS,
+            right, special, bar_M, factor, parts, target, panel, row, column + N // 2,
+            HOME, SEVERAL, DROP, SMOOTHED, RANKED, M, N // 2, PIECES // 2, WARPS, DESCRIBED,
         )  # fmt: skip
         sums = (
             a[0] + b[0], tl.maximum(a[1], b[1]), a[2] + b[2], a[3] + b[3], a[4] + b[4], a[5] + b[5], a[6] + b[6],
@@ -125,23 +126,24 @@ def _sums(
         )  # fmt: skip
     else:
         sums = _sums_of_piece(
-            z, special, bar_M, factor, parts, panel, row, column, HOME, SEVERAL, DROP, SMOOTHED, RANKED, M, N, WARPS
-        )
+            z, special, bar_M, factor, parts, target, panel, row, column,
+            HOME, SEVERAL, DROP, SMOOTHED, RANKED, M, N, WARPS, DESCRIBED,
+        )  # fmt: skip
     return sums
 
 
 @triton.jit
 def _sums_of_piece(
-    z, special, bar_M, factor, parts, panel, row, column,
+    z, special, bar_M, factor, parts, target, panel, row, column,
     HOME: tl.constexpr, SEVERAL: tl.constexpr, DROP: tl.constexpr, SMOOTHED: tl.constexpr, RANKED: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, WARPS: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, WARPS: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     _, column_parts, _ = parts
     _, _, _, _, positive_N, _, rows, columns, _ = panel
     bar_N = bars_of_piece(positive_N, column, columns, N)
     if RANKED:
         found = rivals(z, special, panel, row, column, HOME, M, N)
-    if RANKED and not (SEVERAL or DROP or SMOOTHED):
+    if RANKED and target[0] is None and not (SEVERAL or DROP or SMOOTHED):
         # The pairs that count are the rivals. A negative scale makes the others +inf, and the careful launch takes over.
         logits = found * factor
         column_logits = logits
@@ -157,6 +159,8 @@ def _sums_of_piece(
     if SEVERAL:
         further, further_number = further_sums(z, special, column_parts, panel, row, column, HOME, RANKED, M, N, WARPS)
     power = tl.exp2(logits)
+    if target[0] is not None:
+        put_block(target, power, row, column, rows, columns, M, N, DESCRIBED, False)
     total = of_rows(power, TOTAL, M, N)
     hardest, behind_M = total, total
     total_N, hardest_N, behind_N = tl.zeros((1, N), tl.float32), tl.zeros((1, N), tl.float32), tl.zeros((1, N), tl.float32)
