@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megabatch.planning.counting import Call, Pass, count_work
-from megabatch.planning.devices import FLOPS
+from megabatch.planning.shares import FLOPS
 
 
 def rows_of(*shape: int):
@@ -87,21 +87,35 @@ def convolution(*channels: int, groups: int = 1) -> nn.Conv2d:
 
 def test_a_depthwise_convolution_is_not_overcounted() -> None:
     # 9 products for each of 32 · 8 · 8 outputs; torch's formula counts 32 times as many backward.
-    forward = 2 * 9 * 32 * 8 * 8
+    forward, gradient = 2 * 9 * 32 * 8 * 8, "depthwise gradient"
     alone = count_work(convolution(32, 32, groups=32), rows_of(32, 8, 8))
-    assert multiplying(alone.forward) == multiplying(alone.backward) == [("depthwise convolution in fp32", forward)]
+    assert multiplying(alone.forward) == [("depthwise convolution", forward)]
+    assert multiplying(alone.backward) == [(gradient, forward)]
     # Behind another one, the gradient in its inputs is wanted too.
     pair = nn.Sequential(nn.Conv2d(32, 32, 1, bias=False), convolution(32, 32, groups=32))
-    point, half = 2 * 32 * 32 * 8 * 8, "depthwise convolution"
+    point = 2 * 32 * 32 * 8 * 8
     work = count_work(pair, rows_of(32, 8, 8), "bf16")
-    assert multiplying(work.forward) == [("convolution", point), (half, forward)]
-    assert multiplying(work.backward) == [(half, 2 * forward), ("convolution", point)]
+    assert multiplying(work.forward) == [("direct convolution", point), ("depthwise convolution", forward)]
+    assert multiplying(work.backward) == [(gradient, 2 * forward), ("direct convolution", point)]
 
 
-def test_a_convolution_in_groups_is_as_any_other() -> None:
+def test_both_gradients_of_a_convolution_read_that_of_the_output() -> None:
+    work = count_work(nn.Sequential(convolution(16, 32), convolution(32, 64)), rows_of(16, 8, 8))
+    above, below = of_kind(work.backward, "convolution")
+    # The upper one reads 32 · 64 inputs and writes their gradient; that of 64 · 64 outputs is one number, which is repeated.
+    assert (above.flops, above.bytes) == (2 * 2 * 9 * 32 * 64 * 64, 4 * 2 * 32 * 64)
+    # Weights are read and their gradient is written, once for all rows.
+    assert above.fixed == 4 * (2 * 9 * 32 * 64 + 2)
+    # The lower one has no gradient in the inputs: one kernel reads 16 · 64 of them, and the 32 · 64 of the gradient once.
+    assert (below.flops, below.bytes) == (2 * 9 * 16 * 32 * 64, 4 * (16 + 32) * 64)
+    deep = count_work(nn.Sequential(*(convolution(16, 16) for _ in range(3))), rows_of(16, 8, 8))
+    assert 4 * 4 * 16 * 64 in [call.bytes for call in of_kind(deep.backward, "convolution")]
+
+
+def test_a_convolution_in_groups_is_of_its_own_kind() -> None:
     forward = 2 * 9 * 32 * 8 * 8 * 8
     work = count_work(convolution(32, 32, groups=4), rows_of(32, 8, 8), "bf16")
-    assert multiplying(work.forward) == multiplying(work.backward) == [("convolution", forward)]
+    assert multiplying(work.forward) == multiplying(work.backward) == [("grouped convolution", forward)]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -135,19 +149,19 @@ def test_batch_norm_is_of_two_kinds(precision: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "kinds"),
+    ("module", "kind"),
     [
-        (nn.LayerNorm(8), {"normalisation"}),
-        (nn.Softmax(-1), {"normalisation"}),
-        (nn.MaxPool2d(2), {"scattered"}),
-        (nn.GELU(), {"elementwise"}),
+        (nn.LayerNorm(8), "narrow normalisation"),
+        (nn.Softmax(-1), "softmax"),
+        (nn.MaxPool2d(2, padding=1), "scattered"),
+        (nn.GELU(), "elementwise"),
     ],
 )
-def test_operations_that_only_move_bytes_have_kinds_of_their_own(module: nn.Module, kinds: set[str]) -> None:
+def test_operations_that_only_move_bytes_have_kinds_of_their_own(module: nn.Module, kind: str) -> None:
     model = nn.Sequential(nn.Linear(8, 8), module)
-    bare, work = (count_work(each, rows_of(8, 8)) for each in (model[:1], model))
+    bare, work = (count_work(each, rows_of(8, 8), loss=lambda out: out.square().sum()) for each in (model[:1], model))
     for costs, without in ((work.forward, bare.forward), (work.backward, bare.backward)):
-        assert {call.kind for call in costs.calls if call not in without.calls and call.bytes} >= kinds
+        assert kind in {call.kind for call in costs.calls if call not in without.calls and call.bytes}
         assert costs.flops == without.flops
 
 
@@ -157,9 +171,29 @@ def test_a_loss_is_counted_where_it_is_given() -> None:
 
     bare, work = (count_work(nn.Linear(8, 1024), rows_of(8), loss=each) for each in (None, loss))
     for costs, without in ((work.forward, bare.forward), (work.backward, bare.backward)):
-        assert not of_kind(without, "normalisation") and len(of_kind(costs, "normalisation")) == 1
+        assert not of_kind(without, "softmax") and len(of_kind(costs, "softmax")) == 1
         # It reads and writes the logits at least.
-        assert of_kind(costs, "normalisation")[0].bytes >= 2 * 4 * 1024
+        assert of_kind(costs, "softmax")[0].bytes >= 2 * 4 * 1024
+    # Of 1,024 logarithms one is read at its label; their gradient is written.
+    assert not any(call.bytes >= 4 * 1024 for call in of_kind(work.forward, "elementwise"))
+    assert [call.bytes for call in of_kind(work.backward, "elementwise") if call.bytes >= 4 * 1024] == [4 * 1024 + 8]
+
+
+def test_of_a_table_only_the_rows_that_are_looked_up_are_read() -> None:
+    work = count_work(nn.Embedding(1000, 16), lambda rows: torch.zeros(rows, 4, dtype=torch.int64))
+    (call,) = of_kind(work.forward, "scattered")
+    # Four indices of 8 bytes, and four rows of 16 numbers.
+    assert (call.bytes, call.fixed) == (4 * 8 + 4 * 16 * 4, 0)
+
+
+def test_what_kernels_call_of_their_own_moves_bytes_without_a_call_of_the_host() -> None:
+    with_bias, without = (nn.Sequential(nn.Conv2d(16, 32, 3, padding=1, bias=bias)) for bias in (True, False))
+    more, less = (count_work(each, rows_of(16, 8, 8)) for each in (with_bias, without))
+    # The bias is added to 32 · 64 numbers, which are read and written; backward they are summed, of one number that is repeated.
+    assert [call[:4] for call in more.forward.calls if call.hidden] == [("strided", 0, 2 * 4 * 32 * 64, 0)]
+    assert [call[:4] for call in more.backward.calls if call.hidden] == [("reduction", 0, 4 * 32 * 64, 0)]
+    assert not any(call.hidden for call in (*less.forward.calls, *less.backward.calls))
+    assert (more.forward.operations, more.backward.operations) == (less.forward.operations, less.backward.operations)
 
 
 class Named(nn.Module):

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from small_works import small_work
 
 from megabatch.planning.counting import Call, Pass, count_work
-from megabatch.planning.devices import BYTES, FLOPS, Shares, find_device
+from megabatch.planning.devices import Shares, find_device
 from megabatch.planning.hardware import find_machine
 from megabatch.planning.how import How
 from megabatch.planning.kinds import Kind
 from megabatch.planning.models import Uncomputed
+from megabatch.planning.shares import BYTES, FLOPS
 from megabatch.planning.time import Task, seconds_of, step_time
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
@@ -84,22 +85,44 @@ def test_an_operation_takes_the_longer_of_computing_and_moving() -> None:
 
 def test_every_kind_has_its_share_and_none_is_all_of_a_peak() -> None:
     assert set(BYTES) == set(get_args(Kind))
-    assert set(FLOPS) == {kind for kind in BYTES if any(part in kind for part in ("product", "convolution", "attention"))}
+    assert set(FLOPS) == {
+        kind for kind in BYTES if any(part in kind for part in ("product", "convolution", "gradient", "attention"))
+    }
     assert all(0 < share < 1 for share in (*FLOPS.values(), *BYTES.values()))
     doubled = Shares().scaled(2.0, 1.0)
-    assert (doubled.flops["product"], doubled.flops["odd product"]) == (1.0, 0.34) and doubled.bytes == Shares().bytes
+    assert (doubled.flops["product"], doubled.flops["odd product"]) == (1.0, 0.38) and doubled.bytes == Shares().bytes
 
 
 def test_convolutions_in_fp32_go_at_the_rate_of_tf32_and_products_do_not() -> None:
     device = H200.device
     assert device.rate("fp32", "product") == pytest.approx(0.72 * 66.9e12)
-    assert device.rate("fp32", "convolution") == pytest.approx(0.40 * 494.7e12)
-    assert device.rate("fp32", "thin convolution") == pytest.approx(0.035 * 494.7e12)
-    assert device.rate("fp32", "depthwise convolution in fp32") == pytest.approx(0.012 * 66.9e12)
+    assert device.rate("fp32", "convolution") == pytest.approx(0.45 * 494.7e12)
     assert device.rate("fp32", "attention in fp32") == pytest.approx(0.35 * 66.9e12)
-    assert device.rate("bf16", "convolution") == pytest.approx(0.40 * 989.4e12)
+    assert device.rate("bf16", "convolution") == pytest.approx(0.45 * 989.4e12)
     # There is no TF32 on a V100.
-    assert find_device("V100").rate("fp32", "convolution") == pytest.approx(0.40 * 15.7e12)
+    assert find_device("V100").rate("fp32", "convolution") == pytest.approx(0.45 * 15.7e12)
+
+
+def test_convolutions_of_few_channels_do_without_tensor_cores_in_any_precision() -> None:
+    for kind, share in (("thin convolution", 0.41), ("depthwise convolution", 0.045), ("depthwise gradient", 0.013)):
+        assert H200.device.rate("bf16", kind) == H200.device.rate("fp32", kind) == pytest.approx(share * 66.9e12)
+    with pytest.raises(ValueError, match="precision is 'bf16'"):
+        find_device("V100").rate("bf16", "thin convolution")
+
+
+def test_what_does_not_fill_a_gpu_takes_longer_there_and_a_cpu_just_as_long() -> None:
+    full = Call("half batch norm", 0.0, 1e6, 0.0)
+    how, cpu = How(1, 1000, 1000, 1), find_machine("cpu")
+    for call, machine, ratio in (
+        (full._replace(filling=0.25), H200, 4),
+        (full._replace(filling=0.25), cpu, 1),
+        (full._replace(hidden=True), H200, 1),
+    ):
+        seconds = [seconds_of(Pass((each,)), how, machine) for each in (call, full)]
+        assert seconds[0] == pytest.approx(ratio * seconds[1])
+    # A GB at 13 % of 4.8 TB/s; on a CPU, nothing of another operation is counted.
+    assert seconds[1] == pytest.approx(1e9 / (0.13 * 4.8e12))
+    assert seconds_of(Pass((full._replace(hidden=True),)), how, cpu) == 0
 
 
 def test_inputs_come_over_the_bus_that_goes_with_the_device() -> None:

@@ -18,6 +18,7 @@ from benchmarks.encoders import model as clip
 from megabatch.planning.memory import MemoryModel, Prediction, Setup, memory_line, predict_memory
 from megabatch.planning.memory.allocator import CachingAllocator
 from megabatch.planning.memory.composition import Composition
+from megabatch.planning.memory.loss import LossMemory
 from megabatch.planning.memory.predict import summary, trace_step
 from megabatch.planning.memory.routing import as_on_cuda
 
@@ -343,6 +344,43 @@ def test_tiles_stay_within_their_memory_and_rings_add_blocks() -> None:
     assert ring.parts["ring buffers"] == 5 * rows * 32 * 4
     sigmoid = contrastive(rows, chunk=1, tile=64 * MIB, objective="siglip")
     assert sigmoid.peak_bytes > alone.peak_bytes - 64 * MIB
+
+
+def test_what_the_loss_keeps_for_its_gradient_is_held_from_forward_on() -> None:
+    class Ledger:
+        def __init__(self) -> None:
+            self.held: dict[int, tuple[int, str]] = {}
+            self.highest = self.count = 0
+
+        def hold(self, size: int, kind: str) -> int:
+            self.count += 1
+            self.held[self.count] = size, kind
+            self.highest = max(self.highest, self.tiles())
+            return self.count
+
+        def release(self, number: int) -> None:
+            del self.held[number]
+
+        def tiles(self) -> int:
+            return sum(size for size, kind in self.held.values() if kind == "loss tiles")
+
+    def held(rows: int, width: int, **options: Any) -> tuple[int, int, int]:
+        ledger = Ledger()
+        loss = LossMemory(ledger, Setup(objective="clip", **options), rows, width, 2)
+        loss.forward()
+        between, highest = ledger.tiles(), ledger.highest
+        gradients = loss.backward()
+        assert len(ledger.held) == len(gradients) == 2 and not ledger.tiles()
+        return highest, between, ledger.highest
+
+    # 4,096² exponentials in bf16; sums of every 128 rows and columns, two kinds of 8 bytes, beside them.
+    assert held(4096, 512) == (36 * MIB, 32 * MIB, 36 * MIB)
+    # At most the working memory and a quarter of it.
+    assert held(65536, 512) == (640 * MIB, 512 * MIB, 640 * MIB)
+    assert held(65536, 512, tile=64 * MIB) == (80 * MIB, 64 * MIB, 80 * MIB)
+    # Narrow embeddings are multiplied again, and so are all on a CPU, whose tiles are small.
+    assert held(4096, 256) == (4 * MIB, 0, 32 * MIB)
+    assert held(4096, 512, device="cpu")[1] == 0
 
 
 def test_one_tower_for_both_sides_is_counted_once() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +14,43 @@ from benchmarks.peers import declare_torchvision_schemas
 
 VIT_B_32: dict[str, Any] = {"projection_dim": 512}
 VIT_B_16: dict[str, Any] = {"projection_dim": 512, "vision_config": {"patch_size": 16}}
+
+
+@dataclass(frozen=True)
+class Language:
+    """A language model of transformers by the name of its config, and the length of its texts."""
+
+    config: str
+    length: int
+    masked: bool = False
+    shape: dict[str, Any] = field(default_factory=dict)
+
+
+LANGUAGE = {
+    "bert-base": Language("BertConfig", 512, masked=True),
+    "gpt2": Language("GPT2Config", 1024),
+    "gpt2-medium": Language("GPT2Config", 1024, shape={"n_embd": 1024, "n_layer": 24, "n_head": 16}),
+    "roberta-base": Language(
+        "RobertaConfig", 512, masked=True, shape={"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1}
+    ),
+    "distilbert": Language("DistilBertConfig", 512, masked=True),
+    "pythia-160m": Language(
+        "GPTNeoXConfig",
+        1024,
+        shape={
+            "vocab_size": 50304,
+            "hidden_size": 768,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 12,
+        },
+    ),
+    "llama-small": Language(
+        "LlamaConfig",
+        1024,
+        shape={"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12},
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -31,7 +68,7 @@ def subject(name: str) -> Subject:
     declare_torchvision_schemas()
     if name == "tiny-clip" or name.startswith("clip-"):
         return _clip(name)
-    if name == "bert-base" or name.startswith("gpt2"):
+    if name in LANGUAGE:
         return _language(name)
     import timm
 
@@ -43,16 +80,14 @@ def _pictures(side: int) -> Callable[[int], Tensor]:
 
 
 def _language(name: str) -> Subject:
-    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, BertConfig, GPT2Config
+    import transformers
 
-    if name == "bert-base":
-        maker, config, length = AutoModelForMaskedLM, BertConfig(), 512
-    else:
-        medium = {"n_embd": 1024, "n_layer": 24, "n_head": 16} if name == "gpt2-medium" else {}
-        maker, config, length = AutoModelForCausalLM, GPT2Config(**medium), 1024
+    language = LANGUAGE[name]
+    config = getattr(transformers, language.config)(**language.shape)
+    maker = transformers.AutoModelForMaskedLM if language.masked else transformers.AutoModelForCausalLM
 
     def inputs(rows: int) -> dict[str, Tensor]:
-        ids = torch.zeros(rows, length, dtype=torch.int64)
+        ids = torch.zeros(rows, language.length, dtype=torch.int64)
         return {"input_ids": ids, "labels": torch.zeros_like(ids)}
 
     return Subject(lambda: maker.from_config(config, attn_implementation="sdpa"), inputs)

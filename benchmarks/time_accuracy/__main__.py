@@ -4,6 +4,8 @@
     python -m benchmarks.time_accuracy --kinds         # with the device's seconds by kinds of kernels, from the profiler
     python -m benchmarks.time_accuracy --quick         # two tiny cases on a CPU: that the program works
     python -m benchmarks.time_accuracy --again FILE    # predictions anew beside kept measurements, which needs no device
+    python -m benchmarks.time_accuracy --fresh         # models that no share was found on
+    python -m benchmarks.time_accuracy --operations    # instead: one step's time by operators, to operations-cuda.jsonl
 
 Steps are timed one after the other, with nothing beside them; predictions, for which no device is needed, follow.
 """
@@ -12,8 +14,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +25,9 @@ import torch
 from benchmarks.memory_accuracy.cases import Case, of_row, quick_cases
 from benchmarks.report import read_rows
 from benchmarks.time_accuracy import picture, report
-from benchmarks.time_accuracy.cases import cases
+from benchmarks.time_accuracy.cases import cases, fresh_cases
 from benchmarks.time_accuracy.measuring import timed_row
+from benchmarks.time_accuracy.operations import operations_row
 from benchmarks.time_accuracy.predicting import predicted_rows
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
@@ -33,26 +37,30 @@ Row = dict[str, Any]
 def main(arguments: list[str] | None = None) -> int:
     """The exit code: 0, or 1 where a case failed."""
     options = _parser().parse_args(arguments)
+    out = options.again or options.output or RESULTS / ("operations-cuda.jsonl" if options.operations else "time-cuda.jsonl")
     if options.again:
         rows = read_rows(options.again)
     else:
         if not options.quick and not torch.cuda.is_available():
             raise SystemExit("there is no CUDA device here: pass --quick, or --again FILE")
-        chosen = (
-            quick_cases() if options.quick else [c for c in cases() if any(part in c.model for part in options.only.split(","))]
-        )
-        rows = list(_kept(_timed(chosen, options.kinds), options.output))
-    if not options.measure_only:
-        rows = list(_kept(predicted_rows(rows), options.again or options.output))
+        chosen = quick_cases() if options.quick else _named(fresh_cases() if options.fresh else cases(), options.only)
+        row_of = operations_row if options.operations else partial(timed_row, kinds=options.kinds)
+        rows = list(_kept(_measured(chosen, row_of), out))
+    if not options.measure_only and not options.operations:
+        rows = list(_kept(predicted_rows(rows), out))
         print(report.summary(rows))
-        picture.draw(rows, (options.again or options.output).with_suffix(".png"))
+        picture.draw(rows, out.with_suffix(".png"))
     return int(any("failed" in row for row in rows))
 
 
-def _timed(chosen: Iterable[Case], kinds: bool) -> Iterator[Row]:
+def _named(among: Iterable[Case], parts: str) -> list[Case]:
+    return [case for case in among if any(part in case.model for part in parts.split(","))]
+
+
+def _measured(chosen: Iterable[Case], row_of: Callable[[Case], Row]) -> Iterator[Row]:
     for case in chosen:
         try:
-            yield asdict(case) | timed_row(case, kinds)
+            yield asdict(case) | row_of(case)
         # The others still have their turn.
         except Exception as error:
             yield asdict(case) | {"failed": f"{type(error).__name__}: {error}".splitlines()[0]}
@@ -76,8 +84,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="two tiny cases on a CPU")
     parser.add_argument("--kinds", action="store_true", help="the device's seconds by kinds of kernels too")
     parser.add_argument("--only", default="", help="cases whose model's name holds this, or one of these, with commas")
+    parser.add_argument("--fresh", action="store_true", help="models that no share was found on, in the place of the others")
     parser.add_argument("--measure-only", action="store_true", help="predict nothing; --again does it later")
-    parser.add_argument("--output", type=Path, default=RESULTS / "time-cuda.jsonl")
+    parser.add_argument("--operations", action="store_true", help="instead of steps, operators under the profiler")
+    parser.add_argument("--output", type=Path, help="file of rows (results/time-cuda.jsonl, or operations-cuda.jsonl)")
     parser.add_argument("--again", type=Path, metavar="FILE", help="predictions anew, beside the measurements of kept rows")
     return parser
 

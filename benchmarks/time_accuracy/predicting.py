@@ -19,7 +19,7 @@ from megabatch.planning.time import StepTime, Task, step_time
 
 DIM = {"clip-vit-l-14": 768}
 # What a step does once, as far as these do it.
-BARE_S = 3e-3
+BARE_S = 1.5e-3
 Row = dict[str, Any]
 
 

@@ -19,6 +19,8 @@ def line(case: Case, row: Row) -> str:
     start = f"{case.model}, {case.rows} rows, {how(row)}"
     if "failed" in row:
         return f"{start}: failed, {row['failed']}"
+    if "operations" in row:
+        return f"{start}: {sum(us for _, _, us, _ in row['operations']) / 1e3:,.1f} ms of the device"
     said = f", predicted {1e3 * row['predicted_s']:,.1f} ({row['error']:+.0%})" if "error" in row else ""
     return f"{start}: {1e3 * row['seconds']:,.1f} ms{said}"
 

@@ -1,8 +1,6 @@
 """What one pass of an encoder costs, forward and backward: operations on matrices, bytes that are moved, calls of the host.
 
-Counted on fake tensors, so nothing is computed, with attention, autocast and dropout as CUDA has them. Products are counted by
-torch's own formulas (torch.utils.flop_counter), with two faults put right: the attention of CPUs, which they do not know, has one
-here, and the backward of a convolution in groups, which they count once for every channel, is twice its forward.
+Counted on fake tensors, so nothing is computed, with attention, autocast and dropout as CUDA has them.
 """
 
 from __future__ import annotations
@@ -17,9 +15,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import conv_flop_count, flop_registry, sdpa_flop_count
 
-from .kinds import Kind, kind_of
+from .flops import flops_of
+from .hidden import hidden_of
+from .kinds import Kind, filling_of, kind_of, tensors_of
 from .memory.routing import as_on_cuda
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -28,16 +27,24 @@ FEW, MORE = 8, 16
 aten = torch.ops.aten
 # Operations that launch nothing, though they are no views by name.
 FREE = {aten.detach, aten._unsafe_view, aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
+# Arguments of which a few elements are read, if any: logits at their labels, a table at its indices.
+UNREAD = {aten.nll_loss_forward: 0, aten.nll_loss_backward: 1, aten.embedding: 0}
 
 
 class Call(NamedTuple):
-    """One operation, as often as it is called alike: FLOP and bytes for each row, and bytes whatever the rows."""
+    """One operation, as often as it is called alike: FLOP and bytes for each row, and bytes whatever the rows.
+
+    filling: the share of its kind's rate that it reaches, where its blocks do not fill the device (`kinds.filling_of`).
+    hidden: whether it is part of another operation, which is what the host calls (`hidden_of`).
+    """
 
     kind: Kind
     flops: float
     bytes: float
     fixed: float
     times: int = 1
+    filling: float = 1.0
+    hidden: bool = False
 
 
 class Pass(NamedTuple):
@@ -48,7 +55,7 @@ class Pass(NamedTuple):
     @property
     def operations(self) -> int:
         """Calls of the host."""
-        return sum(call.times for call in self.calls)
+        return sum(call.times for call in self.calls if not call.hidden)
 
     @property
     def flops(self) -> float:
@@ -71,20 +78,32 @@ class Work(NamedTuple):
     inputs: float = 0.0
 
 
+class Counted(NamedTuple):
+    """One call of an operation with its FLOP and bytes."""
+
+    kind: Kind
+    flops: float
+    bytes: float
+    filling: float
+    hidden: bool = False
+
+
 class Counter(TorchDispatchMode):
     """Lists what is called inside."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[Kind, float, float]] = []
+        self.calls: list[Counted] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         packet = func._overloadpacket
         if func.namespace == "aten" and not func.is_view and packet not in FREE:
-            flops = _flops(func, args, kwargs, out)
-            self.calls.append((kind_of(packet.__name__, args, out, counted=flops > 0), flops, _bytes((args, kwargs, out))))
+            name, flops = packet.__name__, flops_of(func, args, kwargs, out)
+            kind = kind_of(name, args, out, counted=flops > 0)
+            self.calls.append(Counted(kind, flops, _bytes((_read(packet, args), kwargs, out)), filling_of(kind, args, out)))
+            self.calls += [Counted(kind, 0.0, size, filling, True) for kind, size, filling in hidden_of(name, kind, args, out)]
         return out
 
 
@@ -117,12 +136,13 @@ def count_work(
 
 def _compared(few: Counter, more: Counter) -> Pass:
     """Costs by row, from two passes that call the same operations; where they do not, all of it goes by the row."""
-    if [call[0] for call in few.calls] != [call[0] for call in more.calls]:
-        return Pass(tuple(Call(kind, flops / MORE, size / MORE, 0.0) for kind, flops, size in more.calls))
+    if [call.kind for call in few.calls] != [call.kind for call in more.calls]:
+        return Pass(tuple(Call(b.kind, b.flops / MORE, b.bytes / MORE, 0.0, 1, b.filling, b.hidden) for b in more.calls))
     calls = []
-    for (kind, flops, size), (_, more_flops, more_size) in zip(few.calls, more.calls, strict=True):
-        row = (more_size - size) / (MORE - FEW)
-        calls.append(Call(kind, (more_flops - flops) / (MORE - FEW), row, max(0.0, size - FEW * row)))
+    for a, b in zip(few.calls, more.calls, strict=True):
+        row = (b.bytes - a.bytes) / (MORE - FEW)
+        flops = (b.flops - a.flops) / (MORE - FEW)
+        calls.append(Call(b.kind, flops, row, max(0.0, a.bytes - FEW * row), 1, b.filling, b.hidden))
     return Pass(tuple(call._replace(times=times) for call, times in Tally(calls).items()))
 
 
@@ -156,26 +176,12 @@ def _total(out: Any) -> Tensor:
     return sum((t.sum() for t in tree_leaves(values) if isinstance(t, Tensor) and t.is_floating_point()), torch.zeros(()))
 
 
-def _flops(operator: Any, args: Any, kwargs: Any, out: Any) -> float:
-    packet = operator._overloadpacket
-    if packet is aten.convolution_backward:
-        gradient, x, weight, transposed, wanted = args[0], args[1], args[2], args[7], args[10]
-        return float(sum(wanted[:2]) * conv_flop_count(x.shape, weight.shape, gradient.shape, transposed))
-    if "scaled_dot_product" in packet.__name__:
-        return _attention(operator, args, kwargs)
-    return float(flop_registry[packet](*args, **kwargs, out_val=out)) if packet in flop_registry else 0.0
-
-
-def _attention(operator: Any, args: Any, kwargs: Any) -> float:
-    """Forward has two products of the scores' size, backward five; of a causal one, kernels leave out half."""
-    backward = "backward" in operator._schema.name
-    query, key, value = args[1:4] if backward else args[:3]
-    given = dict(zip((argument.name for argument in operator._schema.arguments), args, strict=False)) | kwargs
-    share = (2.5 if backward else 1.0) * (0.5 if given.get("is_causal") else 1.0)
-    return share * float(sdpa_flop_count(query.shape, key.shape, value.shape))
+def _read(packet: Any, args: Any) -> list[Any]:
+    """Arguments as often as they are read: a convolution's two gradients have a kernel each, and both read that of the output."""
+    twice = [args[0]] if packet is aten.convolution_backward and all(args[10][:2]) else []
+    return [arg for place, arg in enumerate(args) if place != UNREAD.get(packet)] + twice
 
 
 def _bytes(tree: Any) -> float:
     """Of all tensors; one that repeats its elements is read once."""
-    tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-    return float(sum(min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in tensors))
+    return float(sum(min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in tensors_of(tree)))

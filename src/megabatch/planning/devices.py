@@ -17,45 +17,11 @@ import torch
 
 from ..environment import main_memory
 from .kinds import Kind
+from .shares import BYTES, FLOPS, IN_TF32, WITHOUT_TENSOR_CORES
 
 GIB = 2**30
 # Of the name as people write it, letters and digits count.
 _NOISE = re.compile(r"[^A-Z0-9]")
-
-
-# By kinds of operations: of the rate of matrix products, and of the memory's. An operation takes the longer of its two times.
-FLOPS: Mapping[Kind, float] = MappingProxyType(
-    {
-        "product": 0.72,
-        "odd product": 0.17,
-        "convolution": 0.40,
-        "thin convolution": 0.035,
-        "depthwise convolution": 0.40,
-        "depthwise convolution in fp32": 0.012,
-        "attention": 0.20,
-        "attention in fp32": 0.35,
-    }
-)
-BYTES: Mapping[Kind, float] = MappingProxyType(
-    {
-        "product": 0.80,
-        "odd product": 0.80,
-        "convolution": 0.25,
-        "thin convolution": 0.25,
-        "depthwise convolution": 0.024,
-        "depthwise convolution in fp32": 0.25,
-        "attention": 0.25,
-        "attention in fp32": 0.80,
-        "elementwise": 0.80,
-        "copy": 0.50,
-        "joining": 0.22,
-        "reduction": 0.33,
-        "normalisation": 0.36,
-        "batch norm": 0.28,
-        "half batch norm": 0.09,
-        "scattered": 0.20,
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -111,9 +77,10 @@ class Device:
         """FLOP/s that a training step reaches in a kind of products; a ValueError where the device does not have the precision."""
         if precision not in self.rates:
             raise ValueError(f"precision is {precision!r}: {self.name} has {', '.join(self.rates)}; choose one of them")
-        if precision == "fp32" and kind in ("convolution", "thin convolution"):
-            # PyTorch's default: cuDNN takes TF32 where there is one, products of matrices do not.
+        if precision == "fp32" and kind in IN_TF32:
             precision = "tf32" if "tf32" in self.rates else precision
+        if kind in WITHOUT_TENSOR_CORES:
+            precision = "fp32"
         return self.rates[precision] * self.shares.flops[kind]
 
     def moving(self, kind: Kind) -> float:

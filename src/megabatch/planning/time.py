@@ -82,11 +82,13 @@ def seconds_of(costs: Pass, how: How, machine: Machine, host: float = 1.0) -> fl
     host: a factor on what it takes for an operation.
     """
     device, rows, times = machine.device, how.shard, how.chunks
+    # What kernels leave empty and what they call of their own is known of those on CUDA.
+    calls = [call._replace(filling=1.0) for call in costs.calls if not call.hidden] if device.type == "cpu" else costs.calls
     computing = 0.0
-    for call in costs.calls:
+    for call in calls:
         moving = (rows * call.bytes + times * call.fixed) / device.moving(call.kind)
         multiplying = rows * call.flops / device.rate(how.precision, call.kind) if call.flops else 0.0
-        computing += call.times * max(moving, multiplying)
+        computing += call.times * max(moving, multiplying) / call.filling
     calling = times * costs.operations * host * device.shares.host_s
     return computing + calling if device.type == "cpu" else max(computing, calling)
 

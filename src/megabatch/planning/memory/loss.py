@@ -16,6 +16,8 @@ PART_BYTES, TILE_SIDE, KINDS = 8, 128, 2
 FP32, INT64 = 4, 8
 # Matrices of a tile that are there at once: kernels hold one, PyTorch's operations similarities, exponentials and masks beside it.
 AT_ONCE = {"cuda": 1, "cpu": 4}
+# From which width on kernels keep exponentials for the gradient, by bytes of an element.
+KEPT_WIDTH = {2: 384, 4: 64}
 
 
 class Ledger(Protocol):
@@ -33,6 +35,7 @@ class LossMemory:
         self.block_bytes = rows * width * element_bytes
         self.gradient_bytes = rows * width * FP32
         self.tile = setup.tile if setup.tile is not None else DEFAULT_TILE[setup.device]
+        self.keeps = setup.device == "cuda" and width >= KEPT_WIDTH.get(element_bytes, width + 1)
         self._saved: list[int] = []
         self._kept: list[int] = []
 
@@ -43,10 +46,13 @@ class LossMemory:
             self._saved = [*self._products(), self.ledger.hold(self.rows * FP32, "embeddings")]
         else:
             ring = self._ring(2 * self.block_bytes)
-            if self.setup.device == "cuda":
-                # The first tile of the gradient begins here: exponentials are kept in it.
+            room = self.tile
+            if self.keeps:
+                # The first tile of the gradient begins here, with exponentials, and the sums have a quarter beside it.
                 self._kept = [self.ledger.hold(self._gradient_tile(), "loss tiles")]
-            self._pass_tile(2 * KINDS * PART_BYTES * self.rows * self.rows // TILE_SIDE)
+                room //= 4
+            parts = self._within(room, 2 * KINDS * PART_BYTES * self.rows * self.rows // TILE_SIDE)
+            self.ledger.release(self.ledger.hold(parts, "loss tiles"))
             self._release(ring)
             # Losses, gradients in the positives' logits, and four vectors for each side's softmax.
             self._saved = [self.ledger.hold(10 * self.rows * FP32, "embeddings")]
@@ -75,13 +81,10 @@ class LossMemory:
         return gradients
 
     def _gradient_tile(self) -> int:
-        return self._within_tile(min(self.element_bytes, FP32) * self.rows * self.rows)
+        return self._within(self.tile, min(self.element_bytes, FP32) * self.rows * self.rows)
 
-    def _pass_tile(self, wanted: int) -> None:
-        self.ledger.release(self.ledger.hold(self._within_tile(wanted), "loss tiles"))
-
-    def _within_tile(self, wanted: int) -> int:
-        return min(self.tile, AT_ONCE[self.setup.device] * wanted)
+    def _within(self, room: int, wanted: int) -> int:
+        return min(room, AT_ONCE[self.setup.device] * wanted)
 
     def _ring(self, travelling: int) -> list[int]:
         return [self.ledger.hold(travelling, "ring buffers")] if self.setup.ranks > 1 else []

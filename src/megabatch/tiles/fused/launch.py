@@ -22,6 +22,7 @@ from .support import has_descriptors, processors
 
 MERGED_ROWS, MERGED_TILES = 16, 128
 MATCHED_TILES = 8
+BESIDE_KEPT = 4
 
 
 class Panel:
@@ -66,15 +67,17 @@ class Launch:
         return other
 
     def panels(self, bytes_a_cell: float, widest: int | None = None, kept: Panel | None = None) -> Iterator[Panel]:
-        """All pairs in panels; with a kept panel, those in it first, then those below it, then those beside it."""
+        """All pairs in panels; with a kept panel, those in it first, then those below it, then those beside it.
+
+        What is kept has its working memory: panels get by on a part of as much.
+        """
         rows, columns = slice(0, self.x_MD.shape[0]), slice(0, self.y_ND.shape[0])
-        whole = Panel(rows, columns)
-        areas = [whole]
+        areas, tile = [Panel(rows, columns)], self.tile
         if kept is not None:
             below, beside = Panel(slice(kept.rows, rows.stop), kept.c), Panel(rows, slice(kept.columns, columns.stop))
-            areas = [kept, below, beside]
+            areas, tile = [kept, below, beside], self.tile // BESIDE_KEPT
         for area in areas:
-            yield from _panels_of(area, self.blocks, self.tile, bytes_a_cell, widest)
+            yield from _panels_of(area, self.blocks, tile, bytes_a_cell, widest)
 
     def parts(self, p: Panel) -> tuple[int, int]:
         """How many parts the sums of a panel have, for its columns and for its rows: one a tile."""
