@@ -93,6 +93,18 @@ def test_every_kind_has_its_share_and_none_is_all_of_a_peak() -> None:
     assert (doubled.flops["product"], doubled.flops["odd product"]) == (1.0, 0.38) and doubled.bytes == Shares().bytes
 
 
+def test_kinds_below_the_bandwidth_of_an_h200_go_at_the_pace_of_other_devices() -> None:
+    shares = {name: find_device(name).shares.bytes for name in ("H200", "H100", "A100", "L40S")}
+    assert shares["H200"] == pytest.approx(dict(Shares().bytes))
+    # The same multiprocessors and 3.35 of its 4.8 TB/s: as many bytes a second.
+    assert shares["H100"]["normalisation"] * 3.35 == pytest.approx(0.34 * 4.8)
+    # 108 multiprocessors of 64 units for 132 of 128, at 1.41 GHz for 1.98: 19.5 / 64 for 66.9 / 128.
+    assert shares["A100"]["strided"] * 2.039 == pytest.approx(0.50 * 4.8 * (19.5 / 64) / (66.9 / 128))
+    # What is limited by the bandwidth stays so, and no kind is faster than that.
+    assert all(each["elementwise"] == max(each.values()) == pytest.approx(0.8) for each in shares.values())
+    assert shares["L40S"]["normalisation"] == 0.8
+
+
 def test_convolutions_in_fp32_go_at_the_rate_of_tf32_and_products_do_not() -> None:
     device = H200.device
     assert device.rate("fp32", "product") == pytest.approx(0.72 * 66.9e12)

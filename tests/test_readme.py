@@ -15,8 +15,10 @@ import megabatch.chunks.cached
 import megabatch.chunks.repeat
 import megabatch.losses.clip
 import megabatch.losses.siglip
+from benchmarks.memory_accuracy.cases import of_row
 from benchmarks.readme import PLACE, ROOT, with_tables
 from benchmarks.report import read_rows
+from benchmarks.time_accuracy.cases import fresh_cases
 from megabatch.training.report.figures import best_rates
 
 README = (ROOT / "README.md").read_text()
@@ -69,8 +71,12 @@ def test_what_the_log_says_of_the_fused_losses_is_in_the_kept_rows():
     assert f"After a rest the device runs products at {rested:.0f} TFLOP/s where it sustains {sustained:.0f}" in text
     times = [openclip[field] / ours[field] for field in ("rested_s", "total_s")]
     assert "{:.2f} times its speed after a rest, {:.2f} times sustained".format(*times) in text
-    # What the log calls missed is missed.
-    assert max(times) < 3.3 and "The aim was 3.3 times OpenCLIP's speed at 65,536 × 768. Neither number above reaches it." in text
+    # What the log says of its aim is so.
+    assert times[0] > 3.3 > times[1] and "The aim was 3.3 times OpenCLIP's speed at 65,536 × 768" in text
+    kept = [openclip[field] / rows["ours, tile of 9 GiB"][field] for field in ("rested_s", "total_s")]
+    assert "in 9 GiB {:.1f} and {:.1f} times".format(*kept) in text
+    said = "room for all that forward computed, it is {:.1f} times as fast as OpenCLIP at 65,536 pairs, in {:.1f} GiB"
+    assert said.format(kept[1], rows["ours, tile of 9 GiB"]["extra_bytes"] / 2**30) in " ".join(README.split())
 
 
 def test_the_ratio_of_errors_is_that_of_the_kept_rows():
@@ -81,16 +87,17 @@ def test_the_ratio_of_errors_is_that_of_the_kept_rows():
 
 
 def test_what_it_says_of_predicted_time_is_in_the_kept_rows():
-    rows = [row for row in read_rows(ROOT / "benchmarks/results/time-cuda.jsonl") if "blind_s" in row]
-    off = sorted(abs(row["blind_s"] / row["seconds"] - 1) for row in rows)
+    rows = read_rows(ROOT / "benchmarks/results/time-cuda.jsonl")
+    fresh = set(fresh_cases())
+    off = [abs(row["blind_s"] / row["seconds"] - 1) for row in rows if of_row(row) in fresh]
     within = sum(error <= 0.2 for error in off)
     said = f"of {len(off)} steps of models that were held back, {within} came out within 20 %"
     assert f"{said}, {100 * statistics.median(off):.0f} % in the median" in " ".join(README.split())
     table = (ROOT / "docs/planning.md").read_text().split("<!-- inf-cl -->")[1].split("<!-- end -->")[0]
     cells = [line.split("|")[3:5] for line in table.splitlines()[3:]]
     ratios = [float(predicted) / float(published) for published, predicted in cells if published.strip() != "–"]
-    assert len(ratios) == 4 and max(abs(ratio - 1) for ratio in ratios) <= 0.03
-    assert "published steps on eight A800 come out within 3 %" in " ".join(README.split())
+    assert len(ratios) == 4 and max(abs(ratio - 1) for ratio in ratios) <= 0.06
+    assert "published steps on eight A800 come out within 6 %" in " ".join(README.split())
 
 
 def test_what_it_says_of_predicted_memory_is_in_the_kept_rows():

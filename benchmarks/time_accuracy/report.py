@@ -5,9 +5,10 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from benchmarks.memory_accuracy.cases import Case
+from benchmarks.memory_accuracy.cases import Case, of_row
 from benchmarks.memory_accuracy.report import how
 from benchmarks.report import device_name
+from benchmarks.time_accuracy.cases import fresh_cases
 
 # What the prediction is held to.
 WORST = 0.20
@@ -43,11 +44,14 @@ def summary(rows: list[Row]) -> str:
     machine = measured[0]["machine"]
     said = [f"{len(measured)} steps on {device_name(machine)}, torch {machine['torch']}, {machine['date'][:10]}: {_off(measured)}."]
     held = [row | {"error": _blind_error(row)} for row in measured if "blind_s" in row]
+    fresh = set(fresh_cases())
+    before, after = ([row for row in held if (of_row(row) in fresh) == late] for late in (False, True))
     if held:
-        said.append(
-            f"The last column is what was said of models on which no share had been found, before their measurements were looked "
-            f"at: {_off(held)}."
-        )
+        said.append("The last column is what was said of models on which no share had been found, before they were looked at.")
+    if before:
+        said.append(f"Of those whose misses were learnt from: {_off(before)}.")
+    if after:
+        said.append(f"Of those that came after: {_off(after)}.")
     return " ".join(said)
 
 

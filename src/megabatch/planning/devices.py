@@ -17,7 +17,7 @@ import torch
 
 from ..environment import main_memory
 from .kinds import Kind
-from .shares import BYTES, FLOPS, IN_TF32, WITHOUT_TENSOR_CORES
+from .shares import BYTES, FLOPS, IN_TF32, WITHOUT_TENSOR_CORES, bytes_shares
 
 GIB = 2**30
 # Of the name as people write it, letters and digits count.
@@ -105,7 +105,8 @@ def _device(
     """rates: TFLOP/s in fp32, tf32, bf16 and fp16; 0 is not supported."""
     named = zip(("fp32", "tf32", "bf16", "fp16"), rates, strict=True)
     peaks = MappingProxyType({precision: 1e12 * rate for precision, rate in named if rate})
-    return Device(name, int(gib * GIB), peaks, 1e12 * tb_s, 1e9 * link_gb_s, source, capability=capability)
+    shares = Shares(bytes=bytes_shares(1e12 * tb_s, peaks["fp32"], capability))
+    return Device(name, int(gib * GIB), peaks, 1e12 * tb_s, 1e9 * link_gb_s, source, shares, capability)
 
 
 _MEMORY = "; memory as PyTorch reports it"

@@ -33,7 +33,8 @@ BYTES: Mapping[Kind, float] = MappingProxyType(
         "thin convolution": 0.08,
         "depthwise convolution": 0.09,
         "depthwise gradient": 0.05,
-        "depthwise convolution, channels last": 0.09,
+        # ConvNeXt's operations hide it; PVTv2's whole step, which has few operations for its bytes, shows it.
+        "depthwise convolution, channels last": 0.18,
         "attention": 0.25,
         "attention in fp32": 0.80,
         "elementwise": 0.80,
@@ -53,3 +54,17 @@ BYTES: Mapping[Kind, float] = MappingProxyType(
 IN_TF32 = ("convolution", "direct convolution", "grouped convolution")
 # Too few channels for tensor cores: computed at a share of the rate of fp32 in any precision.
 WITHOUT_TENSOR_CORES = ("thin convolution", "depthwise convolution", "depthwise gradient", "depthwise convolution, channels last")
+# The device that shares of bytes were found on: bytes a second, and its pace.
+FOUND_AT, FOUND_PACE = 4.8e12, 66.9e12 / 128
+
+
+def bytes_shares(bandwidth: float, fp32: float, capability: tuple[int, int]) -> Mapping[Kind, float]:
+    """The shares of another device's bandwidth.
+
+    A kind that stays below an H200's bandwidth is as slow as its threads are: on another device they go at that device's pace (its
+    multiprocessors times their clock, from the rate of fp32 and the units of a multiprocessor), up to the best share there is.
+    """
+    units = 64 if capability < (8, 6) else 128
+    ratio = fp32 / units / FOUND_PACE * FOUND_AT / bandwidth
+    most = max(BYTES.values())
+    return MappingProxyType({kind: min(most, share * ratio) for kind, share in BYTES.items()})

@@ -153,20 +153,25 @@ def softmax_grads(
         panel = products.panel(p)
         softmax = *(part(v, p.r) for v in rows), *(part(v, p.c) for v in columns or (None,) * 4)
         arguments = *launch.operands(p), scale, launch.target(panel), trouble, *softmax, *launch.pairs(pairs, p), panel.stride(0)
-        if kept and kept.holds(p):
-            programs = (cdiv(p.rows, WEIGHED_ROWS) * cdiv(p.columns, WEIGHED_COLUMNS),)
-            peaks_and_gains = *softmax[:2], *softmax[4:6]
-            weigh_kernel[programs](
-                panel, trouble, *peaks_and_gains, p.rows, p.columns, panel.stride(0) // GRAIN.value,
-                M=WEIGHED_ROWS, N=WEIGHED_COLUMNS, ROUND_TO_TF32=products.rounds_to_tf32,
-            )  # fmt: skip
-        for careful in (True,) if kept and kept.holds(p) else (False, True):
+        was_kept = kept is not None and kept.holds(p)
+        if was_kept:
+            _weigh(panel, p, softmax, trouble, products.rounds_to_tf32)
+        for careful in (True,) if was_kept else (False, True):
             gradient_kernel[launch.grid(p)](
                 *arguments, HOME=pairs.home, SEVERAL=_several(pairs), DROP=pairs.drop_above is not None, CAREFUL=careful,
                 ROUND_TO_TF32=products.rounds_to_tf32, **launch.constants,
             )  # fmt: skip
         products.add(panel, p)
     return products.gx_MD, products.gy_ND
+
+
+def _weigh(panel: Tensor, p: Panel, softmax: tuple[Tensor | None, ...], trouble: Tensor, rounds_to_tf32: bool) -> None:
+    """Makes a panel's exponentials its gradient."""
+    row_peak, row_gain, _, _, column_peak, column_gain, _, _ = softmax
+    weigh_kernel[(cdiv(p.rows, WEIGHED_ROWS) * cdiv(p.columns, WEIGHED_COLUMNS),)](
+        panel, trouble, row_peak, row_gain, column_peak, column_gain, p.rows, p.columns, panel.stride(0) // GRAIN.value,
+        M=WEIGHED_ROWS, N=WEIGHED_COLUMNS, ROUND_TO_TF32=rounds_to_tf32,
+    )  # fmt: skip
 
 
 @_on_its_device

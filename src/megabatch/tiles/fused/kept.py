@@ -14,7 +14,7 @@ from .blocks import kind_of
 from .gradients import buffer_for, in_buffer, panel_dtype
 from .launch import Launch, Panel, first_panel
 
-# The least width of embeddings whose product costs more than to write an exponential and to read it again, by `kind_of`.
+# The least width of embeddings whose product costs more, on an H200, than to write an exponential and read it again, by `kind_of`.
 # fp16, whose products are fast and whose panels are fp32, has none.
 LEAST_WIDTH = {"bfloat16": 384, "tf32": 384, "ieee": 64}
 
