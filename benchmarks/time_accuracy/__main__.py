@@ -1,10 +1,10 @@
 """What is predicted of a step's seconds beside what a GPU takes: rows to benchmarks/results/time-cuda.jsonl, a picture beside them.
 
-    python -m benchmarks.time_accuracy                 # all cases, on a GPU: about four minutes
+    python -m benchmarks.time_accuracy                 # all cases, on a GPU: about six minutes
     python -m benchmarks.time_accuracy --kinds         # with the device's seconds by kinds of kernels, from the profiler
     python -m benchmarks.time_accuracy --quick         # two tiny cases on a CPU: that the program works
     python -m benchmarks.time_accuracy --again FILE    # predictions anew beside kept measurements, which needs no device
-    python -m benchmarks.time_accuracy --fresh         # models that no share was found on
+    python -m benchmarks.time_accuracy --fresh         # only models that no share was found on
     python -m benchmarks.time_accuracy --operations    # instead: one step's time by operators, to operations-cuda.jsonl
 
 Steps are timed one after the other, with nothing beside them; predictions, for which no device is needed, follow.
@@ -17,6 +17,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,8 @@ def main(arguments: list[str] | None = None) -> int:
     else:
         if not options.quick and not torch.cuda.is_available():
             raise SystemExit("there is no CUDA device here: pass --quick, or --again FILE")
-        chosen = quick_cases() if options.quick else _named(fresh_cases() if options.fresh else cases(), options.only)
+        among = fresh_cases() if options.fresh else chain(cases(), fresh_cases())
+        chosen = quick_cases() if options.quick else _named(among, options.only)
         row_of = operations_row if options.operations else partial(timed_row, kinds=options.kinds)
         rows = list(_kept(_measured(chosen, row_of), out))
     if not options.measure_only and not options.operations:
@@ -84,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="two tiny cases on a CPU")
     parser.add_argument("--kinds", action="store_true", help="the device's seconds by kinds of kernels too")
     parser.add_argument("--only", default="", help="cases whose model's name holds this, or one of these, with commas")
-    parser.add_argument("--fresh", action="store_true", help="models that no share was found on, in the place of the others")
+    parser.add_argument("--fresh", action="store_true", help="only models that no share was found on")
     parser.add_argument("--measure-only", action="store_true", help="predict nothing; --again does it later")
     parser.add_argument("--operations", action="store_true", help="instead of steps, operators under the profiler")
     parser.add_argument("--output", type=Path, help="file of rows (results/time-cuda.jsonl, or operations-cuda.jsonl)")

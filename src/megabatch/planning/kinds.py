@@ -53,29 +53,11 @@ WORD = 4
 ODD = 0.6
 HALF = (torch.bfloat16, torch.float16)
 # By their whole names: parts of these are in the names of others ("min" in clamp_min, "norm" in linalg_vector_norm).
-WHOLE: dict[Kind, frozenset[str]] = {
-    "reduction": frozenset(
-        (
-            "sum",
-            "nansum",
-            "mean",
-            "var",
-            "std",
-            "var_mean",
-            "std_mean",
-            "prod",
-            "max",
-            "min",
-            "amax",
-            "amin",
-            "argmax",
-            "argmin",
-            "any",
-        )
-    )
-    | frozenset(("all", "logsumexp", "linalg_vector_norm", "cumsum")),
-    "copy": frozenset(("cat", "stack")),
-}
+SUMS = frozenset(
+    ("sum", "nansum", "mean", "var", "std", "var_mean", "std_mean", "prod", "cumsum", "logsumexp", "linalg_vector_norm")
+)
+EXTREMES = frozenset(("max", "min", "amax", "amin", "argmax", "argmin", "any", "all"))
+WHOLE: dict[Kind, frozenset[str]] = {"reduction": SUMS | EXTREMES, "copy": frozenset(("cat", "stack"))}
 # By parts of the operator's name, in this order.
 NAMED: tuple[tuple[str, Kind], ...] = (
     ("scaled_dot_product", "attention"),
