@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from benchmarks import picture
 from benchmarks.memory_accuracy.cases import of_row
 from benchmarks.report import device_name
-from benchmarks.time_accuracy.cases import held_back
+from benchmarks.time_accuracy.cases import fresh_cases, held_back
 from benchmarks.time_accuracy.report import WORST, Row
+
+FOUND, LEARNT, FRESH = "shares found on these", "held back, as said then, and learnt from", "held back after that, as said then"
+GROUPS: dict[str, dict[str, Any]] = {
+    FOUND: {"s": 30, "facecolors": "none", "edgecolors": picture.OURS},
+    LEARNT: {"s": 24, "marker": "x", "linewidths": 1.2, "color": picture.FAINT},
+    FRESH: {"s": 30, "color": picture.OURS},
+}
 
 
 def draw(rows: list[Row], path: Path) -> None:
@@ -26,10 +34,10 @@ def draw(rows: list[Row], path: Path) -> None:
             span, [(1 - WORST) * s for s in span], [(1 + WORST) * s for s in span], color=picture.OURS, alpha=0.08, lw=0
         )
         panel.plot(span, span, color=picture.FAINT, lw=0.8)
-        for held, title in ((False, "shares found on these"), (True, "held back, as said before they were seen")):
-            chosen = [row for row in rows if held_back(of_row(row)) == held]
+        for title, style in GROUPS.items():
+            chosen = [row for row in rows if _group(row) == title]
             x, y = [1e3 * row["seconds"] for row in chosen], [1e3 * row.get("blind_s", row["predicted_s"]) for row in chosen]
-            panel.scatter(x, y, s=30, facecolors=picture.OURS if held else "none", edgecolors=picture.OURS, label=title, zorder=3)
+            panel.scatter(x, y, label=title, zorder=3, **style)
         panel.set_xscale("log")
         panel.set_yscale("log")
         panel.set_xlim(*span)
@@ -48,3 +56,10 @@ def draw(rows: list[Row], path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=160, facecolor="white")
         plt.close(figure)
+
+
+def _group(row: Row) -> str:
+    case = of_row(row)
+    if case in set(fresh_cases()):
+        return FRESH
+    return LEARNT if held_back(case) else FOUND
