@@ -21,6 +21,7 @@ from test_losses import CLIP_OPTIONS, build
 
 import megabatch
 from megabatch import tiles
+from megabatch.planning.memory.loss import DEFAULT_TILE, KEPT_WIDTH
 from megabatch.tiles import backend_for, backend_name, eager
 from megabatch.tiles.contract import Means, Pairs, Softmax, Wanted
 
@@ -31,7 +32,7 @@ from exchanged import expected, rows_and_columns, whole_numbers
 
 from megabatch.tiles import fused
 from megabatch.tiles.fused import blocks, launch, support
-from megabatch.tiles.fused.kept import room_to_keep
+from megabatch.tiles.fused.kept import LEAST_WIDTH, room_to_keep
 from megabatch.tiles.fused.kernels import gradient, sigmoid, stats
 from megabatch.tiles.fused.kernels.sums import COUNTED, EXPONENTIALS, RANKING, SUMS
 
@@ -507,6 +508,11 @@ def test_what_options_add_to_a_gradient_is_not_kept():
     for dtype, width in ((torch.float16, 768), (torch.bfloat16, 256), (torch.float32, 32)):
         x_MD = torch.empty(8, width, dtype=dtype, device="meta")
         assert room_to_keep(SimpleNamespace(x_MD=x_MD, y_ND=x_MD), means) is None
+
+
+def test_predicted_memory_keeps_where_the_kernels_do():
+    assert {2: LEAST_WIDTH["bfloat16"], 4: LEAST_WIDTH["ieee"]} == KEPT_WIDTH
+    assert DEFAULT_TILE["cuda"] == fused.default_tile(CUDA)
 
 
 def test_a_second_way_back_computes_again_what_the_first_used_up():
