@@ -144,8 +144,8 @@ def _sums_of_piece(
     if RANKED:
         found = rivals(z, special, panel, row, column, HOME, M, N)
     if RANKED and target[0] is None and not (SEVERAL or DROP or SMOOTHED):
-        # The pairs that count are the rivals. A negative scale makes the others +inf, and the careful launch takes over; what is kept
-        # must be zero there.
+        # The pairs that count are the rivals. A negative scale makes the others +inf, and the careful launch takes over. What is
+        # kept has to be zero there.
         logits = found * factor
         column_logits = logits
     else:
