@@ -21,7 +21,7 @@ from test_losses import CLIP_OPTIONS, build
 
 import megabatch
 from megabatch import tiles
-from megabatch.planning.memory.loss import DEFAULT_TILE, KEPT_WIDTH
+from megabatch.planning.memory.loss import BESIDE_KEPT, DEFAULT_TILE, KEPT_WIDTH
 from megabatch.tiles import backend_for, backend_name, eager
 from megabatch.tiles.contract import Means, Pairs, Softmax, Wanted
 
@@ -512,7 +512,7 @@ def test_what_options_add_to_a_gradient_is_not_kept():
 
 def test_predicted_memory_keeps_where_the_kernels_do():
     assert {2: LEAST_WIDTH["bfloat16"], 4: LEAST_WIDTH["ieee"]} == KEPT_WIDTH
-    assert DEFAULT_TILE["cuda"] == fused.default_tile(CUDA)
+    assert DEFAULT_TILE["cuda"] == fused.default_tile(CUDA) and BESIDE_KEPT == launch.BESIDE_KEPT
 
 
 def test_a_second_way_back_computes_again_what_the_first_used_up():

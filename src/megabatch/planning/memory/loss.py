@@ -18,6 +18,8 @@ FP32, INT64 = 4, 8
 AT_ONCE = {"cuda": 1, "cpu": 4}
 # From which width on kernels keep exponentials for the gradient, by bytes of an element.
 KEPT_WIDTH = {2: 384, 4: 64}
+# The part of the working memory that the sums then have beside it.
+BESIDE_KEPT = 4
 
 
 class Ledger(Protocol):
@@ -48,9 +50,9 @@ class LossMemory:
             ring = self._ring(2 * self.block_bytes)
             room = self.tile
             if self.keeps:
-                # The first tile of the gradient begins here, with exponentials, and the sums have a quarter beside it.
+                # The first tile of the gradient begins here, with exponentials, and the sums have less.
                 self._kept = [self.ledger.hold(self._gradient_tile(), "loss tiles")]
-                room //= 4
+                room //= BESIDE_KEPT
             parts = self._within(room, 2 * KINDS * PART_BYTES * self.rows * self.rows // TILE_SIDE)
             self.ledger.release(self.ledger.hold(parts, "loss tiles"))
             self._release(ring)

@@ -22,6 +22,7 @@ from .support import has_descriptors, processors
 
 MERGED_ROWS, MERGED_TILES = 16, 128
 MATCHED_TILES = 8
+# The part of the working memory that forward's sums have beside a kept panel.
 BESIDE_KEPT = 4
 
 
