@@ -267,7 +267,7 @@ def _shares(rows: list[Row]) -> str:
     )
     if any("rested_s" in row for row in _measured(rows)):
         text += (
-            f" After a rest: one step on a device that was idle for {REST_S:g} s, the host's part included, beside such products "
+            f" After a rest: one step, enqueued before it starts, on a device that was idle for {REST_S:g} s, beside such products "
             f"of as many operations after the same rest, which ran at {_span(rows, 'rested_product_tflops')} TFLOP/s."
         )
     return f"{text} Speeds are relative to OpenCLIP."

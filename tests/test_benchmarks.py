@@ -219,6 +219,7 @@ def test_after_a_rest_a_step_is_timed_and_products_of_as_many_operations(
 ) -> None:
     rests: list[float] = []
     monkeypatch.setattr(measuring.time, "sleep", rests.append)
+    monkeypatch.setattr(torch.cuda, "_sleep", rests.append)
     monkeypatch.setattr(measuring, "_factors", lambda size, device: (torch.ones(1, 1), torch.ones(1, 1)))
     monkeypatch.setattr(measuring, "PRODUCT_SIZE", 4)
     measuring._rested_product_tflops.cache_clear()
@@ -226,7 +227,7 @@ def test_after_a_rest_a_step_is_timed_and_products_of_as_many_operations(
     marks.clock = iter([0, 5, 100, 109, 200, 207, 300, 302, 400, 404, 500, 503])
     case = Case("clip", "formula", batch=8, dim=4)
     row = measuring._after_a_rest(case, peers.find("formula", "clip").load(), measuring._inputs(case, 8), 3)
-    assert row["rested_s"] == 0.007 and rests == [measuring.REST_S] * 6
+    assert row["rested_s"] == 0.007 and rests == [measuring.REST_S, measuring.HEAD_START_CYCLES] * 6
     products = 8 * 8**2 * 4 // (2 * 4**3)
     assert row["rested_product_tflops"] == pytest.approx(products * 2 * measuring.PRODUCT_SIZE**3 / 0.003 / 1e12)
 
