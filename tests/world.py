@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-TIMEOUT = timedelta(seconds=60)
+# Long enough for ranks of a machine that others keep busy to meet.
+TIMEOUT = timedelta(seconds=180)
 
 
 class World:
