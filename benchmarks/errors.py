@@ -2,7 +2,8 @@
 
 Embeddings lie in clusters and positives are noisy copies, so noisy that the clip loss is about LOSS at every scale: the
 negatives of a pair's own cluster compete with its positive, and the gradient hangs on the largest logits. Each
-implementation is compared with the formula in float64 on inputs rounded to the precision that it reads.
+implementation is compared with the formula in float64 on inputs rounded to the precision that it reads, over several draws of the
+data: the scale's gradient is a single number, in which large sums cancel, and one draw of its error says little.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import math
+import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,28 +74,27 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--batch", type=int, default=4096)
     parser.add_argument("--dim", type=int, default=768)
+    parser.add_argument("--draws", type=int, default=8, help="of the data; errors are root mean squares over them")
     parser.add_argument("--scales", default="20,50,100", help="factors on the cosines, with commas")
     parser.add_argument("--out", type=Path, help="file of rows (results/errors-DEVICE.jsonl)")
     options = parser.parse_args(arguments)
     out = options.out or RESULTS / f"errors-{options.device}.jsonl"
     rows: list[Row] = []
     for scale in (float(scale) for scale in options.scales.split(",")):
-        rows.extend(measure(options.batch, options.dim, scale, options.device))
+        rows.extend(measure(options.batch, options.dim, scale, options.device, options.draws))
     report.write_rows(out, rows)
     report.show(HEADERS, [_cells(row) for row in rows])
     print(f"rows: {out}")
     return 0
 
 
-def measure(batch: int, dim: int, scale: float, device: str, seed: int = 0) -> Iterator[Row]:
-    """The errors of every contestant at one scale, both losses."""
-    x, y, noise = clustered_pairs(batch, dim, scale, device, seed)
+def measure(batch: int, dim: int, scale: float, device: str, draws: int) -> Iterator[Row]:
+    """The errors of every contestant at one scale, both losses: of the draws with seeds 0, 1, 2, ..."""
+    drawn = [clustered_pairs(batch, dim, scale, device, seed) for seed in range(draws)]
     machine = describe(device)
     for loss in LOSSES:
         for contestant in contestants(device):
-            rounded = x.to(contestant.dtype), y.to(contestant.dtype)
-            exact = _result(_formula(loss), *(rows.double() for rows in rounded), scale)
-            given = _result(contestant.load(loss), *rounded, scale)
+            values, errors = zip(*(_compared(contestant, loss, x, y, scale) for x, y, _ in drawn), strict=True)
             yield {
                 "loss": loss,
                 "implementation": contestant.implementation,
@@ -105,16 +106,25 @@ def measure(batch: int, dim: int, scale: float, device: str, seed: int = 0) -> I
                 "device": device,
                 "scale": scale,
                 "bias": BIAS,
-                "noise": noise,
+                "noise": statistics.fmean(noise for _, _, noise in drawn),
                 "pairs_in_a_cluster": PAIRS_IN_A_CLUSTER,
-                "seed": seed,
-                "value": exact["value"].item(),
-                "errors": {name: _off(given[name], right) for name, right in exact.items()},
+                "draws": draws,
+                "value": statistics.fmean(values),
+                "errors": {name: _root_mean_square([off[name] for off in errors]) for name in errors[0]},
+                "largest_errors": {name: max(off[name] for off in errors) for name in errors[0]},
                 "machine": machine,
             }
 
 
-def clustered_pairs(batch: int, dim: int, scale: float, device: str, seed: int = 0) -> tuple[Tensor, Tensor, float]:
+def _compared(contestant: Contestant, loss: str, x: Tensor, y: Tensor, scale: float) -> tuple[float, dict[str, float]]:
+    """The exact value of a draw, and how far a contestant is off."""
+    rounded = x.to(contestant.dtype), y.to(contestant.dtype)
+    exact = _result(_formula(loss), *(rows.double() for rows in rounded), scale)
+    given = _result(contestant.load(loss), *rounded, scale)
+    return exact["value"].item(), {name: _off(given[name], right) for name, right in exact.items()}
+
+
+def clustered_pairs(batch: int, dim: int, scale: float, device: str, seed: int) -> tuple[Tensor, Tensor, float]:
     """Unit rows in clusters, their positives (float64), and the noise at which the clip loss is LOSS, found by halving."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -145,9 +155,9 @@ def markdown(rows: list[Row]) -> str:
     machine = row["machine"]
     caption = (
         f"‖g − g64‖ / ‖g64‖ of the gradients of both embeddings, then the relative error of the scale's gradient; g64 is that of "
-        f"the formula in float64 on the same rounded inputs. {row['batch']:,} pairs in clusters of {row['pairs_in_a_cluster']}, "
-        f"D = {row['dim']}, so noisy that the clip loss is {LOSS:g}; siglip with a bias of {row['bias']:g}. On "
-        f"{report.device_name(machine)} with torch {machine['torch']}, {machine['date'][:10]}."
+        f"the formula in float64 on the same rounded inputs. Root mean squares over {row['draws']} draws of {row['batch']:,} pairs "
+        f"in clusters of {row['pairs_in_a_cluster']}, D = {row['dim']}, so noisy that the clip loss is {LOSS:g}; siglip with a "
+        f"bias of {row['bias']:g}. On {report.device_name(machine)} with torch {machine['torch']}, {machine['date'][:10]}."
     )
     return "\n".join([*lines, "", caption])
 
@@ -176,6 +186,10 @@ def _result(call: peers.LossCall, x: Tensor, y: Tensor, scale: float) -> dict[st
 
 def _off(given: Tensor, right: Tensor) -> float:
     return float((given - right).norm() / right.norm())
+
+
+def _root_mean_square(errors: list[float]) -> float:
+    return math.sqrt(statistics.fmean(error**2 for error in errors))
 
 
 def _bold(row: Row, text: str) -> str:

@@ -4,6 +4,7 @@ rows can be shown again."""
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import time
 from collections.abc import Iterator
@@ -342,8 +343,18 @@ def test_rows_with_shares_are_shown_and_drawn(shared: Path, capsys: pytest.Captu
 
 def test_gradient_errors_on_clustered_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "errors.jsonl"
-    assert errors.main(["--batch", "128", "--dim", "32", "--scales", "20,100", "--out", str(out)]) == 0
+    size = ["--batch", "128", "--dim", "32", "--scales", "20,100", "--out", str(out)]
+    assert errors.main([*size, "--draws", "1"]) == 0
+    first = report.read_rows(out)
+    assert errors.main([*size, "--draws", "2"]) == 0
     rows = report.read_rows(out)
+    # The first draw is the one of before: root mean square and largest of two have it among them.
+    for one, both in zip(first, rows, strict=True):
+        assert one["largest_errors"].items() == one["errors"].items()
+        for name, error in one["errors"].items():
+            mean, largest = both["errors"][name], both["largest_errors"][name]
+            assert max(error, mean) <= largest
+            assert largest == error or mean == pytest.approx(math.sqrt((error**2 + largest**2) / 2))
     assert len(rows) == 2 * 2 * len(errors.contestants("cpu"))
     assert all(0.5 < row["value"] < 8 for row in rows if row["loss"] == "clip")
     # Gradients are returned in the precision of the embeddings, which alone is off by up to its unit roundoff.
@@ -356,7 +367,7 @@ def test_gradient_errors_on_clustered_pairs(tmp_path: Path, monkeypatch: pytest.
     lines = readme._table("errors.jsonl#errors").splitlines()
     starts = [f"| {kind} | {scale} | " for kind in check.LOSSES for scale in (20, 100)]
     assert all(line.startswith(start) for line, start in zip(lines[2:6], starts, strict=True))
-    assert lines[2].count("**") == 6 and "128 pairs in clusters of 16, D = 32" in lines[-1]
+    assert lines[2].count("**") == 6 and "over 2 draws of 128 pairs in clusters of 16, D = 32" in lines[-1]
 
 
 def test_kept_rows_are_drawn_again(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
