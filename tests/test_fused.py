@@ -31,7 +31,7 @@ import triton.language as tl
 from exchanged import expected, rows_and_columns, whole_numbers
 
 from megabatch.tiles import fused
-from megabatch.tiles.fused import blocks, launch, support
+from megabatch.tiles.fused import blocks, hopper, launch, support
 from megabatch.tiles.fused.kept import LEAST_WIDTH, room_to_keep
 from megabatch.tiles.fused.kernels import gradient, sigmoid, stats
 from megabatch.tiles.fused.kernels.sums import COUNTED, EXPONENTIALS, RANKING, SUMS
@@ -621,3 +621,19 @@ def test_blocks_were_measured_here_or_on_the_like_at_the_nearest_width(monkeypat
     pretend(monkeypatch, "A", (9, 0))
     assert [blocks_on("stats", torch.float32, "tf32", width).k for width in (7, 16, 17, 40, 100)] == [16, 16, 32, 64, 64]
     assert blocks_on("gradient", torch.float32, "tf32", 256) != blocks_on("stats", torch.float32, "tf32", 256)
+
+
+def test_gains_are_lifted_and_wild_peaks_leave_marks():
+    peaks, gains = (torch.randn(2, 300, generator=torch.Generator().manual_seed(seed)).unbind() for seed in (0, 1))
+    rows, columns = Softmax(peaks[0], gains[0]), Softmax(peaks[1][:129], gains[1][:129])
+    trouble = torch.zeros(128, dtype=torch.int32)
+    for other in (columns, None):
+        found = hopper.lift(rows, other, trouble)
+        torch.testing.assert_close(found.rows[:300], gains[0] * torch.exp(-peaks[0]))
+        assert not found.rows[300:].any() and len(found.rows) == 300 + hopper.TILE
+        if other:
+            torch.testing.assert_close(found.columns[:129], gains[1][:129] * torch.exp(-peaks[1][:129]))
+        assert not trouble.any()
+    peaks[1][3] = 65.0
+    hopper.lift(rows, columns, trouble)
+    assert trouble.any()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..contract import Means, Normalised, Pairs, Ranking, SigmoidPass, Softmax, SoftmaxPass, Stats, Wanted
+from . import hopper
 from .gradients import Products
 from .kept import Kept, room_to_keep
 from .kernels.gradient import gradient_kernel
@@ -87,6 +88,7 @@ def softmax_stats(
     trouble = x_MD.new_zeros(max(launch.blocks[:2]), dtype=torch.int32)
     mine, theirs = Sums(x_MD, kinds), Sums(y_ND, kinds) if columns else None
     parts_a_cell = mine.bytes_a_cell(launch.blocks.n) + (theirs.bytes_a_cell(launch.blocks.m) if theirs else 0)
+    plain = not (several or drops or pairs.smoothed or pairs.ranked)
     # Exponentials alone are not enough for the gradient where options add to it.
     kept = room_to_keep(launch, means) if keep and not (several or drops or pairs.smoothed) else None
     # No wider than what the device's cache can hold of y, which every row of tiles reads again.
@@ -94,10 +96,15 @@ def softmax_stats(
     for p in launch.panels(parts_a_cell, widest, kept.panel if kept else None):
         down, across = launch.parts(p)
         row_parts, column_parts = mine.parts(across, p.rows), theirs.parts(down, p.columns) if theirs else None
-        arguments = *launch.operands(p), scale, row_parts, column_parts, trouble, *launch.pairs(pairs, p)
-        for careful in (False, True):
+        told = launch.pairs(pairs, p)
+        arguments = *launch.operands(p), scale, row_parts, column_parts, trouble, *told
+        holds = kept is not None and kept.holds(p)
+        fast = plain and not holds and hopper.serves(launch, p)
+        if fast:
+            hopper.stats(launch, p, scale, row_parts, column_parts, trouble, told, pairs.home)
+        for careful in (True,) if fast else (False, True):
             way, target, stride = launch, None, 0
-            if kept and kept.holds(p) and not careful:
+            if kept and holds and not careful:
                 way, values = launch.cut(KEPT_PIECES), kept.values(p)
                 target, stride = way.target(values), values.stride(0)
             stats_kernel[launch.grid(p)](
@@ -149,14 +156,20 @@ def softmax_grads(
     launch = Launch("gradient", x_MD, y_ND, means)
     trouble = x_MD.new_zeros(max(launch.blocks[:2]), dtype=torch.int32)
     products = Products(x_MD, y_ND, wanted, means, kept.buffer if kept else None)
+    plain, lifted = not _several(pairs) and pairs.drop_above is None, None
     for p in launch.panels(products.bytes_a_cell):
         panel = products.panel(p)
         softmax = *(part(v, p.r) for v in rows), *(part(v, p.c) for v in columns or (None,) * 4)
-        arguments = *launch.operands(p), scale, launch.target(panel), trouble, *softmax, *launch.pairs(pairs, p), panel.stride(0)
+        told = launch.pairs(pairs, p)
+        arguments = *launch.operands(p), scale, launch.target(panel), trouble, *softmax, *told, panel.stride(0)
         was_kept = kept is not None and kept.holds(p)
+        fast = plain and not was_kept and hopper.serves(launch, p, panel)
         if was_kept:
             _weigh(panel, p, softmax, trouble, products.rounds_to_tf32)
-        for careful in (True,) if was_kept else (False, True):
+        elif fast:
+            lifted = lifted or hopper.lift(rows, columns, trouble)
+            hopper.gradient(launch, p, scale, panel, lifted, rows, columns, told, pairs.home)
+        for careful in (True,) if was_kept or fast else (False, True):
             gradient_kernel[launch.grid(p)](
                 *arguments, HOME=pairs.home, SEVERAL=_several(pairs), DROP=pairs.drop_above is not None, CAREFUL=careful,
                 ROUND_TO_TF32=products.rounds_to_tf32, **launch.constants,

@@ -56,6 +56,25 @@ def gradient_kernel(
             )  # fmt: skip
 
 
+@triton.jit(do_not_specialize=["rows", "columns"])
+def lift_kernel(
+    row_peak, row_gain, column_peak, column_gain, lifted_M, lifted_N, trouble, rows, columns, R: tl.constexpr
+):  # fmt: skip
+    """Gains for exponentials as they are, zero beyond the rows and columns. Leaves marks where these cannot be taken so."""
+    programs = tl.cdiv(rows, R)
+    if tl.program_id(0) < programs:
+        _lift(row_peak, row_gain, lifted_M, trouble, tl.program_id(0) * R, rows, R)
+    elif column_peak is not None:
+        _lift(column_peak, column_gain, lifted_N, trouble, (tl.program_id(0) - programs) * R, columns, R)
+
+
+@triton.jit
+def _lift(peak, gain, lifted_to, trouble, first, length, R: tl.constexpr):
+    peaks = vector(peak, first, length, R)
+    mark(trouble, tl.arange(0, R), wild(peaks))
+    tl.store(lifted_to + first + tl.arange(0, R), lifted(vector(gain, first, length, R), peaks))
+
+
 @triton.jit
 def _gains(softmax, trouble, panel, row, column, M: tl.constexpr, N: tl.constexpr):
     """What exponentials of a tile are multiplied with, for rows (M, 1) and columns (M, N), zero if they do not count. Leaves marks.

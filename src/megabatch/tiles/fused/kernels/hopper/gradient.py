@@ -1,0 +1,121 @@
+"""The fast launch of ../gradient.py on Hopper, for bf16 and pairs that all count alike: without further positives, none dropped."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+
+from ..sums import LOG2_E
+from .pipeline import (
+    REGISTERS,
+    WARPS,
+    is_special,
+    layout_of_tile,
+    load_columns,
+    load_rows,
+    negatives,
+    open_rings,
+    pair_at,
+    pairs_of_tiles,
+    similarities,
+)
+
+# Triton 3.7 has it by another name.
+_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
+
+@gluon.jit(do_not_specialize=["rows", "columns", "shift"])
+def gradient_kernel(
+    x, y, scale, gradient, row_gain, row_counted, column_gain, column_counted, matches, ids_M, ids_N, rows, columns, shift,
+    HOME: gl.constexpr, WIDTH: gl.constexpr, M: gl.constexpr, N: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr,
+    X_SLOTS: gl.constexpr, Y_SLOTS: gl.constexpr, BEHIND: gl.constexpr, MARKED: gl.constexpr,
+):  # fmt: skip
+    """Writes the gradient in the logits, zero for pairs that do not count and for positives. Gains come lifted."""
+    rings = open_rings(x, y, M, N, K, X_SLOTS, Y_SLOTS)
+    # A tile leaves in quarters, by way of two places for each group.
+    places = gl.allocate_shared_memory(gradient.dtype, [4, M, N // 4], gradient.layout)
+    panel = (matches, ids_M, ids_N, rows, columns, shift)
+    softmax = (row_gain, row_counted, column_gain, column_counted)
+    gl.warp_specialize(
+        [
+            (_weigh, (rings, scale, gradient, places, softmax, panel, gl.constexpr(0), HOME, WIDTH, M, N, K, GROUP,
+                      X_SLOTS, Y_SLOTS, MARKED)),
+            (_weigh, (rings, scale, gradient, places, softmax, panel, gl.constexpr(1), HOME, WIDTH, M, N, K, GROUP,
+                      X_SLOTS, Y_SLOTS, MARKED)),
+            (load_rows, (x, rings, rows, columns, gl.constexpr(0), WIDTH, M, N, K, GROUP, X_SLOTS, Y_SLOTS, BEHIND)),
+            (load_rows, (x, rings, rows, columns, gl.constexpr(1), WIDTH, M, N, K, GROUP, X_SLOTS, Y_SLOTS, BEHIND)),
+            (load_columns, (y, rings, rows, columns, WIDTH, M, N, K, GROUP, Y_SLOTS)),
+        ],
+        WARPS,
+        REGISTERS,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _weigh(
+    rings, scale, gradient, places, softmax, panel, WHO: gl.constexpr, HOME: gl.constexpr, WIDTH: gl.constexpr,
+    M: gl.constexpr, N: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr, X_SLOTS: gl.constexpr, Y_SLOTS: gl.constexpr,
+    MARKED: gl.constexpr,
+):  # fmt: skip
+    row_gain, row_counted, column_gain, column_counted = softmax
+    _, _, _, rows, columns, _ = panel
+    QUARTER: gl.constexpr = N // 4
+    layout: gl.constexpr = layout_of_tile(M, QUARTER)
+    down, across = gl.arange(0, M, gl.SliceLayout(1, layout)), gl.arange(0, QUARTER, gl.SliceLayout(0, layout))
+    # In powers of two.
+    factor = gl.load(scale) * LOG2_E
+    z = gl.zeros((M, N), gl.float32, layout_of_tile(M, N))
+    for n in range(pairs_of_tiles(rows, columns, M, N)):
+        row, column = pair_at(n, rows, columns, M, N, GROUP)
+        row += WHO * M
+        i = row + down
+        # Asked for before the product, gains are there after it. They are given for whole tiles, beyond the panel's edges.
+        gains_M, gains_N = gl.load(row_gain + i), row_gain
+        if column_gain is not None:
+            here = column_gain + column + across
+            gains_N = gl.load(here), gl.load(here + QUARTER), gl.load(here + 2 * QUARTER), gl.load(here + 3 * QUARTER)
+        z = similarities(z, n, rings, WHO, WIDTH, K, X_SLOTS, Y_SLOTS)
+        special = is_special(panel, row, column, HOME, M, N, MARKED)
+        quarters = _quarters(z, M, N)
+        for q in gl.static_range(4):
+            first = column + q * QUARTER
+            gains = gains_M[:, None]
+            if column_gain is not None:
+                gains = gains + gains_N[q][None, :]
+            g = gl.exp2(quarters[q] * factor) * gains
+            if row_counted is not None:
+                g -= _vector(row_counted, i, rows)[:, None]
+                if column_counted is not None:
+                    g -= _vector(column_counted, first + across, columns)[None, :]
+            if special:
+                g = gl.where(negatives(panel, row, first, HOME, M, QUARTER, layout), g, 0.0)
+            # The last quarter but one has left its place.
+            tma.store_wait(1)
+            _barrier()
+            place = places.index(2 * WHO + q % 2)
+            place.store(g.to(gradient.dtype))
+            fence_async_shared()
+            _barrier()
+            tma.async_copy_shared_to_global(gradient, [row, first], place)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _quarters(z, M: gl.constexpr, N: gl.constexpr):
+    """The quarters of a tile from left to right, which threads hold as they would hold the product of a tile so narrow."""
+    layout: gl.constexpr = layout_of_tile(M, N // 4)
+    left, right = gl.split(gl.permute(gl.reshape(z, (M, 2, N // 2)), (0, 2, 1)))
+    a, b = gl.split(gl.permute(gl.reshape(left, (M, 2, N // 4)), (0, 2, 1)))
+    c, d = gl.split(gl.permute(gl.reshape(right, (M, 2, N // 4)), (0, 2, 1)))
+    return (
+        gl.convert_layout(a, layout, assert_trivial=True),
+        gl.convert_layout(b, layout, assert_trivial=True),
+        gl.convert_layout(c, layout, assert_trivial=True),
+        gl.convert_layout(d, layout, assert_trivial=True),
+    )
+
+
+@gluon.jit
+def _vector(values, i, length):
+    return gl.load(values + i, mask=i < length, other=0.0)

@@ -1,0 +1,179 @@
+"""The kernels for Hopper: taken where they serve, and right in every case that they take."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from cases import Case, embeddings, errors, formula
+from test_gpu import assert_the_formula, on_gpu
+
+import megabatch
+from megabatch.tiles.fused import hopper, kept
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not (torch.cuda.is_available() and hopper._available(torch.device("cuda"))),
+        reason="needs a Hopper device and a version of Triton that its kernels were tried with",
+    ),
+]
+
+OPTIONS = [
+    {k: v for group in groups for k, v in group.items()}
+    for groups in itertools.product(
+        ({}, {"ids": True}),
+        ({}, {"label_smoothing": 0.1}),
+        ({}, {"weights": True}),
+        ({}, {"symmetric": False}, {"symmetric": False, "extra": 7}),
+    )
+]
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """How often each kernel is started."""
+    number = collections.Counter()
+
+    def counting(name, function):
+        def call(*args):
+            number[name] += 1
+            return function(*args)
+
+        return call
+
+    for name in ("stats", "gradient"):
+        monkeypatch.setattr(hopper, name, counting(name, getattr(hopper, name)))
+    return number
+
+
+@pytest.fixture
+def everywhere(monkeypatch, served):
+    """They take whatever they can, however small, and nothing is kept."""
+    monkeypatch.setattr(hopper, "LEAST_PAIRS", 0)
+    monkeypatch.setattr(hopper, "LEAST_WIDTH", 0)
+    monkeypatch.setattr(kept, "LEAST_WIDTH", {})
+    return served
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_options_give_the_formula(options, everywhere):
+    assert_the_formula("clip_loss", options, torch.bfloat16)
+    assert everywhere["gradient"] and bool(everywhere["stats"]) is ("label_smoothing" not in options)
+
+
+@pytest.mark.parametrize("options", [OPTIONS[0], OPTIONS[-4]], ids=str)
+def test_half_precision_gives_the_formula(options, everywhere):
+    assert_the_formula("clip_loss", options, torch.float16)
+    assert everywhere["stats"] and not everywhere["gradient"]
+
+
+@pytest.mark.parametrize("options", [{"ids": True, "duplicates": "positive"}, {"drop_above": 0.2}], ids=str)
+def test_what_they_have_no_way_for_is_left_to_the_others(options, everywhere):
+    assert_the_formula("clip_loss", options, torch.bfloat16)
+    assert not everywhere
+
+
+@pytest.mark.parametrize("width", [1, 7, 100, 512, 1152])
+@pytest.mark.parametrize("rows", [1, 2, 129, 257, 700])
+def test_any_shape_is_right_and_every_element_is_written(rows, width, everywhere):
+    torch.use_deterministic_algorithms(True)  # which also fills fresh memory with NaN
+    try:
+        for kind, scale in (("clustered", 30.0), ("clustered", -30.0)):
+            case = Case("clip_loss", *embeddings(rows, width=width, kind=kind), (scale,)).rounded(torch.bfloat16)
+            for name, e in errors(case, on_gpu(case, torch.bfloat16), formula(case)).items():
+                assert e <= (2e-5 if name == "value" else 1e-2), (name, e)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert everywhere["stats"] and everywhere["gradient"]
+
+
+@pytest.mark.parametrize("gap", [50.0, 1000.0, 1e5])
+def test_extreme_logits_are_right(gap, everywhere):
+    x, y = embeddings(300, width=16, seed=1)
+    x = x * torch.where(torch.arange(300) % 3 == 0, gap, 1.0)[:, None].double()
+    y[5:7] *= gap
+    case = Case("clip_loss", x, y, (1.0,)).rounded(torch.bfloat16)
+    for name, e in errors(case, on_gpu(case, torch.bfloat16), formula(case)).items():
+        assert e < 64 * torch.finfo(torch.float32).eps + (0 if name == "value" else 2 * torch.finfo(torch.bfloat16).eps), (name, e)
+    assert everywhere["stats"] and everywhere["gradient"]
+
+
+@pytest.mark.parametrize("scale", [20.0, 300.0])
+def test_ten_runs_are_bit_equal(scale, everywhere):
+    x, y = (t.cuda().bfloat16() for t in embeddings(5000, width=768))
+    ids = torch.arange(5000, device="cuda") // 2
+    runs = []
+    for _ in range(10):
+        a, b = x.clone().requires_grad_(), y.clone().requires_grad_()
+        value = megabatch.clip_loss(a, b, scale, ids=ids, tile=2**24)
+        value.backward()
+        runs.append((value.detach(), a.grad, b.grad))
+    assert everywhere["stats"] and everywhere["gradient"]
+    assert all(torch.equal(s, t) for run in runs[1:] for s, t in zip(runs[0], run, strict=True))
+
+
+@pytest.mark.parametrize("width", [512, 768, 1024])
+def test_a_large_batch_is_theirs_and_as_the_others_have_it(width, served, monkeypatch):
+    rows = 20_100
+    g = torch.Generator(device="cuda").manual_seed(0)
+    x, y = (torch.randn(rows, width, device="cuda", generator=g) for _ in range(2))
+    x, y = (torch.nn.functional.normalize(t, dim=1).bfloat16().requires_grad_() for t in (x, y + x))
+
+    def step():
+        value = megabatch.clip_loss(x, y, 30.0, tile=2**28)
+        return value.detach(), *torch.autograd.grad(value, (x, y))
+
+    value, *gradients = step()
+    assert served["stats"] and served["gradient"]
+    served.clear()
+    monkeypatch.setattr(hopper, "LEAST_PAIRS", 10**9)
+    again, *others = step()
+    assert not served
+    assert abs(value / again - 1) < 1e-6
+    assert all((a.float() - b.float()).norm() < 3e-3 * b.float().norm() for a, b in zip(gradients, others, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+def test_a_step_can_be_captured_and_never_waits(everywhere):
+    x, y = (t.cuda().bfloat16().requires_grad_() for t in embeddings(1000, width=64))
+    scale = torch.tensor(20.0, device="cuda", requires_grad=True)
+
+    def step():
+        return torch.autograd.grad(megabatch.clip_loss(x, y, scale), (x, y, scale))
+
+    right = step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    graph.replay()
+    assert everywhere["stats"] and everywhere["gradient"]
+    assert all(torch.equal(a, b) for a, b in zip(captured, right, strict=True))
+
+
+@pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer")
+def test_the_sanitizer_finds_nothing(tmp_path):
+    script = tmp_path / "small.py"
+    script.write_text(
+        "import torch, megabatch\n"
+        "from megabatch.tiles.fused import hopper, kept\n"
+        "hopper.LEAST_PAIRS, hopper.LEAST_WIDTH, kept.LEAST_WIDTH = 0, 0, {}\n"
+        "x, y = (torch.randn(300, 72, device='cuda', dtype=torch.bfloat16).requires_grad_() for _ in range(2))\n"
+        "ids = torch.arange(300, device='cuda') // 2\n"
+        "megabatch.clip_loss(x, y, 3.0, ids=ids).backward()\n"
+        "megabatch.clip_loss(x, y, 3.0, label_smoothing=0.1, tile=40_000).backward()\n"
+    )
+    command = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", sys.executable, str(script)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    assert ended.returncode == 0 and "ERROR SUMMARY: 0 errors" in ended.stdout, ended.stdout[-2000:] + ended.stderr[-2000:]

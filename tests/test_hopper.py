@@ -1,0 +1,52 @@
+"""What of the kernels for Hopper can be seen without one: they compile, and registers and shared memory are enough for them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
+
+# In a process of its own: where kernels are interpreted, none can be compiled.
+COMPILE = """
+import sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16
+from megabatch.tiles.fused import hopper
+from megabatch.tiles.fused.kernels.hopper.gradient import gradient_kernel
+from megabatch.tiles.fused.kernels.hopper.stats import stats_kernel
+
+def described(width):
+    layout = NVMMASharedLayout.get_default_for([hopper.TILE, width], bfloat16)
+    return f"tensordesc<bf16[{hopper.TILE}, {width}],{layout!r}>"
+
+def compiled(kernel, sizes, **without):
+    constants = {"HOME": True, "WIDTH": 768, "M": hopper.TILE, "N": hopper.TILE, "K": hopper.DEPTH, **sizes, **without}
+    kinds = {"x": described(hopper.DEPTH), "y": described(hopper.DEPTH), "gradient": described(hopper.TILE // 4)}
+    kinds |= dict.fromkeys(("rows", "columns", "shift"), "i32") | dict.fromkeys(("trouble", "ids_M", "ids_N"), "*i32")
+    kinds["matches"] = "*i8"
+    signature = {name: "constexpr" if name in constants else kinds.get(name, "*fp32") for name in kernel.arg_names}
+    attributes = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}
+    source = GluonASTSource(kernel, signature, constants, attributes)
+    found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(hopper.OPTIONS))
+    assert found.metadata.shared <= 227 * 1024, found.metadata.shared
+    assert "wgmma.mma_async" in found.asm["ptx"] and found.asm["cubin"]
+
+no_ids = dict.fromkeys(("matches", "ids_M", "ids_N"))
+compiled(stats_kernel, hopper.STATS, **no_ids)
+compiled(stats_kernel, hopper.STATS, column_parts=None)
+gradient = {**hopper.GRADIENT, "MARKED": hopper.TILE}
+compiled(gradient_kernel, gradient, **no_ids, row_counted=None, column_counted=None)
+compiled(gradient_kernel, gradient, column_gain=None, column_counted=None)
+"""
+
+
+def test_they_compile_for_hopper():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    ended = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, timeout=300, env=environment)
+    assert ended.returncode == 0, ended.stderr[-3000:]
