@@ -73,6 +73,14 @@ def test_what_the_log_says_of_the_fused_losses_is_in_the_kept_rows():
     assert "{:.2f} times its speed after a rest, {:.2f} times sustained".format(*times) in text
     # What the log says of its aim is so.
     assert times[0] > 3.3 > times[1] and "The aim was 3.3 times OpenCLIP's speed at 65,536 × 768" in text
+
+    def between(row, product):
+        part = (product - sustained) / (rested - sustained)
+        return part * row["rested_s"] + (1 - part) * row["total_s"]
+
+    there = [between(openclip, product) / between(ours, product) for product in (742, 770)]
+    assert "at those rates, it is {:.2f} to {:.2f} times".format(*there) in text
+    assert f"would take {3.3 / times[1] * ours['share']:.0%} of cuBLAS's own rate".replace("%", " %") in text
     kept = [openclip[field] / rows["ours, tile of 9 GiB"][field] for field in ("rested_s", "total_s")]
     assert "in 9 GiB {:.1f} and {:.1f} times".format(*kept) in text
     said = "room for all that forward computed, it is {:.1f} times as fast as OpenCLIP at 65,536 pairs, in {:.1f} GiB"
