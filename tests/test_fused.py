@@ -630,7 +630,7 @@ def test_gains_are_lifted_and_wild_peaks_leave_marks():
     for other in (columns, None):
         found = hopper.lift(rows, other, trouble)
         torch.testing.assert_close(found.rows[:300], gains[0] * torch.exp(-peaks[0]))
-        assert not found.rows[300:].any() and len(found.rows) == 300 + hopper.TILE
+        assert not found.rows[300:].any() and len(found.rows) == 300 + 2 * hopper.TILE
         if other:
             torch.testing.assert_close(found.columns[:129], gains[1][:129] * torch.exp(-peaks[1][:129]))
         assert not trouble.any()

@@ -32,7 +32,7 @@ LIFTED = 128
 
 
 class Lifted(NamedTuple):
-    """Gains of rows and columns for exponentials as they are, readable a tile beyond their end."""
+    """Gains of rows and columns for exponentials as they are, readable a pair of tiles beyond their end."""
 
     rows: Tensor
     columns: Tensor | None
@@ -74,7 +74,7 @@ def stats(
 def lift(rows: Softmax, columns: Softmax | None, trouble: Tensor) -> Lifted:
     """What `gradient` is given of a softmax. Leaves a mark where exponentials cannot be taken as they are."""
     length, width = rows.peak.shape[0], columns.peak.shape[0] if columns else 0
-    lifted_M, lifted_N = (rows.peak.new_zeros(n + TILE) for n in (length, width))
+    lifted_M, lifted_N = (rows.peak.new_zeros(n + 2 * TILE) for n in (length, width))
     lift_kernel[(cdiv(length, LIFTED) + cdiv(width, LIFTED),)](
         rows.peak, rows.gain, columns.peak if columns else None, columns.gain if columns else None, lifted_M, lifted_N, trouble,
         length, width, R=LIFTED,

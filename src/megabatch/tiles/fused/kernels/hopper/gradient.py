@@ -70,7 +70,7 @@ def _weigh(
         row, column = pair_at(n, rows, columns, M, N, GROUP)
         row += WHO * M
         i = row + down
-        # Asked for before the product, gains are there after it. They are given for whole tiles, beyond the panel's edges.
+        # Asked for before the product, gains are there after it. They are given for whole pairs of tiles, beyond the panel's edges.
         gains_M, gains_N = gl.load(row_gain + i), row_gain
         if column_gain is not None:
             here = column_gain + column + across

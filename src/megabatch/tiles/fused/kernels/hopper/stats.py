@@ -71,6 +71,7 @@ def _sum_up(
             across = gl.arange(0, N, total.type.layout)
             if row < rows:
                 _put(column_parts, trouble, row // M, gl.cdiv(rows, M), column + across, across, columns, total)
+        # The next product takes its place, so that z itself is not kept until then.
         z = power
 
 
