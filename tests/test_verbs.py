@@ -120,8 +120,29 @@ def test_the_same_command_goes_on_and_fresh_starts_over(run, pictures):
 def test_torchrun_trains_on_two_ranks(pictures, tmp_path):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     steps = ["schedule.steps=3", "watch.report=false"]
-    megabatch("train", f"data.source={pictures / 'pairs.csv'}", f"out={tmp_path / 'run'}", *SMALL, *steps, launcher=launcher)
+    settings = [f"data.source={pictures / 'pairs.csv'}", f"out={tmp_path / 'run'}", *SMALL, *steps]
+    megabatch("train", *settings, launcher=launcher)
     assert json.loads((tmp_path / "run" / "result.json").read_text())["samples"] == 120
+    # Again, when the result is there from the start: one rank shows it.
+    assert megabatch("train", *settings, launcher=launcher).stdout.count("held-out recall") == 1
+
+
+def test_no_one_is_the_last_to_let_go_of_the_group():
+    """The garbage collector, as the last, could wait for the group's thread while that waits for the interpreter."""
+    script = """
+import sys, torch.distributed as dist
+from megabatch import config
+from megabatch.training.launch import ranks
+with ranks(config.Compute(device="cpu")) as here:
+    group = here.group
+del here
+assert not dist.is_initialized()
+# This name, the argument of the call, and the one that stays.
+print(sys.getrefcount(group))
+"""
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, env=os.environ | alone)
+    assert done.returncode == 0 and int(done.stdout) >= 3, done.stdout + done.stderr[-2000:]
 
 
 def test_ranks_are_started_again_when_one_dies(pictures, tmp_path):

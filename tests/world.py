@@ -53,6 +53,7 @@ class World:
 
 def _work(pipe: Connection) -> None:
     torch.set_num_threads(1)
+    group = None
     while True:
         try:
             function, rank, size, store, args = pickle.loads(pipe.recv_bytes())
@@ -65,6 +66,8 @@ def _work(pipe: Connection) -> None:
             reply = False, traceback.format_exc()
         finally:
             if dist.is_initialized():
+                # Kept until the next task: who lets go of it last waits for its thread, which by then has nothing to do.
+                group = dist.group.WORLD  # noqa: F841
                 dist.destroy_process_group()
         pipe.send_bytes(pickle.dumps(reply))
 

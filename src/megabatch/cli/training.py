@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,7 +49,10 @@ def _train(arguments: argparse.Namespace) -> None:
         return
     from ..training.loop import train
 
-    _show_result(train(run, fresh=arguments.fresh))
+    folder = train(run, fresh=arguments.fresh)
+    # One rank writes the result, and shows it.
+    if os.environ.get("RANK", "0") == "0":
+        _show_result(folder)
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -76,6 +77,9 @@ def ranks(compute: Compute) -> Iterator[Ranks]:
     finally:
         torch.set_num_threads(threads)
         if ours:
+            # Whoever lets go of a gloo group last, be it the garbage collector, waits for its thread under the interpreter's lock,
+            # and the thread may be waiting for that lock, to let go of tensors. So nobody is: the group ends with the process.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(dist.group.WORLD))
             dist.destroy_process_group()
 
 
