@@ -78,6 +78,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--scales", default="20,50,100", help="factors on the cosines, with commas")
     parser.add_argument("--out", type=Path, help="file of rows (results/errors-DEVICE.jsonl)")
     options = parser.parse_args(arguments)
+    if options.draws < 1:
+        parser.error(f"--draws is {options.draws}: errors are of at least one draw")
     out = options.out or RESULTS / f"errors-{options.device}.jsonl"
     rows: list[Row] = []
     for scale in (float(scale) for scale in options.scales.split(",")):

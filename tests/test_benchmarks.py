@@ -344,6 +344,8 @@ def test_rows_with_shares_are_shown_and_drawn(shared: Path, capsys: pytest.Captu
 def test_gradient_errors_on_clustered_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "errors.jsonl"
     size = ["--batch", "128", "--dim", "32", "--scales", "20,100", "--out", str(out)]
+    with pytest.raises(SystemExit):
+        errors.main([*size, "--draws", "0"])
     assert errors.main([*size, "--draws", "1"]) == 0
     first = report.read_rows(out)
     assert errors.main([*size, "--draws", "2"]) == 0

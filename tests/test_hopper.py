@@ -1,4 +1,4 @@
-"""What of the kernels for Hopper can be seen without one: they compile, and registers and shared memory are enough for them."""
+"""What of the kernels for Hopper can be seen without one: they compile, and the device has the shared memory that they need."""
 
 from __future__ import annotations
 

@@ -20,10 +20,11 @@ from .support import INTERPRETED, processors
 # The versions of Triton that they were tried with on a device.
 TRIED = ("3.6.",)
 TILE, DEPTH = 128, 64
-# With fewer pairs of tiles for a multiprocessor, more and smaller programs are faster.
+# Pairs of tiles for a multiprocessor, and the width, from which on they serve. Not measured: with few pairs, more and smaller
+# programs should fill a device better.
 LEAST_PAIRS = 16
 LEAST_WIDTH = 64
-# As measured on an H200 at 768 wide; slots are what its shared memory has room for.
+# The best of some that were tried on an H200 at 768 wide; slots are what its shared memory has room for.
 STATS = {"GROUP": 8, "X_SLOTS": 3, "Y_SLOTS": 7, "BEHIND": 5}
 GRADIENT = {"GROUP": 16, "X_SLOTS": 3, "Y_SLOTS": 6, "BEHIND": 4}
 # Registers for three groups of warps, of which the two that multiply take most.
