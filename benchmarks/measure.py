@@ -47,8 +47,9 @@ LARGEST_WARM_UP, LARGE_WARM_UP = 262_144, 32_768
 SUSTAINED_S = 0.5
 # Before a step or products are timed from a standstill, and how often, within how many seconds; longer steps are not.
 REST_S, RESTED_RUNS, RESTED_BUDGET_S = 0.5, 5, 5.0
-# For so long the rested device is held back while the host enqueues: 20 ms at 2 GHz, more than a step takes the host.
-HEAD_START_CYCLES = 40_000_000
+# The clock of a device that rests, about. For 20 ms the rested device is held back while the host enqueues: a step takes it less.
+CYCLES_A_SECOND = 2_000_000_000
+HEAD_START_CYCLES = CYCLES_A_SECOND // 50
 # Operations for N² pairs of width D: clip needs the logits twice and two products for the gradients, siglip the logits once.
 USEFUL_FLOP = {"clip": 8, "siglip": 6}
 PRODUCT_SIZE, PRODUCTS_A_STEP = 8192, 2
@@ -247,12 +248,13 @@ def _step(call: Callable[..., Tensor], batch: Batch) -> tuple[Seconds, Tensor]:
 
 
 def _enqueued(
-    call: Callable[..., Tensor], batch: Batch, runs: int, first: float, size: int = PRODUCT_SIZE
+    call: Callable[..., Tensor], batch: Batch, runs: int, first: float, size: int = PRODUCT_SIZE, rest_s: float = 0.0
 ) -> tuple[list[Seconds], float]:
     """The times of CUDA steps, and the TFLOP/s of the bfloat16 products of random square matrices between them.
 
     Everything is enqueued without a wait, and each step after two products, as in training after the encoders: the device has
-    work while the host prepares the step, and the products meet the clock that the steps meet.
+    work while the host prepares the step, and the products meet the clock that the steps meet. rest_s: of the device, before
+    each product.
     """
     left, right = _factors(size, batch.x.device)
     # The first product loads the library: where there is one step and no warm-up, its time would be that.
@@ -262,6 +264,8 @@ def _enqueued(
     for _ in range(warm_up + runs):
         for leaf in batch[:4]:
             leaf.grad = None
+        if rest_s:
+            torch.cuda._sleep(int(rest_s * CYCLES_A_SECOND))
         marks.append(_mark())
         for _ in range(PRODUCTS_A_STEP):
             torch.matmul(left, right)

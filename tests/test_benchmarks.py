@@ -404,9 +404,12 @@ def test_block_sizes_are_not_measured_where_they_cannot_be(
 def test_measured_block_sizes_replace_those_of_the_same_device_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tune = pytest.importorskip("benchmarks.tune")
     monkeypatch.setattr(tune.measured, "MEASURED", tmp_path / "blocks.json")
-    (tmp_path / "blocks.json").write_text('{"blocks": []}')
+    (tmp_path / "blocks.json").write_text('{"blocks": [], "rings": []}')
+    place = {"kernel": "stats", "kind": "bfloat16", "width": 768}
     for device, m in (("A", 64), ("B", 64), ("A", 128)):
-        tune._write([{"kernel": "stats", "kind": "bfloat16", "width": 768, "device": device, "m": m}])
-    kept = json.loads((tmp_path / "blocks.json").read_text())["blocks"]
-    assert sorted((entry["device"], entry["m"]) for entry in kept) == [("A", 128), ("B", 64)]
-    assert all(entry["date"] and entry["torch"] == torch.__version__ for entry in kept)
+        tune._write({"blocks": [{**place, "device": device, "m": m}], "rings": []})
+    tune._write({"blocks": [], "rings": [{**place, "device": "A", "behind": 4}]})
+    kept = json.loads((tmp_path / "blocks.json").read_text())
+    assert sorted((entry["device"], entry["m"]) for entry in kept["blocks"]) == [("A", 128), ("B", 64)]
+    assert [(entry["device"], entry["behind"]) for entry in kept["rings"]] == [("A", 4)]
+    assert all(entry["date"] and entry["torch"] == torch.__version__ for entry in (*kept["blocks"], *kept["rings"]))

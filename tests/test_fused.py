@@ -600,13 +600,67 @@ def test_measured_blocks_are_well_formed():
     assert len(set(measured)) == len(measured)
 
 
+def test_measured_rings_are_well_formed():
+    entries = json.loads(blocks.MEASURED.read_text())["rings"]
+    assert {(entry["kernel"], entry["kind"]) for entry in entries} == {
+        ("stats", "bfloat16"),
+        ("stats", "float16"),
+        ("gradient", "bfloat16"),
+    }
+    for entry in entries:
+        assert min(entry["group"], entry["x_slots"], entry["behind"], entry["width"]) >= 1 and entry["behind"] <= entry["y_slots"]
+        assert (entry["places"] > 0) is (entry["kernel"] == "gradient")
+        assert entry["least_pairs"] is None or entry["least_pairs"] > 0
+        # A slot is 16 KiB and a place 8; a multiprocessor of capability 9.0 has 227.
+        assert 16 * (2 * entry["x_slots"] + entry["y_slots"]) + 16 * entry["places"] < 227
+        assert datetime.date.fromisoformat(entry["date"])
+        assert entry["device"] and entry["capability"] == "9.0" and entry["torch"] and entry["triton"]
+
+
+def test_rings_serve_where_they_were_measured_to_be_faster(monkeypatch, tmp_path):
+    common = {
+        "kernel": "stats",
+        "kind": "bfloat16",
+        "device": "A",
+        "capability": "9.0",
+        "x_slots": 3,
+        "y_slots": 7,
+        "behind": 5,
+        "places": 0,
+    }
+    found = [{**common, "width": 64, "group": 8, "least_pairs": None}, {**common, "width": 768, "group": 16, "least_pairs": 2.5}]
+    file = tmp_path / "blocks.json"
+    file.write_text(json.dumps({"blocks": [], "rings": found}))
+    monkeypatch.setattr(blocks, "MEASURED", file)
+    monkeypatch.setattr(hopper, "rings_for", blocks.rings_for.__wrapped__)
+    monkeypatch.setattr(hopper, "_available", lambda device: True)
+    monkeypatch.setattr(hopper, "processors", lambda device: 4)
+    pretend(monkeypatch, "B", (9, 0))
+
+    def served(rows, width=700, kernel="stats", dtype=torch.bfloat16, m=128, n=128, described=True):
+        x_MD = torch.empty(rows, width, dtype=dtype, device="meta")
+        started = SimpleNamespace(kernel=kernel, x_MD=x_MD, blocks=blocks.Blocks(m, n, 64, 4, 3), described=described)
+        return hopper.serves(started, launch.Panel(slice(0, rows), slice(0, 1280)))
+
+    # Ten pairs of tiles are 2.5 for each of four multiprocessors.
+    assert served(256).group == 16 and served(1).group == 16
+    assert served(256)._fields == blocks.Rings._fields
+    assert served(256, width=100) is served(256, dtype=torch.float32) is served(256, kernel="gradient") is None
+    assert served(256, n=256) is served(256, described=False) is None
+    found[1]["least_pairs"] = 2.6
+    file.write_text(json.dumps({"blocks": [], "rings": found}))
+    assert served(256) is None and served(257).group == 16
+    pretend(monkeypatch, "C", (10, 0))
+    assert served(4096) is None
+
+
 def test_blocks_were_measured_here_or_on_the_like_at_the_nearest_width(monkeypatch, tmp_path):
     common = {"kernel": "stats", "kind": "tf32", "k": 64, "warps": 8, "stages": 3, "programs": 1, "group": 8, "pieces": 1}
     places = [("A", "9.0", 256, 32), ("A", "9.0", 1024, 64), ("B", "9.0", 256, 128)]
     names = ("device", "capability", "width", "m")
     entries = [{**common, **dict(zip(names, place, strict=True)), "n": place[-1]} for place in places]
     file = tmp_path / "blocks.json"
-    file.write_text(json.dumps({"blocks": entries}))
+    file.write_text(json.dumps({"blocks": entries, "rings": []}))
     monkeypatch.setattr(blocks, "MEASURED", file)
     for name, capability, width, m in [
         ("A", (9, 0), 300, 32),

@@ -55,8 +55,8 @@ def served(monkeypatch):
 @pytest.fixture
 def everywhere(monkeypatch, served):
     """They take whatever they can, however small, and nothing is kept."""
-    monkeypatch.setattr(hopper, "LEAST_PAIRS", 0)
-    monkeypatch.setattr(hopper, "LEAST_WIDTH", 0)
+    found = hopper.rings_for
+    monkeypatch.setattr(hopper, "rings_for", lambda *place: (rings := found(*place)) and rings._replace(least_pairs=0))
     monkeypatch.setattr(kept, "LEAST_WIDTH", {})
     return served
 
@@ -64,7 +64,7 @@ def everywhere(monkeypatch, served):
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_options_give_the_formula(options, everywhere):
     assert_the_formula("clip_loss", options, torch.bfloat16)
-    assert everywhere["gradient"] and bool(everywhere["stats"]) is ("label_smoothing" not in options)
+    assert everywhere["stats"] and everywhere["gradient"]
 
 
 @pytest.mark.parametrize("options", [{}, {"ids": True, "symmetric": False, "extra": 7}], ids=str)
@@ -111,7 +111,7 @@ def test_ten_runs_are_bit_equal(scale, everywhere):
     runs = []
     for _ in range(10):
         a, b = x.clone().requires_grad_(), y.clone().requires_grad_()
-        value = megabatch.clip_loss(a, b, scale, ids=ids, tile=2**24)
+        value = megabatch.clip_loss(a, b, scale, ids=ids, tile=2**24, label_smoothing=0.1)
         value.backward()
         runs.append((value.detach(), a.grad, b.grad))
     assert everywhere["stats"] and everywhere["gradient"]
@@ -132,7 +132,7 @@ def test_a_large_batch_is_theirs_and_as_the_others_have_it(width, served, monkey
     value, *gradients = step()
     assert served["stats"] and served["gradient"]
     served.clear()
-    monkeypatch.setattr(hopper, "LEAST_PAIRS", 10**9)
+    monkeypatch.setattr(hopper, "rings_for", lambda *_: None)
     again, *others = step()
     assert not served
     assert abs(value / again - 1) < 1e-6
@@ -168,7 +168,8 @@ def test_the_sanitizer_finds_nothing(tmp_path):
     script.write_text(
         "import torch, megabatch\n"
         "from megabatch.tiles.fused import hopper, kept\n"
-        "hopper.LEAST_PAIRS, hopper.LEAST_WIDTH, kept.LEAST_WIDTH = 0, 0, {}\n"
+        "found, kept.LEAST_WIDTH = hopper.rings_for, {}\n"
+        "hopper.rings_for = lambda *place: found(*place)._replace(least_pairs=0)\n"
         "x, y = (torch.randn(300, 72, device='cuda', dtype=torch.bfloat16).requires_grad_() for _ in range(2))\n"
         "ids = torch.arange(300, device='cuda') // 2\n"
         "megabatch.clip_loss(x, y, 3.0, ids=ids).backward()\n"

@@ -12,12 +12,13 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
 # In a process of its own: where kernels are interpreted, none can be compiled.
 COMPILE = """
-import sys
+import json
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16
 from megabatch.tiles.fused import hopper
+from megabatch.tiles.fused.blocks import MEASURED
 from megabatch.tiles.fused.kernels.hopper.gradient import gradient_kernel
 from megabatch.tiles.fused.kernels.hopper.stats import stats_kernel
 
@@ -38,11 +39,19 @@ def compiled(kernel, sizes, **without):
     assert "wgmma.mma_async" in found.asm["ptx"] and found.asm["cubin"]
 
 no_ids = dict.fromkeys(("matches", "ids_M", "ids_N"))
-compiled(stats_kernel, hopper.STATS, **no_ids)
-compiled(stats_kernel, hopper.STATS, column_parts=None)
-gradient = {**hopper.GRADIENT, "MARKED": hopper.TILE}
-compiled(gradient_kernel, gradient, **no_ids, row_counted=None, column_counted=None)
-compiled(gradient_kernel, gradient, column_gain=None, column_counted=None)
+for entry in json.loads(MEASURED.read_text())["rings"]:
+    sizes = {name.upper(): entry[name] for name in ("group", "x_slots", "y_slots", "behind")}
+    if (entry["kind"], entry["width"]) != ("bfloat16", 768):
+        continue
+    if entry["kernel"] == "stats":
+        compiled(stats_kernel, sizes, SMOOTHED=False, **no_ids)
+        compiled(stats_kernel, sizes, SMOOTHED=True, column_parts=None)
+        compiled(stats_kernel, sizes, SMOOTHED=True)
+    else:
+        sizes |= {"PLACES": entry["places"], "MARKED": hopper.TILE}
+        compiled(gradient_kernel, sizes, **no_ids, row_counted=None, column_counted=None)
+        compiled(gradient_kernel, sizes, column_gain=None, column_counted=None)
+    print(entry["kernel"])
 """
 
 
@@ -50,3 +59,4 @@ def test_they_compile_for_hopper():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     ended = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, timeout=300, env=environment)
     assert ended.returncode == 0, ended.stderr[-3000:]
+    assert sorted(ended.stdout.split()) == ["gradient", "stats"]

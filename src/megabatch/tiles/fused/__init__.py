@@ -88,7 +88,6 @@ def softmax_stats(
     trouble = x_MD.new_zeros(max(launch.blocks[:2]), dtype=torch.int32)
     mine, theirs = Sums(x_MD, kinds), Sums(y_ND, kinds) if columns else None
     parts_a_cell = mine.bytes_a_cell(launch.blocks.n) + (theirs.bytes_a_cell(launch.blocks.m) if theirs else 0)
-    plain = not (several or drops or pairs.smoothed or pairs.ranked)
     # Exponentials alone are not enough for the gradient where options add to it.
     kept = room_to_keep(launch, means) if keep and not (several or drops or pairs.smoothed) else None
     # No wider than what the device's cache can hold of y, which every row of tiles reads again.
@@ -99,10 +98,10 @@ def softmax_stats(
         told = launch.pairs(pairs, p)
         arguments = *launch.operands(p), scale, row_parts, column_parts, trouble, *told
         holds = kept is not None and kept.holds(p)
-        fast = plain and not holds and hopper.serves(launch, p)
-        if fast:
-            hopper.stats(launch, p, scale, row_parts, column_parts, trouble, told, pairs.home)
-        for careful in (True,) if fast else (False, True):
+        rings = None if several or drops or pairs.ranked or holds else hopper.serves(launch, p)
+        if rings is not None:
+            hopper.stats(launch, rings, p, scale, row_parts, column_parts, trouble, told, pairs)
+        for careful in (True,) if rings is not None else (False, True):
             way, target, stride = launch, None, 0
             if kept and holds and not careful:
                 way, values = launch.cut(KEPT_PIECES), kept.values(p)
@@ -163,13 +162,13 @@ def softmax_grads(
         told = launch.pairs(pairs, p)
         arguments = *launch.operands(p), scale, launch.target(panel), trouble, *softmax, *told, panel.stride(0)
         was_kept = kept is not None and kept.holds(p)
-        fast = plain and not was_kept and hopper.serves(launch, p, panel)
+        rings = hopper.serves(launch, p) if plain and not was_kept else None
         if was_kept:
             _weigh(panel, p, softmax, trouble, products.rounds_to_tf32)
-        elif fast:
+        elif rings is not None:
             lifted = lifted or hopper.lift(rows, columns, trouble)
-            hopper.gradient(launch, p, scale, panel, lifted, rows, columns, told, pairs.home)
-        for careful in (True,) if was_kept or fast else (False, True):
+            hopper.gradient(launch, rings, p, scale, panel, lifted, rows, columns, told, pairs.home)
+        for careful in (True,) if was_kept or rings is not None else (False, True):
             gradient_kernel[launch.grid(p)](
                 *arguments, HOME=pairs.home, SEVERAL=_several(pairs), DROP=pairs.drop_above is not None, CAREFUL=careful,
                 ROUND_TO_TF32=products.rounds_to_tf32, **launch.constants,

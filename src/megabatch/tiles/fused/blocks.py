@@ -1,6 +1,7 @@
 """How large the blocks of each kernel are: as measured on this device, or on one of its kind, or a guess that fits the rest.
 
-blocks.json holds what `python -m benchmarks.tune` measured, with device and date.
+blocks.json holds what `python -m benchmarks.tune` measured, with device and date: `blocks` of the kernels for all devices, `rings`
+of those for Hopper.
 """
 
 from __future__ import annotations
@@ -29,6 +30,19 @@ class Blocks(NamedTuple):
     pieces: int = 1
 
 
+class Rings(NamedTuple):
+    """Of a kernel for Hopper: pairs of tiles in groups of `group` rows; slots for x of each group of warps, and for y of both; how
+    many steps the second group is `behind` the first; through how many `places` of each a gradient leaves. And from how many
+    pairs of tiles for a multiprocessor on it is faster than the kernel for all devices, if it ever is."""
+
+    group: int
+    x_slots: int
+    y_slots: int
+    behind: int
+    places: int
+    least_pairs: float | None
+
+
 # What Triton's interpreter runs on a CPU: small, so that small inputs have edges and several tiles.
 INTERPRETED = Blocks(16, 32, 16, 4, 1, pieces=2)
 
@@ -38,17 +52,23 @@ def blocks_for(kernel: str, device: torch.device, dtype: torch.dtype, precision:
     """The blocks for a kernel: "stats", "gradient" or "sigmoid"."""
     if device.type == "cpu":
         return INTERPRETED
+    entry = _measured("blocks", kernel, device, kind_of(dtype, precision), width)
+    return _narrowed(Blocks(*(entry[field] for field in Blocks._fields)) if entry else _guess(device, dtype, precision), width)
+
+
+@functools.cache
+def rings_for(kernel: str, device: torch.device, dtype: torch.dtype, width: int) -> Rings | None:
+    """The rings for a kernel, "stats" or "gradient", where it was measured."""
+    entry = _measured("rings", kernel, device, kind_of(dtype, ""), width)
+    return Rings(*(entry[field] for field in Rings._fields)) if entry else None
+
+
+def _measured(what: str, kernel: str, device: torch.device, kind: str, width: int) -> dict[str, Any] | None:
+    """The entry for this device, or one of its kind, at the nearest width."""
     name, capability = device_kind(device)
-    known = [
-        entry
-        for entry in json.loads(MEASURED.read_text())["blocks"]
-        if (entry["kernel"], entry["kind"]) == (kernel, kind_of(dtype, precision))
-    ]
+    known = [entry for entry in json.loads(MEASURED.read_text())[what] if (entry["kernel"], entry["kind"]) == (kernel, kind)]
     near = [entry for entry in known if entry["device"] == name] or [entry for entry in known if entry["capability"] == capability]
-    if near:
-        entry = min(near, key=lambda entry: abs(entry["width"] - width))
-        return _narrowed(Blocks(*(entry[field] for field in Blocks._fields)), width)
-    return _narrowed(_guess(device, dtype, precision), width)
+    return min(near, key=lambda entry: abs(entry["width"] - width), default=None)
 
 
 def kind_of(dtype: torch.dtype, precision: str) -> str:

@@ -12,7 +12,8 @@ import torch
 import triton
 from torch import Tensor
 
-from ..contract import Softmax
+from ..contract import Pairs, Softmax
+from .blocks import Rings, rings_for
 from .kernels.gradient import lift_kernel
 from .launch import Launch, Panel, cdiv, part
 from .support import INTERPRETED, processors
@@ -20,13 +21,6 @@ from .support import INTERPRETED, processors
 # The versions of Triton that they were tried with on a device.
 TRIED = ("3.6.",)
 TILE, DEPTH = 128, 64
-# Pairs of tiles for a multiprocessor, and the width, from which on they serve. Not measured: with few pairs, more and smaller
-# programs should fill a device better.
-LEAST_PAIRS = 16
-LEAST_WIDTH = 64
-# The best of some that were tried on an H200 at 768 wide; slots are what its shared memory has room for.
-STATS = {"GROUP": 8, "X_SLOTS": 3, "Y_SLOTS": 7, "BEHIND": 5}
-GRADIENT = {"GROUP": 16, "X_SLOTS": 3, "Y_SLOTS": 6, "BEHIND": 4}
 # Registers for three groups of warps, of which the two that multiply take most.
 OPTIONS = {"num_warps": 4, "maxnreg": 168}
 LIFTED = 128
@@ -39,36 +33,36 @@ class Lifted(NamedTuple):
     columns: Tensor | None
 
 
-def serves(launch: Launch, p: Panel, panel: Tensor | None = None) -> bool:
-    """Whether they take a panel of similarities, or of the gradient."""
-    x_MD = launch.x_MD
-    if not (launch.described and _available(x_MD.device)):
-        return False
-    if x_MD.dtype not in (torch.bfloat16, torch.float16) or x_MD.shape[1] < LEAST_WIDTH:
-        return False
-    if panel is None:
-        fits = launch.blocks[:2] == (TILE, TILE)
-    else:
-        fits = panel.dtype == torch.bfloat16 and launch.blocks.m == TILE and launch.blocks.n % TILE == 0
-    return fits and _pairs(p) >= LEAST_PAIRS * processors(x_MD.device)
+def serves(launch: Launch, p: Panel) -> Rings | None:
+    """With which rings they take a panel, if they do."""
+    x_MD, (m, n, *_) = launch.x_MD, launch.blocks
+    # Sums have a part for each tile, of whatever kernel.
+    alike = m == n == TILE or (launch.kernel == "gradient" and m == TILE and n % TILE == 0)
+    if not (launch.described and alike and _available(x_MD.device)):
+        return None
+    rings = rings_for(launch.kernel, x_MD.device, x_MD.dtype, x_MD.shape[1])
+    if rings is None or rings.least_pairs is None or _pairs(p) < rings.least_pairs * processors(x_MD.device):
+        return None
+    return rings
 
 
 def stats(
     launch: Launch,
+    rings: Rings,
     p: Panel,
     scale: Tensor,
     row_parts: Tensor,
     column_parts: Tensor | None,
     trouble: Tensor,
     told: tuple[Any, ...],
-    home: bool,
+    pairs: Pairs,
 ) -> None:
     """The sums of a panel's tiles. told: what `Launch.pairs` says of the panel."""
     kernel, _ = _kernels()
     matches, ids_M, ids_N, *_, shift = told
     kernel[_grid(launch, p)](
         *_operands(launch, p), scale, row_parts, column_parts, trouble, matches, ids_M, ids_N, p.rows, p.columns, shift,
-        HOME=home, **_shape(launch), **STATS, **OPTIONS,
+        HOME=pairs.home, SMOOTHED=pairs.smoothed, **_constants(launch, rings), **OPTIONS,
     )  # fmt: skip
 
 
@@ -85,6 +79,7 @@ def lift(rows: Softmax, columns: Softmax | None, trouble: Tensor) -> Lifted:
 
 def gradient(
     launch: Launch,
+    rings: Rings,
     p: Panel,
     scale: Tensor,
     panel: Tensor,
@@ -101,8 +96,8 @@ def gradient(
     counted_N = None if columns is None else part(columns.counted, p.c)
     kernel[_grid(launch, p)](
         *_operands(launch, p), scale, _described(panel, TILE // 4), lifted.rows[p.r.start :], part(rows.counted, p.r), gains_N,
-        counted_N, matches, ids_M, ids_N, p.rows, p.columns, shift, HOME=home, MARKED=launch.blocks.n, **_shape(launch), **GRADIENT,
-        **OPTIONS,
+        counted_N, matches, ids_M, ids_N, p.rows, p.columns, shift, HOME=home, MARKED=launch.blocks.n, PLACES=rings.places,
+        **_constants(launch, rings), **OPTIONS,
     )  # fmt: skip
 
 
@@ -122,8 +117,9 @@ def _kernels() -> tuple[Any, Any]:
     return stats_kernel, gradient_kernel
 
 
-def _shape(launch: Launch) -> dict[str, int]:
-    return {"WIDTH": launch.x_MD.shape[1], "M": TILE, "N": TILE, "K": DEPTH}
+def _constants(launch: Launch, rings: Rings) -> dict[str, int]:
+    shape = {"WIDTH": launch.x_MD.shape[1], "M": TILE, "N": TILE, "K": DEPTH}
+    return shape | {"GROUP": rings.group, "X_SLOTS": rings.x_slots, "Y_SLOTS": rings.y_slots, "BEHIND": rings.behind}
 
 
 def _pairs(p: Panel) -> int:

@@ -39,6 +39,7 @@ class Launch:
 
     def __init__(self, kernel: str, x_MD: Tensor, y_ND: Tensor, means: Means, pieces: int = 1) -> None:
         """pieces: into how many a tile has to be cut at least, because options need registers and shared memory too."""
+        self.kernel = kernel
         self.described = has_descriptors(x_MD.device)
         self.x_MD, self.y_ND = (_aligned(x_MD), _aligned(y_ND)) if self.described else (x_MD, y_ND)
         width = self.x_MD.shape[1]

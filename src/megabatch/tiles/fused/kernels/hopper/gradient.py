@@ -29,20 +29,20 @@ _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 def gradient_kernel(
     x, y, scale, gradient, row_gain, row_counted, column_gain, column_counted, matches, ids_M, ids_N, rows, columns, shift,
     HOME: gl.constexpr, WIDTH: gl.constexpr, M: gl.constexpr, N: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr,
-    X_SLOTS: gl.constexpr, Y_SLOTS: gl.constexpr, BEHIND: gl.constexpr, MARKED: gl.constexpr,
+    X_SLOTS: gl.constexpr, Y_SLOTS: gl.constexpr, BEHIND: gl.constexpr, PLACES: gl.constexpr, MARKED: gl.constexpr,
 ):  # fmt: skip
     """Writes the gradient in the logits, zero for pairs that do not count and for positives. Gains come lifted."""
     rings = open_rings(x, y, M, N, K, X_SLOTS, Y_SLOTS)
-    # A tile leaves in quarters, by way of two places for each group.
-    places = gl.allocate_shared_memory(gradient.dtype, [4, M, N // 4], gradient.layout)
+    # A tile leaves in quarters, by way of some places for each group.
+    places = gl.allocate_shared_memory(gradient.dtype, [2 * PLACES, M, N // 4], gradient.layout)
     panel = (matches, ids_M, ids_N, rows, columns, shift)
     softmax = (row_gain, row_counted, column_gain, column_counted)
     gl.warp_specialize(
         [
             (_weigh, (rings, scale, gradient, places, softmax, panel, gl.constexpr(0), HOME, WIDTH, M, N, K, GROUP,
-                      X_SLOTS, Y_SLOTS, MARKED)),
+                      X_SLOTS, Y_SLOTS, PLACES, MARKED)),
             (_weigh, (rings, scale, gradient, places, softmax, panel, gl.constexpr(1), HOME, WIDTH, M, N, K, GROUP,
-                      X_SLOTS, Y_SLOTS, MARKED)),
+                      X_SLOTS, Y_SLOTS, PLACES, MARKED)),
             (load_rows, (x, rings, rows, columns, gl.constexpr(0), WIDTH, M, N, K, GROUP, X_SLOTS, Y_SLOTS, BEHIND)),
             (load_rows, (x, rings, rows, columns, gl.constexpr(1), WIDTH, M, N, K, GROUP, X_SLOTS, Y_SLOTS, BEHIND)),
             (load_columns, (y, rings, rows, columns, WIDTH, M, N, K, GROUP, Y_SLOTS)),
@@ -56,7 +56,7 @@ def gradient_kernel(
 def _weigh(
     rings, scale, gradient, places, softmax, panel, WHO: gl.constexpr, HOME: gl.constexpr, WIDTH: gl.constexpr,
     M: gl.constexpr, N: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr, X_SLOTS: gl.constexpr, Y_SLOTS: gl.constexpr,
-    MARKED: gl.constexpr,
+    PLACES: gl.constexpr, MARKED: gl.constexpr,
 ):  # fmt: skip
     row_gain, row_counted, column_gain, column_counted = softmax
     _, _, _, rows, columns, _ = panel
@@ -90,10 +90,10 @@ def _weigh(
                     g -= _vector(column_counted, first + across, columns)[None, :]
             if special:
                 g = gl.where(negatives(panel, row, first, HOME, M, QUARTER, layout), g, 0.0)
-            # The last quarter but one has left its place.
-            tma.store_wait(1)
+            # What was in this place has left it.
+            tma.store_wait(PLACES - 1)
             _barrier()
-            place = places.index(2 * WHO + q % 2)
+            place = places.index(WHO * PLACES + q % PLACES)
             place.store(g.to(gradient.dtype))
             fence_async_shared()
             _barrier()

@@ -1,4 +1,4 @@
-"""The fast launch of ../stats.py on Hopper, where exponentials are all that is summed up and nothing is kept."""
+"""The fast launch of ../stats.py on Hopper, for pairs that all count alike: nothing is kept or ranked, none dropped."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from .pipeline import (
 @gluon.jit(do_not_specialize=["rows", "columns", "shift"])
 def stats_kernel(
     x, y, scale, row_parts, column_parts, trouble, matches, ids_M, ids_N, rows, columns, shift,
-    HOME: gl.constexpr, WIDTH: gl.constexpr, M: gl.constexpr, N: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr,
-    X_SLOTS: gl.constexpr, Y_SLOTS: gl.constexpr, BEHIND: gl.constexpr,
+    HOME: gl.constexpr, SMOOTHED: gl.constexpr, WIDTH: gl.constexpr, M: gl.constexpr, N: gl.constexpr, K: gl.constexpr,
+    GROUP: gl.constexpr, X_SLOTS: gl.constexpr, Y_SLOTS: gl.constexpr, BEHIND: gl.constexpr,
 ):  # fmt: skip
     """Writes the sums of each tile for its rows and, if there is room for them, for its columns."""
     rings = open_rings(x, y, M, N, K, X_SLOTS, Y_SLOTS)
@@ -34,8 +34,8 @@ def stats_kernel(
     parts = (row_parts, column_parts, trouble)
     gl.warp_specialize(
         [
-            (_sum_up, (rings, scale, parts, panel, gl.constexpr(0), HOME, WIDTH, M, N, K, GROUP, X_SLOTS, Y_SLOTS)),
-            (_sum_up, (rings, scale, parts, panel, gl.constexpr(1), HOME, WIDTH, M, N, K, GROUP, X_SLOTS, Y_SLOTS)),
+            (_sum_up, (rings, scale, parts, panel, gl.constexpr(0), HOME, SMOOTHED, WIDTH, M, N, K, GROUP, X_SLOTS, Y_SLOTS)),
+            (_sum_up, (rings, scale, parts, panel, gl.constexpr(1), HOME, SMOOTHED, WIDTH, M, N, K, GROUP, X_SLOTS, Y_SLOTS)),
             (load_rows, (x, rings, rows, columns, gl.constexpr(0), WIDTH, M, N, K, GROUP, X_SLOTS, Y_SLOTS, BEHIND)),
             (load_rows, (x, rings, rows, columns, gl.constexpr(1), WIDTH, M, N, K, GROUP, X_SLOTS, Y_SLOTS, BEHIND)),
             (load_columns, (y, rings, rows, columns, WIDTH, M, N, K, GROUP, Y_SLOTS)),
@@ -47,38 +47,64 @@ def stats_kernel(
 
 @gluon.jit
 def _sum_up(
-    rings, scale, parts, panel, WHO: gl.constexpr, HOME: gl.constexpr, WIDTH: gl.constexpr, M: gl.constexpr, N: gl.constexpr,
-    K: gl.constexpr, GROUP: gl.constexpr, X_SLOTS: gl.constexpr, Y_SLOTS: gl.constexpr,
+    rings, scale, parts, panel, WHO: gl.constexpr, HOME: gl.constexpr, SMOOTHED: gl.constexpr, WIDTH: gl.constexpr,
+    M: gl.constexpr, N: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr, X_SLOTS: gl.constexpr, Y_SLOTS: gl.constexpr,
 ):  # fmt: skip
-    row_parts, column_parts, trouble = parts
+    _, column_parts, trouble = parts
     _, _, _, rows, columns, _ = panel
     layout: gl.constexpr = layout_of_tile(M, N)
     # In powers of two.
     factor = gl.load(scale) * LOG2_E
-    within = gl.arange(0, M, gl.SliceLayout(1, layout))
     z = gl.zeros((M, N), gl.float32, layout)
     for n in range(pairs_of_tiles(rows, columns, M, N)):
         row, column = pair_at(n, rows, columns, M, N, GROUP)
         row += WHO * M
         z = similarities(z, n, rings, WHO, WIDTH, K, X_SLOTS, Y_SLOTS)
+        special = is_special(panel, row, column, HOME, M, N, N)
+        if SMOOTHED:
+            _put_counted(z, special, parts, panel, row, column, HOME, M, N, layout)
         power = gl.exp2(z * factor)
-        if is_special(panel, row, column, HOME, M, N, N):
+        if special:
             power = gl.where(negatives(panel, row, column, HOME, M, N, layout), power, 0.0)
         total = gl.sum(power, 1)
-        _put(row_parts, trouble, column // N, gl.cdiv(columns, N), row + within, within, rows, total)
+        _put_rows(parts, panel, 1, row, column, total, M, N)
+        _mark(trouble, row, rows, total, M)
         if column_parts is not None:
             total = _of_columns(power, M, N)
-            across = gl.arange(0, N, total.type.layout)
+            _put_columns(parts, panel, 1, row, column, total, M, N)
             if row < rows:
-                _put(column_parts, trouble, row // M, gl.cdiv(rows, M), column + across, across, columns, total)
+                _mark(trouble, column, columns, total, N)
         # The next product takes its place, so that z itself is not kept until then.
         z = power
 
 
 @gluon.jit
-def _of_columns(power, M: gl.constexpr, N: gl.constexpr):
+def _put_counted(
+    z, special, parts, panel, row, column, HOME: gl.constexpr, M: gl.constexpr, N: gl.constexpr, layout: gl.constexpr
+):  # fmt: skip
+    """Puts the sums of similarities that count, and their numbers."""
+    _, column_parts, _ = parts
+    total, number = gl.sum(z, 1), gl.full((M,), N, gl.int32, gl.SliceLayout(1, layout))
+    if special:
+        # Summed up again: the similarities themselves would be kept twice from here on.
+        found = negatives(panel, row, column, HOME, M, N, layout)
+        total, number = gl.sum(gl.where(found, z, 0.0), 1), gl.sum(found.to(gl.int32), 1)
+    _put_rows(parts, panel, 2, row, column, total, M, N)
+    _put_rows(parts, panel, 3, row, column, number.to(gl.float32), M, N)
+    if column_parts is not None:
+        total = _of_columns(z, M, N)
+        number = gl.full((N,), M, gl.int32, total.type.layout)
+        if special:
+            found = negatives(panel, row, column, HOME, M, N, layout)
+            total, number = _of_columns(gl.where(found, z, 0.0), M, N), _of_columns(found.to(gl.int32), M, N)
+        _put_columns(parts, panel, 2, row, column, total, M, N)
+        _put_columns(parts, panel, 3, row, column, number.to(gl.float32), M, N)
+
+
+@gluon.jit
+def _of_columns(values, M: gl.constexpr, N: gl.constexpr):
     """Sums of columns: what a thread can add up alone, then eight threads, then four warps."""
-    alone = gl.sum(gl.sum(gl.reshape(power, (M // 64, 4, 2, 8, N)), 2), 0)
+    alone = gl.sum(gl.sum(gl.reshape(values, (M // 64, 4, 2, 8, N)), 2), 0)
     left, right = gl.split(gl.permute(gl.reshape(alone, (4, 2, 4, 2, N // 2)), (0, 1, 2, 4, 3)))
     left, right = gl.split(gl.permute(gl.reshape(_shared(left, right), (8, 2, 2, 2, N // 4)), (0, 1, 2, 4, 3)))
     left, right = gl.split(gl.permute(gl.reshape(_shared(left, right), (16, 2, 1, 2, N // 8)), (0, 1, 2, 4, 3)))
@@ -91,12 +117,28 @@ def _shared(first, second):
     place = gl.arange(0, 2)[None, :, None, None]
     kept, given = gl.where(place == 0, first, second), gl.where(place == 0, second, first)
     bits = given.to(gl.int32, bitcast=True)
-    return kept + (bits ^ gl.expand_dims(gl.xor_sum(bits, 1), 1)).to(gl.float32, bitcast=True)
+    return kept + (bits ^ gl.expand_dims(gl.xor_sum(bits, 1), 1)).to(given.dtype, bitcast=True)
 
 
 @gluon.jit
-def _put(parts, trouble, tile, tiles, i, within, length, total):
-    """Writes a tile's sums for rows (columns) i, and a mark where they have lost something."""
-    inside = i < length
-    gl.store(parts + (tiles + tile).to(gl.int64) * length + i, total, mask=inside)
-    gl.store(trouble + within, 1, mask=inside & ((total < LEAST_SUM) | (total > LARGEST_SUM)))
+def _put_rows(parts, panel, CHANNEL: gl.constexpr, row, column, values, M: gl.constexpr, N: gl.constexpr):
+    row_parts, _, _ = parts
+    _, _, _, rows, columns, _ = panel
+    i, tiles = row + gl.arange(0, M, values.type.layout), gl.cdiv(columns, N)
+    gl.store(row_parts + (CHANNEL * tiles + column // N).to(gl.int64) * rows + i, values, mask=i < rows)
+
+
+@gluon.jit
+def _put_columns(parts, panel, CHANNEL: gl.constexpr, row, column, values, M: gl.constexpr, N: gl.constexpr):
+    _, column_parts, _ = parts
+    _, _, _, rows, columns, _ = panel
+    j, tiles = column + gl.arange(0, N, values.type.layout), gl.cdiv(rows, M)
+    # The second tile of a pair may lie below the panel.
+    gl.store(column_parts + (CHANNEL * tiles + row // M).to(gl.int64) * columns + j, values, mask=(j < columns) & (row < rows))
+
+
+@gluon.jit
+def _mark(trouble, first, length, total, SIZE: gl.constexpr):
+    """Leaves marks where sums have lost something."""
+    within = gl.arange(0, SIZE, total.type.layout)
+    gl.store(trouble + within, 1, mask=(first + within < length) & ((total < LEAST_SUM) | (total > LARGEST_SUM)))

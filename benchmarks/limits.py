@@ -1,0 +1,117 @@
+"""How fast the loss is at the clocks that a device runs at: `python -m benchmarks.limits --help`.
+
+At the limit of its power a device lowers its clock, which slows products down more than what waits for memory. So three are timed
+with rests between their steps, from none to some times a step, beside products that meet the same clock: the loss, OpenCLIP's, and
+the four products of the loss alone, as cuBLAS computes them for the same panels. No result is compared here: `benchmarks.loss`
+does that.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import measure, peers, report
+from benchmarks.machine import describe
+from benchmarks.measure import Case, Row
+
+RESULTS = Path(__file__).parent / "results"
+# Of the step before it.
+RESTS = (0.0, 0.25, 0.5, 1.0, 2.0)
+PANEL = 16_384
+TITLES = {"ours": "megabatch", "products": "its four products alone", "openclip": "OpenCLIP"}
+HEADERS = ("rest", *(f"{title}, {unit}" for title in TITLES.values() for unit in ("ms", "TFLOP/s beside")), "speed")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.limits", description=__doc__.splitlines()[0])
+    parser.add_argument("--batch", type=int, default=65_536)
+    parser.add_argument("--dim", type=int, default=768)
+    parser.add_argument("--seconds", type=float, default=1.0, help="that each is timed, after half a second of the same")
+    parser.add_argument("--out", type=Path, default=RESULTS / "limits-cuda.jsonl", help="file of rows")
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        parser.error("there is no CUDA device here, and clocks are a device's own")
+    rows = list(_rows(options.batch, options.dim, options.seconds))
+    report.write_rows(options.out, rows)
+    report.show(HEADERS, table(rows))
+    print(f"rows: {options.out}")
+    return 0
+
+
+def table(rows: list[Row]) -> list[tuple[str, ...]]:
+    """A line for each rest: times, rates of the products beside, and how much faster the loss is than OpenCLIP's."""
+    lines = []
+    for rest in dict.fromkeys(row["rest"] for row in rows):
+        here = {row["implementation"]: row for row in rows if row["rest"] == rest}
+        cells = [(f"{here[name]['total_s'] * 1e3:.1f}", f"{here[name]['matrix_product_tflops']:.0f}") for name in TITLES]
+        lines.append((f"{rest:g}", *(cell for pair in cells for cell in pair), f"{speed(here):.2f}×"))
+    return lines
+
+
+def speed(rows: dict[str, Row]) -> float:
+    """How much faster than OpenCLIP's loss ours is, of rows by implementation."""
+    return rows["openclip"]["total_s"] / rows["ours"]["total_s"]
+
+
+def _rows(batch: int, dim: int, seconds: float) -> Iterator[Row]:
+    case = Case("clip", "ours", batch, dim, "bfloat16", "cuda")
+    inputs = measure._inputs(case, batch)
+    calls = {name: peers.find(name, "clip").load() for name in ("ours", "openclip")} | {"products": _Products.apply}
+    first = {}
+    for name, call in calls.items():
+        for _ in range(2):
+            first[name] = sum(measure._step(call, inputs)[0])
+    for rest in RESTS:
+        for name, call in calls.items():
+            rest_s = rest * first[name]
+            runs = max(3, int(seconds / first[name]))
+            times, tflops = measure._enqueued(call, inputs, runs, first[name] + rest_s, rest_s=rest_s)
+            yield {
+                "implementation": name,
+                "batch": batch,
+                "dim": dim,
+                "rest": rest,
+                "runs": runs,
+                "total_s": median(sum(each) for each in times),
+                "matrix_product_tflops": tflops,
+                "machine": describe("cuda"),
+            }
+
+
+class _Products(torch.autograd.Function):
+    """No loss: the product of each panel forward, again backward, and with it the two of the gradients, all by cuBLAS."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(x, y)
+        buffer = x.new_empty(PANEL, PANEL)
+        for rows, columns in _panels(len(x)):
+            torch.mm(x[rows], y[columns].T, out=buffer[: len(x[rows]), : len(y[columns])])
+        return scale.detach() * 0
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, y = ctx.saved_tensors
+        buffer = x.new_empty(PANEL, PANEL)
+        gx, gy = (torch.zeros_like(t, dtype=torch.float32) for t in (x, y))
+        for rows, columns in _panels(len(x)):
+            panel = torch.mm(x[rows], y[columns].T, out=buffer[: len(x[rows]), : len(y[columns])])
+            torch.addmm(gx[rows], panel, y[columns], out_dtype=torch.float32, out=gx[rows])
+            torch.addmm(gy[columns], panel.T, x[rows], out_dtype=torch.float32, out=gy[columns])
+        return gx.to(x.dtype), gy.to(y.dtype), None, None
+
+
+def _panels(length: int) -> Iterator[tuple[slice, slice]]:
+    slices = [slice(start, start + PANEL) for start in range(0, length, PANEL)]
+    return ((rows, columns) for rows in slices for columns in slices)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
