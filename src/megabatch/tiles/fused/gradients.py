@@ -13,9 +13,6 @@ from ..products import units
 from .kernels.weigh import GRAIN
 from .launch import Panel, part
 
-# So many pairs are summed up at a time where every digit of fp32 counts: a longer sum loses what is small beside it, and the gradient
-# of the scale, in which large sums cancel, shows that.
-SUMMED = 1024
 # Products of panels with fewer cells do not fill the device: the two run side by side.
 FILLS_THE_DEVICE = 12_288**2
 
@@ -93,15 +90,11 @@ class Products:
             else:
                 torch.addmm(into, g, embeddings, out_dtype=torch.float32, out=into)
             return
-        pairs = len(embeddings)
-        step = SUMMED if self.precision == "ieee" else pairs
         with units(into, self.precision):
-            for start in range(0, pairs, step):
-                part_g, part_embeddings = g[:, start : start + step], embeddings[start : start + step]
-                if first and start == 0:
-                    torch.mm(part_g, part_embeddings, out=into)
-                else:
-                    into.addmm_(part_g, part_embeddings)
+            if first:
+                torch.mm(g, embeddings, out=into)
+            else:
+                into.addmm_(g, embeddings)
 
 
 @functools.cache

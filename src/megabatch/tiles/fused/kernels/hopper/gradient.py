@@ -33,7 +33,8 @@ def gradient_kernel(
 ):  # fmt: skip
     """Writes the gradient in the logits, zero for pairs that do not count and for positives. Gains come lifted."""
     rings = open_rings(x, y, M, N, K, X_SLOTS, Y_SLOTS)
-    # A tile leaves in quarters, by way of some places for each group.
+    # A tile leaves in quarters, by way of some places for each group, which the next tile takes in the same order.
+    gl.static_assert(4 % PLACES == 0)
     places = gl.allocate_shared_memory(gradient.dtype, [2 * PLACES, M, N // 4], gradient.layout)
     panel = (matches, ids_M, ids_N, rows, columns, shift)
     softmax = (row_gain, row_counted, column_gain, column_counted)
@@ -71,23 +72,33 @@ def _weigh(
         row += WHO * M
         i = row + down
         # Asked for before the product, gains are there after it. They are given for whole pairs of tiles, beyond the panel's edges.
-        gains_M, gains_N = gl.load(row_gain + i), row_gain
+        gains_M, next_N = gl.load(row_gain + i), row_gain
+        shares_M, next_share_N = gains_M, row_gain
         if column_gain is not None:
-            here = column_gain + column + across
-            gains_N = gl.load(here), gl.load(here + QUARTER), gl.load(here + 2 * QUARTER), gl.load(here + 3 * QUARTER)
+            next_N = gl.load(column_gain + column + across)
+        if row_counted is not None:
+            shares_M = _vector(row_counted, i, rows)
+            if column_counted is not None:
+                next_share_N = _vector(column_counted, column + across, columns)
         z = similarities(z, n, rings, WHO, WIDTH, K, X_SLOTS, Y_SLOTS)
         special = is_special(panel, row, column, HOME, M, N, MARKED)
         quarters = _quarters(z, M, N)
         for q in gl.static_range(4):
             first = column + q * QUARTER
+            gains_N, shares_N = next_N, next_share_N
+            if q < 3:
+                if column_gain is not None:
+                    next_N = gl.load(column_gain + first + QUARTER + across)
+                if column_counted is not None:
+                    next_share_N = _vector(column_counted, first + QUARTER + across, columns)
             gains = gains_M[:, None]
             if column_gain is not None:
-                gains = gains + gains_N[q][None, :]
+                gains = gains + gains_N[None, :]
             g = gl.exp2(quarters[q] * factor) * gains
             if row_counted is not None:
-                g -= _vector(row_counted, i, rows)[:, None]
+                g -= shares_M[:, None]
                 if column_counted is not None:
-                    g -= _vector(column_counted, first + across, columns)[None, :]
+                    g -= shares_N[None, :]
             if special:
                 g = gl.where(negatives(panel, row, first, HOME, M, QUARTER, layout), g, 0.0)
             # What was in this place has left it.

@@ -69,8 +69,8 @@ def load_rows(
     """Fills a group's slots for x. The second group begins when the first is BEHIND steps ahead."""
     STEPS: gl.constexpr = (WIDTH + K - 1) // K
     pairs = pairs_of_tiles(rows, columns, M, N)
-    # The first group alone comes as far as the slots for y reach.
-    gl.static_assert(BEHIND <= Y_SLOTS)
+    # A slot is given back when the next step's product is under way. The first group alone comes as far as the slots for y reach.
+    gl.static_assert((X_SLOTS > 1) & (Y_SLOTS > 1) & (BEHIND < Y_SLOTS))
     ahead = gl.minimum(BEHIND + X_SLOTS, pairs * STEPS) - 1
     if WHO == 1:
         mbarrier.wait(rings[6], 0)
