@@ -2,8 +2,8 @@
 
 A table stands between `<!-- table: FILE -->` and `<!-- end -->`. `FILE#clip` and `FILE#siglip` take the rows of one loss,
 `FILE#options` those of megabatch's options, `FILE#errors` reads rows of `benchmarks.errors`, and any other `FILE#CASE` takes the
-rows of that case of `benchmarks.encoders`. `FILE#steps` and `FILE#batches` read rows of the programs of those names, `FILE#memory`
-and `FILE#limits` those of `benchmarks.memory_accuracy`, `FILE#time` those of `benchmarks.time_accuracy`.
+rows of that case of `benchmarks.encoders`. `FILE#steps`, `FILE#batches` and `FILE#clocks` read rows of the programs of those names,
+`FILE#memory` and `FILE#limits` those of `benchmarks.memory_accuracy`, `FILE#time` those of `benchmarks.time_accuracy`.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from benchmarks import batches, errors, report, steps
+from benchmarks import batches, clocks, errors, report, steps
 from benchmarks.check import LOSSES
 from benchmarks.encoders import report as encoders
 from benchmarks.memory_accuracy import report as memory
 from benchmarks.time_accuracy import report as seconds
 
 ROOT = Path(__file__).resolve().parents[1]
+PROGRAMS = {"errors": errors, "steps": steps, "batches": batches, "clocks": clocks, "memory": memory, "time": seconds}
 PLACE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -31,8 +32,8 @@ def _table(name: str) -> str:
     rows = report.read_rows(ROOT / file)
     if case == "options":
         return report.options_markdown(rows)
-    if case in (programs := {"errors": errors, "steps": steps, "batches": batches, "memory": memory, "time": seconds}):
-        return programs[case].markdown(rows)
+    if case in PROGRAMS:
+        return PROGRAMS[case].markdown(rows)
     if case == "limits":
         return memory.limits_markdown(rows)
     if case in LOSSES:

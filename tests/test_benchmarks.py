@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks import check, errors, loss, memory, peers, picture, readme, report
+from benchmarks import check, clocks, errors, loss, memory, peers, picture, readme, report
 from benchmarks import measure as measuring
 from benchmarks.measure import Case, Row, measure, needed_bytes, run_case, share
 from megabatch import reference
@@ -399,6 +399,31 @@ def test_block_sizes_are_not_measured_where_they_cannot_be(
     with pytest.raises(SystemExit):
         tune.main(arguments)
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="would measure for a minute")
+def test_clocks_are_not_measured_where_there_are_none(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        clocks.main([])
+    assert "no CUDA device" in capsys.readouterr().err
+
+
+def test_a_line_of_clocks_compares_what_had_the_same_rest() -> None:
+    times = {("ours", 0.0): 0.04, ("openclip", 0.0): 0.12, ("products", 0.0): 0.05, ("ours", 0.5): 0.03, ("openclip", 0.5): 0.12}
+    rows = [
+        {"implementation": name, "rest": rest, "total_s": s, "matrix_product_tflops": 700.0} for (name, rest), s in times.items()
+    ]
+    rows.append({"implementation": "products", "rest": 0.5, "total_s": 0.031, "matrix_product_tflops": 799.6})
+    first, second = clocks.table(rows)
+    assert first == ("0", "40.0 ms", "700 TFLOP/s", "50.0 ms", "700 TFLOP/s", "120.0 ms", "700 TFLOP/s", "3.00×")
+    assert (second[0], second[3:5], second[-1]) == ("0.5", ("31.0 ms", "800 TFLOP/s"), "4.00×")
+
+
+def test_panels_of_products_cover_every_pair_once() -> None:
+    seen = torch.zeros(5, 5)
+    for rows, columns in clocks._panels(5, side=2):
+        seen[rows, columns] += 1
+    assert bool((seen == 1).all())
 
 
 def test_measured_block_sizes_replace_those_of_the_same_device_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,33 +72,23 @@ def _weigh(
         row += WHO * M
         i = row + down
         # Asked for before the product, gains are there after it. They are given for whole pairs of tiles, beyond the panel's edges.
-        gains_M, next_N = gl.load(row_gain + i), row_gain
-        shares_M, next_share_N = gains_M, row_gain
+        gains_M, gains_N = gl.load(row_gain + i), row_gain
         if column_gain is not None:
-            next_N = gl.load(column_gain + column + across)
-        if row_counted is not None:
-            shares_M = _vector(row_counted, i, rows)
-            if column_counted is not None:
-                next_share_N = _vector(column_counted, column + across, columns)
+            here = column_gain + column + across
+            gains_N = gl.load(here), gl.load(here + QUARTER), gl.load(here + 2 * QUARTER), gl.load(here + 3 * QUARTER)
         z = similarities(z, n, rings, WHO, WIDTH, K, X_SLOTS, Y_SLOTS)
         special = is_special(panel, row, column, HOME, M, N, MARKED)
         quarters = _quarters(z, M, N)
         for q in gl.static_range(4):
             first = column + q * QUARTER
-            gains_N, shares_N = next_N, next_share_N
-            if q < 3:
-                if column_gain is not None:
-                    next_N = gl.load(column_gain + first + QUARTER + across)
-                if column_counted is not None:
-                    next_share_N = _vector(column_counted, first + QUARTER + across, columns)
             gains = gains_M[:, None]
             if column_gain is not None:
-                gains = gains + gains_N[None, :]
+                gains = gains + gains_N[q][None, :]
             g = gl.exp2(quarters[q] * factor) * gains
             if row_counted is not None:
-                g -= shares_M[:, None]
+                g -= _vector(row_counted, i, rows)[:, None]
                 if column_counted is not None:
-                    g -= shares_N[None, :]
+                    g -= _vector(column_counted, first + across, columns)[None, :]
             if special:
                 g = gl.where(negatives(panel, row, first, HOME, M, QUARTER, layout), g, 0.0)
             # What was in this place has left it.

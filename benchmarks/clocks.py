@@ -1,4 +1,4 @@
-"""How fast the loss is at the clocks that a device runs at: `python -m benchmarks.limits --help`.
+"""How fast the loss is at the clocks that a device runs at: `python -m benchmarks.clocks --help`.
 
 At the limit of its power a device lowers its clock, which slows products down more than what waits for memory. So three are timed
 with rests between their steps, from none to some times a step, beside products that meet the same clock: the loss, OpenCLIP's, and
@@ -26,15 +26,15 @@ RESULTS = Path(__file__).parent / "results"
 RESTS = (0.0, 0.25, 0.5, 1.0, 2.0)
 PANEL = 16_384
 TITLES = {"ours": "megabatch", "products": "its four products alone", "openclip": "OpenCLIP"}
-HEADERS = ("rest", *(f"{title}, {unit}" for title in TITLES.values() for unit in ("ms", "TFLOP/s beside")), "speed")
+HEADERS = ("rest", *(name for title in TITLES.values() for name in (title, "beside")), "speed")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.limits", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.clocks", description=__doc__.splitlines()[0])
     parser.add_argument("--batch", type=int, default=65_536)
     parser.add_argument("--dim", type=int, default=768)
     parser.add_argument("--seconds", type=float, default=1.0, help="that each is timed, after half a second of the same")
-    parser.add_argument("--out", type=Path, default=RESULTS / "limits-cuda.jsonl", help="file of rows")
+    parser.add_argument("--out", type=Path, default=RESULTS / "clocks-cuda.jsonl", help="file of rows")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         parser.error("there is no CUDA device here, and clocks are a device's own")
@@ -45,19 +45,27 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
+def markdown(rows: list[Row]) -> str:
+    """The table of docs, and where it was run."""
+    lines = [f"| {' | '.join(HEADERS)} |", f"|{' ---: |' * len(HEADERS)}", *(f"| {' | '.join(cells)} |" for cells in table(rows))]
+    row, machine = rows[0], rows[0]["machine"]
+    caption = (
+        f"Forward and backward of {row['batch']:,} pairs, bfloat16, D = {row['dim']}, on {report.device_name(machine)} with torch "
+        f"{machine['torch']}, {machine['date'][:10]}, in one run. Before each step the device rests for so many times the step, "
+        f"and multiplies two matrices of {measure.PRODUCT_SIZE:,} × {measure.PRODUCT_SIZE:,} by cuBLAS, twice, at the rates beside."
+    )
+    return "\n".join([*lines, "", caption])
+
+
 def table(rows: list[Row]) -> list[tuple[str, ...]]:
     """A line for each rest: times, rates of the products beside, and how much faster the loss is than OpenCLIP's."""
     lines = []
     for rest in dict.fromkeys(row["rest"] for row in rows):
         here = {row["implementation"]: row for row in rows if row["rest"] == rest}
-        cells = [(f"{here[name]['total_s'] * 1e3:.1f}", f"{here[name]['matrix_product_tflops']:.0f}") for name in TITLES]
-        lines.append((f"{rest:g}", *(cell for pair in cells for cell in pair), f"{speed(here):.2f}×"))
+        cells = [(f"{here[name]['total_s'] * 1e3:.1f} ms", f"{here[name]['matrix_product_tflops']:.0f} TFLOP/s") for name in TITLES]
+        speed = here["openclip"]["total_s"] / here["ours"]["total_s"]
+        lines.append((f"{rest:g}", *(cell for pair in cells for cell in pair), f"{speed:.2f}×"))
     return lines
-
-
-def speed(rows: dict[str, Row]) -> float:
-    """How much faster than OpenCLIP's loss ours is, of rows by implementation."""
-    return rows["openclip"]["total_s"] / rows["ours"]["total_s"]
 
 
 def _rows(batch: int, dim: int, seconds: float) -> Iterator[Row]:
@@ -108,8 +116,8 @@ class _Products(torch.autograd.Function):
         return gx.to(x.dtype), gy.to(y.dtype), None, None
 
 
-def _panels(length: int) -> Iterator[tuple[slice, slice]]:
-    slices = [slice(start, start + PANEL) for start in range(0, length, PANEL)]
+def _panels(length: int, side: int = PANEL) -> Iterator[tuple[slice, slice]]:
+    slices = [slice(start, start + side) for start in range(0, length, side)]
     return ((rows, columns) for rows in slices for columns in slices)
 
 
