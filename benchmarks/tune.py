@@ -125,7 +125,7 @@ def _with_least_pairs(entries: Iterator[dict[str, Any]]) -> Iterator[dict[str, A
         least = None
         for rows in RING_ROWS:
             ours, others = _timed([_work(*case, way, rows) for way in (rings, None)])
-            pairs = -(-rows // 256) * -(-rows // 128) / processors
+            pairs = hopper._pairs(Panel(slice(0, rows), slice(0, rows))) / processors
             share = f"{ours / others:.3f} of the time of blocks"
             print(f"{kernel:9}{kind:9}{width:6}  {rows:,} rows, {pairs:.1f} pairs of tiles a multiprocessor: {share}", flush=True)
             if ours > others:
