@@ -5,15 +5,22 @@ How much of it a step leaves behind differs from processor to processor, with th
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import sys
+from collections.abc import Iterator
 
 M_MMAP_THRESHOLD = -3
-BLOCK = 2**16
+BLOCK, LARGEST = 2**16, 2**25
 
 
-def map_blocks() -> None:
-    """From now on, blocks of BLOCK bytes and more are this process's only while they are in use."""
+@contextlib.contextmanager
+def mapped_blocks() -> Iterator[None]:
+    """Meanwhile, blocks of BLOCK bytes and more are this process's only while they are in use. That is slower."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is not None:
-        mallopt(M_MMAP_THRESHOLD, BLOCK)
+    set_threshold = mallopt or (lambda *_: None)
+    set_threshold(M_MMAP_THRESHOLD, BLOCK)
+    try:
+        yield
+    finally:
+        set_threshold(M_MMAP_THRESHOLD, LARGEST)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from heap import map_blocks
+from heap import mapped_blocks
 from torch import Tensor, nn
 
 from megabatch.measuring.fit.finder import find_chunk
@@ -42,10 +42,10 @@ def data_bytes() -> int:
     return int(fields["VmData"].split()[0]) * 1024
 
 
+@mapped_blocks()
 def capped(pipe: Any) -> None:
     """Finds what fits beside ROOM, and goes on training with it, and with twice as much."""
     torch.set_num_threads(1)
-    map_blocks()
     model = Tower()
     optimizer = torch.optim.AdamW(model.parameters())
 

@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from heap import map_blocks
+from heap import mapped_blocks
 from PIL import Image
 from rich.console import Console
 from small_towers import Bytes, prepare
@@ -122,10 +122,10 @@ def test_the_embedded_default_end_to_end(tmp_path):
     assert 'batch.chunk=256 with batch.keep="auto"' in said
 
 
+@mapped_blocks()
 @uncollecting()
 @pytest.mark.parametrize("objective", ["clip", "classify"])
 def test_a_budget_sets_the_chunk(pairs, tmp_path, objective):
-    map_blocks()
     run = run_of(pairs, f"loss.objective={objective}", tower="test_fit_run:wide")
     # What the process takes at four rows, and as much more as twenty rows of two MiB take. The first fit of a process loads what
     # traces and draws, which takes more than the rows.

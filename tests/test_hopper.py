@@ -45,12 +45,11 @@ for entry in json.loads(MEASURED.read_text())["rings"]:
         continue
     if entry["kernel"] == "stats":
         compiled(stats_kernel, sizes, SMOOTHED=False, **no_ids)
-        compiled(stats_kernel, sizes, SMOOTHED=True, column_parts=None)
         compiled(stats_kernel, sizes, SMOOTHED=True)
     else:
         sizes |= {"PLACES": entry["places"], "MARKED": hopper.TILE}
         compiled(gradient_kernel, sizes, **no_ids, row_counted=None, column_counted=None)
-        compiled(gradient_kernel, sizes, column_gain=None, column_counted=None)
+        compiled(gradient_kernel, sizes)
     print(entry["kernel"])
 """
 

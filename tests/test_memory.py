@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from heap import map_blocks
+from heap import mapped_blocks
 
 import megabatch
 from benchmarks.memory import peak_of
@@ -33,9 +33,9 @@ def encode(rows: int, chunk: int, keep: int) -> None:
     z.square().mean().backward()
 
 
+@mapped_blocks()
 def child(pipe, work: Callable[..., None], small: tuple, args: tuple) -> None:
     torch.set_num_threads(1)
-    map_blocks()
     work(*small)
     # Inputs are made inside: they are O(rows) as well, and allocating them beforehand could hide pages that the work reuses.
     pipe.send(peak_of(lambda: work(*args), "cpu").extra_bytes)
