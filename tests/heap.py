@@ -1,6 +1,6 @@
 """Memory to be measured without the C library's heap, where freed blocks of up to 32 MiB stay or go by the order of what is around.
 
-How much of it a step leaves behind differs from processor to processor, with the sizes of what libraries allocate.
+How much of it a step leaves behind has differed from machine to machine.
 """
 
 from __future__ import annotations
