@@ -1,7 +1,7 @@
 """How fast the loss is at the clocks that a device runs at: `python -m benchmarks.clocks --help`.
 
 At the limit of its power a device lowers its clock, which slows products down more than what waits for memory. So three are timed
-with rests between their steps, from none to some times a step, beside products that meet the same clock: the loss, OpenCLIP's, and
+with rests between their steps, from none to some times a step, beside two products right after each rest: the loss, OpenCLIP's, and
 the four products of the loss alone, as cuBLAS computes them for the same panels. No result is compared here: `benchmarks.loss`
 does that.
 """
