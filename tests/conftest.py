@@ -1,5 +1,6 @@
 """What all tests share: OpenCLIP beside a CPU torch, kernels without a GPU, and a world of worker processes."""
 
+import importlib.util
 import os
 from collections.abc import Iterator
 
@@ -9,6 +10,10 @@ import torch
 # Triton reads this when a kernel is declared, which is when the fused tiles are first imported; worker processes inherit it.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    if importlib.util.find_spec("triton"):
+        import quick_interpreter
+
+        quick_interpreter.install()
 
 from world import World
 
