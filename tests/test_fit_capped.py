@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import resource
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 import torch
 from heap import mapped_blocks
 from torch import Tensor, nn
+from world import fresh_processes
 
 from megabatch.measuring.fit.finder import find_chunk
 
@@ -76,7 +76,7 @@ def capped(pipe: Any) -> None:
 
 
 def test_a_real_limit_is_found_and_training_goes_on_below_it():
-    context = multiprocessing.get_context("spawn")
+    context = fresh_processes()
     here, there = context.Pipe()
     process = context.Process(target=capped, args=(there,))
     process.start()

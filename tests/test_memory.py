@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable
 
 import pytest
 import torch
 from heap import mapped_blocks
+from world import fresh_processes
 
 import megabatch
 from benchmarks.memory import peak_of
@@ -47,7 +47,7 @@ def peak(loss: str, rows: int, tile: int, options: dict | None = None) -> int:
 
 def measured(work: Callable[..., None], small: tuple, args: tuple) -> int:
     """The peak of work(*args) in a fresh process that has run work(*small)."""
-    context = multiprocessing.get_context("spawn")
+    context = fresh_processes()
     here, there = context.Pipe()
     process = context.Process(target=child, args=(there, work, small, args))
     process.start()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
 from datetime import timedelta
@@ -14,7 +13,7 @@ from cases import embeddings
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
-from world import error_of
+from world import error_of, fresh_processes
 
 import megabatch
 from megabatch import reference
@@ -286,7 +285,7 @@ def desert(rank: int, store: str, pipe) -> None:
 
 
 def test_a_rank_whose_peer_dies_fails_within_the_timeout(tmp_path):
-    context = multiprocessing.get_context("spawn")
+    context = fresh_processes()
     here, there = context.Pipe()
     processes = [context.Process(target=desert, args=(rank, str(tmp_path / "store"), there)) for rank in range(2)]
     for process in processes:

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
 from typing import Any
 
 import torch
@@ -16,6 +17,16 @@ import torch.distributed as dist
 
 # Long enough for ranks of a machine that others keep busy to meet.
 TIMEOUT = timedelta(seconds=180)
+
+
+def fresh_processes() -> BaseContext:
+    """Starts processes that have done nothing yet. Importing takes seconds: where processes fork, one does it for all."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    # Optimizers and what wraps modules import the compiler, though nothing is compiled.
+    context.set_forkserver_preload(["torch.distributed", "torch._dynamo", "megabatch"])
+    return context
 
 
 class World:
@@ -43,7 +54,7 @@ class World:
             process.join()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = fresh_processes()
         here, there = context.Pipe()
         process = context.Process(target=_work, args=(there,), daemon=True)
         process.start()
