@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Case, embeddings, formula, ours
+from heap import mapped_blocks
 from world import World
 
 import megabatch
@@ -61,6 +62,7 @@ def test_sigmoid_logits_are_scaled_before_they_are_rounded():
     assert formula(case, torch.bfloat16)["value"].item() != pytest.approx(formula(case)["value"].item(), rel=1e-3)
 
 
+@mapped_blocks()
 def ring_peaks(rank: int, size: int, rows: int, width: int) -> int:
     def step(count: int) -> None:
         x, y = (torch.randn(count, width).requires_grad_() for _ in range(2))
