@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 import types
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import Command
 from world import error_of
 
 from megabatch import config
@@ -208,29 +208,25 @@ def test_killed_in_mid_run_and_resumed_is_bit_equal(pairs, tmp_path):
     # All in processes of their own: what other tests have set in this one may change the order of a sum.
     whole, parts = (start_training(pairs, tmp_path, name) for name in ("whole", "parts"))
     wait_for(lambda: checkpoint.newest(tmp_path / "parts" / "checkpoints") is not None, parts)
-    parts.kill()
+    parts.process.kill()
     assert parts.wait() == -signal.SIGKILL
-    parts.stderr.close()
     step = checkpoint.read_facts(checkpoint.newest(tmp_path / "parts" / "checkpoints"))["step"]
     assert 0 < step <= 40
-    for process in (whole, start_training(pairs, tmp_path, "parts")):
-        _, complaint = process.communicate(timeout=120)
-        assert process.returncode == 0, complaint
+    for command in (whole, start_training(pairs, tmp_path, "parts")):
+        assert command.wait(120) == 0, command.stderr
     assert_equal(final(tmp_path / "whole"), final(tmp_path / "parts"))
 
 
 def start_training(pairs, folder, name):
     options = ["schedule.steps=40", "checkpoint.every=5", "x.options.dropout=0.2", "compute.threads=1"]
     (folder / f"{name}.toml").write_text(config.as_toml(run_of(pairs, folder / name, *options)))
-    command = [sys.executable, "-m", "megabatch", "train", str(folder / f"{name}.toml")]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    return Command(folder / f"printed by {name}", "train", folder / f"{name}.toml")
 
 
-def wait_for(condition, process, seconds=60):
+def wait_for(condition, command, seconds=60):
     end = time.monotonic() + seconds
     while not condition():
-        assert process.poll() is None, process.stderr.read().decode()
+        assert command.process.is_alive(), command.stderr
         assert time.monotonic() < end
         time.sleep(0.005)
 
