@@ -25,6 +25,7 @@ RESULTS = Path(__file__).parent / "results"
 # Of the step before it.
 RESTS = (0.0, 0.25, 0.5, 1.0, 2.0)
 PANEL = 16_384
+LEAST_BATCH = 1024
 TITLES = {"ours": "megabatch", "products": "its four products alone", "openclip": "OpenCLIP"}
 HEADERS = ("rest", *(name for title in TITLES.values() for name in (title, "beside")), "speed")
 
@@ -36,6 +37,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=1.0, help="that each is timed, after half a second of the same")
     parser.add_argument("--out", type=Path, default=RESULTS / "clocks-cuda.jsonl", help="file of rows")
     options = parser.parse_args(arguments)
+    if options.batch < LEAST_BATCH:
+        parser.error(f"--batch is {options.batch}: clocks are seen in steps that fill a device, of {LEAST_BATCH:,} pairs or more")
     if not torch.cuda.is_available():
         parser.error("there is no CUDA device here, and clocks are a device's own")
     rows = list(_rows(options.batch, options.dim, options.seconds))

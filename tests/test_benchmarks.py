@@ -369,7 +369,7 @@ def test_gradient_errors_on_clustered_pairs(tmp_path: Path, monkeypatch: pytest.
     lines = readme._table("errors.jsonl#errors").splitlines()
     starts = [f"| {kind} | {scale} | " for kind in check.LOSSES for scale in (20, 100)]
     assert all(line.startswith(start) for line, start in zip(lines[2:6], starts, strict=True))
-    assert lines[2].count("**") == 6 and "over 2 draws of 128 pairs in clusters of 16, D = 32" in lines[-1]
+    assert lines[2].count("**") == 6 and lines[2].count(" | ") == 7 and "over 2 draws of 128 pairs in clusters of 16, D = 32" in lines[-1]
 
 
 def test_kept_rows_are_drawn_again(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -406,6 +406,9 @@ def test_clocks_are_not_measured_where_there_are_none(capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit):
         clocks.main([])
     assert "no CUDA device" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        clocks.main(["--batch", "1"])
+    assert "--batch is 1: clocks are seen in steps that fill a device, of 1,024 pairs or more" in capsys.readouterr().err
 
 
 def test_a_line_of_clocks_compares_what_had_the_same_rest() -> None:
