@@ -66,7 +66,7 @@ def contestants(device: str) -> list[Contestant]:
             found.append(Contestant(f"megabatch, float32 {precision}", "ours", torch.float32, {"precision": precision}))
     else:
         found.append(Contestant("megabatch, float32", "ours", torch.float32))
-    return found
+    return [*found, Contestant("OpenCLIP, float32", "openclip", torch.float32)]
 
 
 def main(arguments: list[str] | None = None) -> int:
