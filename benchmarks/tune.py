@@ -65,8 +65,9 @@ KERNELS = ("stats", "gradient", "sigmoid")
 RINGS = {
     "stats": [(8, 3, 7, 5, 0), (8, 3, 7, 4, 0), (16, 3, 7, 5, 0), (8, 2, 8, 5, 0)],
     "gradient": [(16, 3, 6, 4, 2), (8, 3, 6, 4, 2), (16, 3, 7, 5, 1), (16, 3, 7, 4, 1), (16, 2, 8, 5, 2)],
+    "sigmoid": [(16, 3, 6, 4, 2), (8, 3, 6, 4, 2), (16, 3, 7, 5, 1), (16, 2, 8, 5, 2)],
 }
-RING_KINDS = {"stats": ("bfloat16", "float16"), "gradient": ("bfloat16",)}
+RING_KINDS = {"stats": ("bfloat16", "float16"), "gradient": ("bfloat16",), "sigmoid": ("bfloat16",)}
 RING_WIDTHS = (64, 256, 512, 768, 1024)
 # Rows of square panels, from large to small: as long as the kernels for Hopper are faster, they serve.
 RING_ROWS = (16_384, 11_584, 8192, 5792, 4096, 2896, 2048, 1024)

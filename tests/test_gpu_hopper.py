@@ -33,6 +33,7 @@ OPTIONS = [
         ({}, {"symmetric": False}, {"symmetric": False, "extra": 7}),
     )
 ]
+SIGLIP = [{}, {"ids": True}, {"weights": True}, {"ids": True, "weights": True}]
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def served(monkeypatch):
 
         return call
 
-    for name in ("stats", "gradient"):
+    for name in ("stats", "gradient", "sigmoid"):
         monkeypatch.setattr(hopper, name, counting(name, getattr(hopper, name)))
     return number
 
@@ -67,15 +68,30 @@ def test_options_give_the_formula(options, everywhere):
     assert everywhere["stats"] and everywhere["gradient"]
 
 
+@pytest.mark.parametrize("options", SIGLIP, ids=str)
+def test_options_of_the_sigmoid_loss_give_the_formula(options, everywhere):
+    assert_the_formula("siglip_loss", options, torch.bfloat16)
+    assert everywhere["sigmoid"]
+
+
 @pytest.mark.parametrize("options", [{}, {"ids": True, "symmetric": False, "extra": 7}], ids=str)
 def test_half_precision_gives_the_formula(options, everywhere):
     assert_the_formula("clip_loss", options, torch.float16)
     assert everywhere["stats"] and not everywhere["gradient"]
 
 
-@pytest.mark.parametrize("options", [{"ids": True, "duplicates": "positive"}, {"drop_above": 0.2}], ids=str)
-def test_what_they_have_no_way_for_is_left_to_the_others(options, everywhere):
-    assert_the_formula("clip_loss", options, torch.bfloat16)
+@pytest.mark.parametrize(
+    "loss, options, dtype",
+    [
+        ("clip_loss", {"ids": True, "duplicates": "positive"}, torch.bfloat16),
+        ("clip_loss", {"drop_above": 0.2}, torch.bfloat16),
+        ("siglip_loss", {"ids": True, "duplicates": "positive"}, torch.bfloat16),
+        ("siglip_loss", {}, torch.float16),
+    ],
+    ids=str,
+)
+def test_what_they_have_no_way_for_is_left_to_the_others(loss, options, dtype, everywhere):
+    assert_the_formula(loss, options, dtype)
     assert not everywhere
 
 
@@ -84,24 +100,26 @@ def test_what_they_have_no_way_for_is_left_to_the_others(options, everywhere):
 def test_any_shape_is_right_and_every_element_is_written(rows, width, everywhere):
     torch.use_deterministic_algorithms(True)  # which also fills fresh memory with NaN
     try:
-        for kind, scale in (("clustered", 30.0), ("clustered", -30.0)):
-            case = Case("clip_loss", *embeddings(rows, width=width, kind=kind), (scale,)).rounded(torch.bfloat16)
+        for loss, scalars in itertools.product(("clip_loss", "siglip_loss"), ((30.0,), (-30.0,))):
+            scalars += () if loss == "clip_loss" else (-20.0,)
+            case = Case(loss, *embeddings(rows, width=width, kind="clustered"), scalars).rounded(torch.bfloat16)
             for name, e in errors(case, on_gpu(case, torch.bfloat16), formula(case)).items():
                 assert e <= (2e-5 if name == "value" else 1e-2), (name, e)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert everywhere["stats"] and everywhere["gradient"]
+    assert everywhere["stats"] and everywhere["gradient"] and everywhere["sigmoid"]
 
 
 @pytest.mark.parametrize("gap", [50.0, 1000.0, 1e5])
-def test_extreme_logits_are_right(gap, everywhere):
+@pytest.mark.parametrize("loss, scalars", [("clip_loss", (1.0,)), ("siglip_loss", (1.0, -3.0))])
+def test_extreme_logits_are_right(loss, scalars, gap, everywhere):
     x, y = embeddings(300, width=16, seed=1)
     x = x * torch.where(torch.arange(300) % 3 == 0, gap, 1.0)[:, None].double()
     y[5:7] *= gap
-    case = Case("clip_loss", x, y, (1.0,)).rounded(torch.bfloat16)
+    case = Case(loss, x, y, scalars).rounded(torch.bfloat16)
     for name, e in errors(case, on_gpu(case, torch.bfloat16), formula(case)).items():
         assert e < 64 * torch.finfo(torch.float32).eps + (0 if name == "value" else 2 * torch.finfo(torch.bfloat16).eps), (name, e)
-    assert everywhere["stats"] and everywhere["gradient"]
+    assert everywhere["sigmoid" if loss == "siglip_loss" else "gradient"]
 
 
 @pytest.mark.parametrize("scale", [20.0, 300.0])
@@ -112,25 +130,27 @@ def test_ten_runs_are_bit_equal(scale, everywhere):
     for _ in range(10):
         a, b = x.clone().requires_grad_(), y.clone().requires_grad_()
         value = megabatch.clip_loss(a, b, scale, ids=ids, tile=2**24, label_smoothing=0.1)
+        value = value + megabatch.siglip_loss(a, b, scale, -10.0, ids=ids, tile=2**24)
         value.backward()
         runs.append((value.detach(), a.grad, b.grad))
-    assert everywhere["stats"] and everywhere["gradient"]
+    assert everywhere["stats"] and everywhere["gradient"] and everywhere["sigmoid"]
     assert all(torch.equal(s, t) for run in runs[1:] for s, t in zip(runs[0], run, strict=True))
 
 
+@pytest.mark.parametrize("loss, scalars", [("clip_loss", (30.0,)), ("siglip_loss", (30.0, -10.0))])
 @pytest.mark.parametrize("width", [512, 768, 1024])
-def test_a_large_batch_is_theirs_and_as_the_others_have_it(width, served, monkeypatch):
+def test_a_large_batch_is_theirs_and_as_the_others_have_it(loss, scalars, width, served, monkeypatch):
     rows = 30_100
     g = torch.Generator(device="cuda").manual_seed(0)
     x, y = (torch.randn(rows, width, device="cuda", generator=g) for _ in range(2))
     x, y = (torch.nn.functional.normalize(t, dim=1).bfloat16().requires_grad_() for t in (x, y + x))
 
     def step():
-        value = megabatch.clip_loss(x, y, 30.0, tile=2**29)
+        value = getattr(megabatch, loss)(x, y, *scalars, tile=2**29)
         return value.detach(), *torch.autograd.grad(value, (x, y))
 
     value, *gradients = step()
-    assert served["stats"] and served["gradient"]
+    assert served["sigmoid"] if loss == "siglip_loss" else served["stats"] and served["gradient"]
     served.clear()
     monkeypatch.setattr(hopper, "rings_for", lambda *_: None)
     again, *others = step()
@@ -145,7 +165,7 @@ def test_a_step_can_be_captured_and_never_waits(everywhere):
     scale = torch.tensor(20.0, device="cuda", requires_grad=True)
 
     def step():
-        return torch.autograd.grad(megabatch.clip_loss(x, y, scale), (x, y, scale))
+        return torch.autograd.grad(megabatch.clip_loss(x, y, scale) + megabatch.siglip_loss(x, y, scale, -10.0), (x, y, scale))
 
     right = step()
     torch.cuda.synchronize()
@@ -158,7 +178,7 @@ def test_a_step_can_be_captured_and_never_waits(everywhere):
     with torch.cuda.graph(graph):
         captured = step()
     graph.replay()
-    assert everywhere["stats"] and everywhere["gradient"]
+    assert everywhere["stats"] and everywhere["gradient"] and everywhere["sigmoid"]
     assert all(torch.equal(a, b) for a, b in zip(captured, right, strict=True))
 
 
@@ -174,6 +194,7 @@ def test_the_sanitizer_finds_nothing(tmp_path):
         "ids = torch.arange(300, device='cuda') // 2\n"
         "megabatch.clip_loss(x, y, 3.0, ids=ids).backward()\n"
         "megabatch.clip_loss(x, y, 3.0, label_smoothing=0.1, tile=40_000).backward()\n"
+        "megabatch.siglip_loss(x, y, 3.0, -5.0, ids=ids, tile=40_000).backward()\n"
     )
     command = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", sys.executable, str(script)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=400)

@@ -20,6 +20,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16
 from megabatch.tiles.fused import hopper
 from megabatch.tiles.fused.blocks import MEASURED
 from megabatch.tiles.fused.kernels.hopper.gradient import gradient_kernel
+from megabatch.tiles.fused.kernels.hopper.sigmoid import sigmoid_kernel
 from megabatch.tiles.fused.kernels.hopper.stats import stats_kernel
 
 def described(width):
@@ -46,10 +47,14 @@ for entry in json.loads(MEASURED.read_text())["rings"]:
     if entry["kernel"] == "stats":
         compiled(stats_kernel, sizes, SMOOTHED=False, **no_ids)
         compiled(stats_kernel, sizes, SMOOTHED=True)
-    else:
+    elif entry["kernel"] == "gradient":
         sizes |= {"PLACES": entry["places"], "MARKED": hopper.TILE}
         compiled(gradient_kernel, sizes, **no_ids, row_counted=None, column_counted=None)
         compiled(gradient_kernel, sizes)
+    else:
+        sizes["PLACES"] = entry["places"]
+        compiled(sigmoid_kernel, sizes, **no_ids, weights_M=None)
+        compiled(sigmoid_kernel, sizes)
     print(entry["kernel"])
 """
 
@@ -58,4 +63,4 @@ def test_they_compile_for_hopper():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     ended = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, timeout=300, env=environment)
     assert ended.returncode == 0, ended.stderr[-3000:]
-    assert sorted(ended.stdout.split()) == ["gradient", "stats"]
+    assert sorted(ended.stdout.split()) == ["gradient", "sigmoid", "stats"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
+import math
 import sys
 import threading
 from dataclasses import dataclass
@@ -109,6 +110,12 @@ def surrounded(t: Tensor) -> Tensor:
     return inner.copy_(t)
 
 
+def amidst_nothing(inner: Tensor) -> bool:
+    """Whether all of a surrounded matrix is numbers, and nothing else around it is."""
+    around = torch.as_strided(inner, (inner.shape[0] + 2, inner.stride(0)), (inner.stride(0), 1), 0)
+    return bool(inner.isfinite().all()) and int(around.isfinite().sum()) == inner.numel()
+
+
 def described(t: Tensor, *block: int) -> Descriptor:
     return Descriptor(t, t.shape, t.stride(), block)
 
@@ -167,8 +174,35 @@ def assert_the_gradient(
     bound = panel.error * (weights + shares) + torch.finfo(torch.bfloat16).eps / 2 * expected.abs()
     # A NaN is within no bound.
     assert ((target.double() - expected).abs() <= bound * panel.counts).all()
-    around = torch.as_strided(target, (panel.rows + 2, target.stride(0)), (target.stride(0), 1), 0)
-    assert around.isfinite().sum() == target.numel()
+    assert amidst_nothing(target)
+
+
+def assert_the_sigmoid(
+    panel: Panel, weighted: bool = False, bias: float = -2.0, change: tuple[str, ...] = (), **given: Any
+) -> Tensor:
+    """Asserts values and slopes of all tiles, the gradient, and marks where a value overflows. Returns these."""
+    logits, counts = (panel.scale * panel.z + bias).split(TILE, 1), panel.counts.split(TILE, 1)
+    slopes = [part.sigmoid() * some for part, some in zip(logits, counts, strict=True)]
+    costs = [torch.nn.functional.softplus(part) * some for part, some in zip(logits, counts, strict=True)]
+    # The factors of half a row of a tile are multiplied before their logarithm is taken.
+    halves = [half.sum(1) for part in costs for half in part.split(TILE // 2, 1)]
+    lost = torch.stack([half > math.log(torch.finfo(torch.float32).max) for half in halves]).any(0)
+    weights = torch.rand(panel.rows, generator=torch.Generator().manual_seed(1)) if weighted else None
+    target = surrounded(torch.full((panel.rows, panel.columns), torch.nan, dtype=torch.bfloat16))
+    parts, (trouble, marks) = torch.full((2, len(logits), panel.rows), torch.nan), torch.zeros(2, TILE, dtype=torch.int32)
+    outputs = {"gradient": described(target, TILE, TILE // 4), "weights_M": weights, "row_parts": parts, "trouble": trouble}
+    panel.start(kernel("sigmoid", *change), bias=torch.tensor(bias), **outputs, **{"PLACES": 2, **given})
+    marks[lost.nonzero() % TILE] = 1
+    assert torch.equal(trouble, marks)
+    error = panel.error + 32 * EPS * abs(bias)
+    for found, expected in zip(parts, (costs, slopes), strict=True):
+        sums = torch.stack([part.sum(1) for part in expected])
+        torch.testing.assert_close(found.double()[:, ~lost], sums[:, ~lost], rtol=error, atol=0)
+    expected = torch.cat(slopes, 1) * (1.0 if weights is None else weights.double()[:, None])
+    off = (target.double() - expected).abs()[~lost]
+    assert (off <= (error + torch.finfo(torch.bfloat16).eps / 2) * expected[~lost]).all()
+    assert amidst_nothing(target) or lost.any()
+    return marks
 
 
 @shapes
@@ -211,6 +245,30 @@ def test_gradient_with_any_options(pairs, symmetric, smoothed):
     assert_the_gradient(Panel(150, 140, 40, **pairs), symmetric, smoothed, seed=smoothed)
 
 
+@shapes
+def test_sigmoid_of_any_shape(rows, columns, width, programs):
+    assert_the_sigmoid(Panel(rows, columns, width), programs=programs)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("pairs", PAIRS, ids=str)
+def test_sigmoid_with_any_options(pairs, weighted):
+    assert_the_sigmoid(Panel(150, 140, 40, **pairs), weighted, seed=weighted)
+
+
+@pytest.mark.parametrize("scale, bias", [(0.3, -60.0), (-0.3, 0.0), (0.0, 1.0)])
+def test_sigmoid_of_small_values_and_of_large_ones(scale, bias):
+    assert not assert_the_sigmoid(Panel(150, 140, 40, shift=5, scale=scale), bias=bias).any()
+
+
+def test_sigmoids_that_overflow_leave_a_mark():
+    panel = Panel(150, 140, 40, scale=0.1)
+    panel.x[:, 0], panel.y[:, 0] = 0, 1
+    # Of all that is multiplied, one row is too large, and another has no single exponential that fp32 could hold.
+    panel.x[70, 0], panel.x[137, 0] = 64, 1000
+    assert assert_the_sigmoid(panel).nonzero().flatten().tolist() == [70 - TILE, 137 - 2 * TILE]
+
+
 def test_gradient_with_marks_of_wider_tiles():
     assert_the_gradient(Panel(130, 300, 16, ids=True), marked=2 * TILE)
 
@@ -248,6 +306,7 @@ def test_the_order_of_events_changes_nothing():
     for seed in range(4):
         assert_the_sums(Panel(260, 140, 40, shift=0), seed=seed)
         assert_the_gradient(Panel(260, 140, 40, shift=0), seed=seed)
+        assert_the_sigmoid(Panel(260, 140, 40, shift=0), seed=seed)
 
 
 @pytest.fixture
@@ -276,7 +335,7 @@ def started(monkeypatch) -> collections.Counter[str]:
 
     monkeypatch.setattr(gradients.Products, "_add", add)
     monkeypatch.setattr(host, "_available", lambda device: True)
-    monkeypatch.setattr(host, "_kernels", lambda: (Counted("stats"), Counted("gradient")))
+    monkeypatch.setattr(host, "_kernel", Counted)
     monkeypatch.setattr(host, "rings_for", lambda *_: blocks.Rings(2, x_slots=2, y_slots=3, behind=2, places=2, least_pairs=0))
     monkeypatch.setattr(launch, "blocks_for", lambda *_: blocks.Blocks(host.TILE, host.TILE, host.DEPTH, 4, 1))
     return number
@@ -311,6 +370,31 @@ def test_the_library_starts_them_with_all_that_they_need(started):
     assert started == {"stats": 4, "gradient": 4}
 
 
+def test_the_library_starts_the_one_of_the_sigmoid_loss_too(started, monkeypatch):
+    from megabatch.tiles import fused
+
+    x, y = (t.bfloat16() for t in embeddings(190, width=72, kind="clustered"))
+    scalars, ids, weights_M = (torch.tensor(10.0), torch.tensor(-10.0)), torch.arange(190) // 2, torch.arange(190.0)
+    pairs, wanted = Pairs(home=True, ids_M=ids, ids_N=ids), Wanted(True, True)
+    found = fused.sigmoid_sums(x, y, *scalars, pairs, weights_M, wanted=wanted, means=Means(50_000))
+    exact = [t.double() for t in (x, y, *scalars)]
+    expected = eager.sigmoid_sums(*exact, pairs, weights_M.double(), wanted=wanted, means=Means(2**24))
+    # Logits are between -20 and 1, else the others would have to take over.
+    torch.testing.assert_close(found.value_M.double(), expected.value_M, rtol=32 * EPS * 20, atol=0)
+    torch.testing.assert_close(found.slope_M.double(), expected.slope_M, rtol=32 * EPS * 20, atol=0)
+    for ours, theirs in ((found.gx_MD, expected.gx_MD), (found.gy_ND, expected.gy_ND)):
+        assert (ours.double() - theirs).norm() < torch.finfo(torch.bfloat16).eps * theirs.norm()
+    assert started == {"sigmoid": 4}
+    # Whatever they have no way for is left to the others, which bf16 cannot be interpreted by.
+    left: list[bool] = []
+    monkeypatch.setattr(fused, "sigmoid_kernel", {(1,): lambda *_, CAREFUL, **__: left.append(CAREFUL)})
+    monkeypatch.setattr(fused, "merge_panel", lambda *_: None)
+    several, ranked = Pairs(home=True, ids_M=ids, ids_N=ids, several=True), Pairs(home=True, ranked=True, positive_M=weights_M)
+    for other, gradients in ((several, wanted), (ranked, wanted), (pairs, None)):
+        fused.sigmoid_sums(x[:9], y[:9], *scalars, other, None, wanted=gradients, means=Means(50_000))
+    assert left == [False, True] * 3 and started == {"sigmoid": 4}
+
+
 CHANGES = {
     "a slot is given back too early": ("stats", "z = warpgroup_mma_wait(1, deps=(z,))", "pass", "changes while a product reads"),
     "a product is not waited for": ("stats", "z = warpgroup_mma_wait(0, deps=(z,))", "pass", "before it is waited for"),
@@ -318,14 +402,15 @@ CHANGES = {
     "half of the bytes": ("stats", "primitive_bitwidth // 8", "primitive_bitwidth // 16", "that nobody expects"),
     "twice the bytes": ("stats", "primitive_bitwidth // 8", "primitive_bitwidth // 4", "no group of warps can go on"),
     "the rows of the first group": ("stats", "row + WHO * M, k * K", "row, k * K", "not close"),
+    "half of a row is lost": ("sigmoid", "slope + more", "slope", "not close"),
     "a place is written to too early": ("gradient", "store_wait(PLACES - 1)", "store_wait(PLACES)", "changes while a store reads"),
-    "what has not left its place": ("gradient", "    tma.store_wait(0)\n", "", "before its stores are waited for"),
+    "what has not left its place": ("gradient", "tma.store_wait(0)", "pass", "before its stores are waited for"),
 }
 
 
 @pytest.mark.parametrize("name, before, after, message", CHANGES.values(), ids=CHANGES)
 def test_the_interpreter_sees_what_is_wrong(name, before, after, message):
-    check = {"stats": assert_the_sums, "gradient": assert_the_gradient}[name]
+    check = {"stats": assert_the_sums, "gradient": assert_the_gradient, "sigmoid": assert_the_sigmoid}[name]
     with pytest.raises((Broken, AssertionError), match=message):
         check(Panel(150, 200, 40), change=(before, after))
 

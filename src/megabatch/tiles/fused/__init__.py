@@ -211,9 +211,13 @@ def sigmoid_sums(
         row_parts, column_parts = mine.parts(across, p.rows), theirs.parts(down, p.columns) if theirs else None
         panel = products.panel(p) if products else None
         target, stride = (None, 0) if panel is None else (launch.target(panel), panel.stride(0))
+        told = launch.pairs(pairs, p)
         outputs = target, part(weights_M, p.r), row_parts, column_parts, trouble
-        arguments = *launch.operands(p), scale, bias, *outputs, *launch.pairs(pairs, p), stride
-        for careful in (False, True):
+        arguments = *launch.operands(p), scale, bias, *outputs, *told, stride
+        rings = hopper.serves(launch, p) if panel is not None and not (_several(pairs) or pairs.ranked) else None
+        if panel is not None and rings is not None:
+            hopper.sigmoid(launch, rings, p, scale, bias, panel, weights_M, row_parts, trouble, told, pairs.home)
+        for careful in (True,) if rings is not None else (False, True):
             sigmoid_kernel[launch.grid(p)](
                 *arguments, HOME=pairs.home, SEVERAL=_several(pairs), RANKED=pairs.ranked and not careful, CAREFUL=careful,
                 ROUND_TO_TF32=products is not None and products.rounds_to_tf32, WARPS=launch.blocks.warps, **launch.constants,

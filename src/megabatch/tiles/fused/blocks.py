@@ -58,7 +58,7 @@ def blocks_for(kernel: str, device: torch.device, dtype: torch.dtype, precision:
 
 @functools.cache
 def rings_for(kernel: str, device: torch.device, dtype: torch.dtype, width: int) -> Rings | None:
-    """The rings for a kernel, "stats" or "gradient", where it was measured."""
+    """The rings for a kernel, by the same names, where it was measured."""
     entry = _measured("rings", kernel, device, kind_of(dtype, ""), width)
     return Rings(*(entry[field] for field in Rings._fields)) if entry else None
 

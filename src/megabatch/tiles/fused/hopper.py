@@ -6,6 +6,7 @@ They are written in Gluon, which Triton calls experimental and changes from vers
 from __future__ import annotations
 
 import functools
+import importlib
 from typing import Any, NamedTuple
 
 import torch
@@ -58,9 +59,8 @@ def stats(
     pairs: Pairs,
 ) -> None:
     """The sums of a panel's tiles. told: what `Launch.pairs` says of the panel."""
-    kernel, _ = _kernels()
     matches, ids_M, ids_N, *_, shift = told
-    kernel[_grid(launch, p)](
+    _kernel("stats")[_grid(launch, p)](
         *_operands(launch, p), scale, row_parts, column_parts, trouble, matches, ids_M, ids_N, p.rows, p.columns, shift,
         HOME=pairs.home, SMOOTHED=pairs.smoothed, **_constants(launch, rings), **OPTIONS,
     )  # fmt: skip
@@ -90,14 +90,34 @@ def gradient(
     home: bool,
 ) -> None:
     """The gradient in the logits of a panel, written into it."""
-    _, kernel = _kernels()
     matches, ids_M, ids_N, *_, shift = told
     gains_N = None if lifted.columns is None else lifted.columns[p.c.start :]
     counted_N = None if columns is None else part(columns.counted, p.c)
-    kernel[_grid(launch, p)](
+    _kernel("gradient")[_grid(launch, p)](
         *_operands(launch, p), scale, _described(panel, TILE // 4), lifted.rows[p.r.start :], part(rows.counted, p.r), gains_N,
         counted_N, matches, ids_M, ids_N, p.rows, p.columns, shift, HOME=home, MARKED=launch.blocks.n, PLACES=rings.places,
         **_constants(launch, rings), **OPTIONS,
+    )  # fmt: skip
+
+
+def sigmoid(
+    launch: Launch,
+    rings: Rings,
+    p: Panel,
+    scale: Tensor,
+    bias: Tensor,
+    panel: Tensor,
+    weights_M: Tensor | None,
+    row_parts: Tensor,
+    trouble: Tensor,
+    told: tuple[Any, ...],
+    home: bool,
+) -> None:
+    """The sums of a panel's tiles, and the gradient in its logits, written into it."""
+    matches, ids_M, ids_N, *_, shift = told
+    _kernel("sigmoid")[_grid(launch, p)](
+        *_operands(launch, p), scale, bias, _described(panel, TILE // 4), part(weights_M, p.r), row_parts, trouble, matches, ids_M,
+        ids_N, p.rows, p.columns, shift, HOME=home, PLACES=rings.places, **_constants(launch, rings), **OPTIONS,
     )  # fmt: skip
 
 
@@ -109,12 +129,9 @@ def _available(device: torch.device) -> bool:
 
 
 @functools.cache
-def _kernels() -> tuple[Any, Any]:
-    """Imported where they serve: not every Triton has all that they need."""
-    from .kernels.hopper.gradient import gradient_kernel
-    from .kernels.hopper.stats import stats_kernel
-
-    return stats_kernel, gradient_kernel
+def _kernel(name: str) -> Any:
+    """Imported where it serves: not every Triton has all that it needs."""
+    return getattr(importlib.import_module(f"{__package__}.kernels.hopper.{name}"), f"{name}_kernel")
 
 
 def _constants(launch: Launch, rings: Rings) -> dict[str, int]:

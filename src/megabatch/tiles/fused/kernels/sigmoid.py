@@ -48,7 +48,7 @@ def sigmoid_kernel(
         wanted = True
         if CAREFUL:
             value = get(row_parts, 0, column // N, tl.cdiv(columns, N), row + tl.arange(0, M), rows)
-            wanted = tl.max(_overflowed(value).to(tl.int32), 0) > 0
+            wanted = tl.max(overflowed(value).to(tl.int32), 0) > 0
         if wanted:
             z = similarities(x, y, row, column, rows, columns, WIDTH, M, N, K, DESCRIBED, PRECISION)
             special = is_special(panel, row, column, HOME, M, N)
@@ -77,7 +77,7 @@ def _put_sums(
     i = row + order
     put_pair(row_parts, 0, column // N, across, i, rows, value, rows_together(slope, TOTAL, M, WARPS))
     if not CAREFUL:
-        mark(trouble, order, _overflowed(value))
+        mark(trouble, order, overflowed(value))
     if RANKED:
         hardest, ahead = rows_together(hardest, LARGEST, M, WARPS), N - rows_together(behind_M, TOTAL, M, WARPS)
         put_pair(row_parts, 2, column // N, across, i, rows, hardest, ahead.to(tl.float32))
@@ -165,7 +165,7 @@ def _sums_of_piece(
 
 
 @triton.jit
-def _overflowed(value):
+def overflowed(value):
     # Not "larger than": what overflowed may have become no number at all.
     return (value < LARGEST_VALUE) == 0
 

@@ -1,1 +1,1 @@
-"""Kernels for Hopper alone, in Gluon: those of ../stats.py and ../gradient.py without most of the options, closer to the device."""
+"""Kernels for Hopper alone, in Gluon: the fast launches of those in .., without most of the options, closer to the device."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from ..sums import LOG2_E
+from .leaving import open_places, put_quarter, quarters, wait_for_quarters
 from .pipeline import (
     REGISTERS,
     WARPS,
@@ -21,9 +21,6 @@ from .pipeline import (
     similarities,
 )
 
-# Triton 3.7 has it by another name.
-_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-
 
 @gluon.jit(do_not_specialize=["rows", "columns", "shift"])
 def gradient_kernel(
@@ -33,9 +30,7 @@ def gradient_kernel(
 ):  # fmt: skip
     """Writes the gradient in the logits, zero for pairs that do not count and for positives. Gains come lifted."""
     rings = open_rings(x, y, M, N, K, X_SLOTS, Y_SLOTS)
-    # A tile leaves in quarters, by way of some places for each group, which the next tile takes in the same order.
-    gl.static_assert(4 % PLACES == 0)
-    places = gl.allocate_shared_memory(gradient.dtype, [2 * PLACES, M, N // 4], gradient.layout)
+    places = open_places(gradient, M, N, PLACES)
     panel = (matches, ids_M, ids_N, rows, columns, shift)
     softmax = (row_gain, row_counted, column_gain, column_counted)
     gl.warp_specialize(
@@ -78,43 +73,21 @@ def _weigh(
             gains_N = gl.load(here), gl.load(here + QUARTER), gl.load(here + 2 * QUARTER), gl.load(here + 3 * QUARTER)
         z = similarities(z, n, rings, WHO, WIDTH, K, X_SLOTS, Y_SLOTS)
         special = is_special(panel, row, column, HOME, M, N, MARKED)
-        quarters = _quarters(z, M, N)
+        parts = quarters(z, M, N)
         for q in gl.static_range(4):
             first = column + q * QUARTER
             gains = gains_M[:, None]
             if column_gain is not None:
                 gains = gains + gains_N[q][None, :]
-            g = gl.exp2(quarters[q] * factor) * gains
+            g = gl.exp2(parts[q] * factor) * gains
             if row_counted is not None:
                 g -= _vector(row_counted, i, rows)[:, None]
                 if column_counted is not None:
                     g -= _vector(column_counted, first + across, columns)[None, :]
             if special:
                 g = gl.where(negatives(panel, row, first, HOME, M, QUARTER, layout), g, 0.0)
-            # What was in this place has left it.
-            tma.store_wait(PLACES - 1)
-            _barrier()
-            place = places.index(WHO * PLACES + q % PLACES)
-            place.store(g.to(gradient.dtype))
-            fence_async_shared()
-            _barrier()
-            tma.async_copy_shared_to_global(gradient, [row, first], place)
-    tma.store_wait(0)
-
-
-@gluon.jit
-def _quarters(z, M: gl.constexpr, N: gl.constexpr):
-    """The quarters of a tile from left to right, which threads hold as they would hold the product of a tile so narrow."""
-    layout: gl.constexpr = layout_of_tile(M, N // 4)
-    left, right = gl.split(gl.permute(gl.reshape(z, (M, 2, N // 2)), (0, 2, 1)))
-    a, b = gl.split(gl.permute(gl.reshape(left, (M, 2, N // 4)), (0, 2, 1)))
-    c, d = gl.split(gl.permute(gl.reshape(right, (M, 2, N // 4)), (0, 2, 1)))
-    return (
-        gl.convert_layout(a, layout, assert_trivial=True),
-        gl.convert_layout(b, layout, assert_trivial=True),
-        gl.convert_layout(c, layout, assert_trivial=True),
-        gl.convert_layout(d, layout, assert_trivial=True),
-    )
+            put_quarter(g, gradient, places, row, first, WHO, q, PLACES)
+    wait_for_quarters()
 
 
 @gluon.jit

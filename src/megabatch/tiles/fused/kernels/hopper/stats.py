@@ -7,6 +7,7 @@ from triton.experimental.gluon import language as gl
 
 from ..stats import LARGEST_SUM, LEAST_SUM
 from ..sums import LOG2_E
+from .exchange import of_columns
 from .pipeline import (
     REGISTERS,
     WARPS,
@@ -70,7 +71,7 @@ def _sum_up(
         _put_rows(parts, panel, 1, row, column, total, M, N)
         _mark(trouble, row, rows, total, M)
         if column_parts is not None:
-            total = _of_columns(power, M, N)
+            total = of_columns(power, M, N)
             _put_columns(parts, panel, 1, row, column, total, M, N)
             if row < rows:
                 _mark(trouble, column, columns, total, N)
@@ -92,32 +93,13 @@ def _put_counted(
     _put_rows(parts, panel, 2, row, column, total, M, N)
     _put_rows(parts, panel, 3, row, column, number.to(gl.float32), M, N)
     if column_parts is not None:
-        total = _of_columns(z, M, N)
+        total = of_columns(z, M, N)
         number = gl.full((N,), M, gl.int32, total.type.layout)
         if special:
             found = negatives(panel, row, column, HOME, M, N, layout)
-            total, number = _of_columns(gl.where(found, z, 0.0), M, N), _of_columns(found.to(gl.int32), M, N)
+            total, number = of_columns(gl.where(found, z, 0.0), M, N), of_columns(found.to(gl.int32), M, N)
         _put_columns(parts, panel, 2, row, column, total, M, N)
         _put_columns(parts, panel, 3, row, column, number.to(gl.float32), M, N)
-
-
-@gluon.jit
-def _of_columns(values, M: gl.constexpr, N: gl.constexpr):
-    """Sums of columns: what a thread can add up alone, then eight threads, then four warps."""
-    alone = gl.sum(gl.sum(gl.reshape(values, (M // 64, 4, 2, 8, N)), 2), 0)
-    left, right = gl.split(gl.permute(gl.reshape(alone, (4, 2, 4, 2, N // 2)), (0, 1, 2, 4, 3)))
-    left, right = gl.split(gl.permute(gl.reshape(_shared(left, right), (8, 2, 2, 2, N // 4)), (0, 1, 2, 4, 3)))
-    left, right = gl.split(gl.permute(gl.reshape(_shared(left, right), (16, 2, 1, 2, N // 8)), (0, 1, 2, 4, 3)))
-    return gl.sum(gl.reshape(_shared(left, right), (4, N)), 0)
-
-
-@gluon.jit
-def _shared(first, second):
-    """Along the second axis, of two: of `first` in its first place, of `second` in its second."""
-    place = gl.arange(0, 2)[None, :, None, None]
-    kept, given = gl.where(place == 0, first, second), gl.where(place == 0, second, first)
-    bits = given.to(gl.int32, bitcast=True)
-    return kept + (bits ^ gl.expand_dims(gl.xor_sum(bits, 1), 1)).to(given.dtype, bitcast=True)
 
 
 @gluon.jit
