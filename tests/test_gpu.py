@@ -114,7 +114,17 @@ def everything_is_kept(monkeypatch):
 
 @pytest.mark.usefixtures("everything_is_kept")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("options", [{}, {"ids": True, "weights": True}, {"symmetric": False, "extra": 7}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"ids": True, "weights": True},
+        {"symmetric": False, "extra": 7},
+        {"ids": True, "label_smoothing": 0.1},
+        {"symmetric": False, "extra": 7, "label_smoothing": 0.3, "weights": True},
+    ],
+    ids=str,
+)
 def test_what_forward_keeps_gives_the_formula_too(options, dtype, monkeypatch):
     assert_the_formula("clip_loss", options, dtype)
     monkeypatch.setattr(launch, "has_descriptors", lambda device: False)

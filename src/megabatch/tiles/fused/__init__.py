@@ -88,8 +88,8 @@ def softmax_stats(
     trouble = x_MD.new_zeros(max(launch.blocks[:2]), dtype=torch.int32)
     mine, theirs = Sums(x_MD, kinds), Sums(y_ND, kinds) if columns else None
     parts_a_cell = mine.bytes_a_cell(launch.blocks.n) + (theirs.bytes_a_cell(launch.blocks.m) if theirs else 0)
-    # Exponentials alone are not enough for the gradient where options add to it.
-    kept = room_to_keep(launch, means) if keep and not (several or drops or pairs.smoothed) else None
+    # Exponentials alone do not say what further positives get, nor what columns have dropped.
+    kept = room_to_keep(launch, means) if keep and not (several or drops) else None
     # No wider than what the device's cache can hold of y, which every row of tiles reads again.
     widest = CACHED_BYTES // (x_MD.shape[1] * x_MD.element_size())
     for p in launch.panels(parts_a_cell, widest, kept.panel if kept else None):
@@ -179,10 +179,10 @@ def softmax_grads(
 
 def _weigh(panel: Tensor, p: Panel, softmax: tuple[Tensor | None, ...], trouble: Tensor, rounds_to_tf32: bool) -> None:
     """Makes a panel's exponentials its gradient."""
-    row_peak, row_gain, _, _, column_peak, column_gain, _, _ = softmax
+    row_peak, row_gain, _, row_counted, column_peak, column_gain, _, column_counted = softmax
     weigh_kernel[(cdiv(p.rows, WEIGHED_ROWS) * cdiv(p.columns, WEIGHED_COLUMNS),)](
-        panel, trouble, row_peak, row_gain, column_peak, column_gain, p.rows, p.columns, panel.stride(0) // GRAIN.value,
-        M=WEIGHED_ROWS, N=WEIGHED_COLUMNS, ROUND_TO_TF32=rounds_to_tf32,
+        panel, trouble, row_peak, row_gain, row_counted, column_peak, column_gain, column_counted, p.rows, p.columns,
+        panel.stride(0) // GRAIN.value, M=WEIGHED_ROWS, N=WEIGHED_COLUMNS, ROUND_TO_TF32=rounds_to_tf32,
     )  # fmt: skip
 
 

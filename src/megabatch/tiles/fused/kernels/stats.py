@@ -15,7 +15,7 @@ import triton.language as tl
 from .careful import put_careful_stats
 from .exchange import LARGEST, TOTAL, behind, columns_together, of_columns, of_rows, row_order, rows_together
 from .logits import counted, mark, marked
-from .options import finite_of_columns, finite_of_rows, further_sums
+from .options import LOWEST_LOGIT, finite_of_columns, finite_of_rows, further_sums
 from .pairs import is_special, rivals
 from .product import halves, put_block, side_by_side, similarities, tile_at
 from .sums import LOG2_E, bars, bars_of_piece, get, put, put_pair
@@ -24,6 +24,8 @@ from .sums import LOG2_E, bars, bars_of_piece, get, put, put_pair
 # overflow.
 LEAST_SUM = tl.constexpr(2.0**-60)
 LARGEST_SUM = tl.constexpr(2.0**100)
+# What is kept of a pair that counts, if its exponential is less.
+LEAST_KEPT = tl.constexpr(2.0**-126)
 
 
 @triton.jit(do_not_specialize=["rows", "columns", "shift", "stride"])
@@ -161,7 +163,11 @@ def _sums_of_piece(
         further, further_number = further_sums(z, special, column_parts, panel, row, column, HOME, RANKED, M, N, WARPS)
     power = tl.exp2(logits)
     if target[0] is not None:
-        put_block(target, power, row, column, rows, columns, M, N, DESCRIBED, False)
+        kept = power
+        if SMOOTHED:
+            # By it backward tells the pairs that count.
+            kept = tl.where(logits < LOWEST_LOGIT, 0.0, tl.maximum(power, LEAST_KEPT))
+        put_block(target, kept, row, column, rows, columns, M, N, DESCRIBED, False)
     total = of_rows(power, TOTAL, M, N)
     hardest, behind_M = total, total
     total_N, hardest_N, behind_N = tl.zeros((1, N), tl.float32), tl.zeros((1, N), tl.float32), tl.zeros((1, N), tl.float32)

@@ -15,7 +15,7 @@ GRAIN = tl.constexpr(8)
 
 @triton.jit(do_not_specialize=["rows", "columns", "grains"])
 def weigh_kernel(
-    panel, trouble, row_peak, row_gain, column_peak, column_gain, rows, columns, grains,
+    panel, trouble, row_peak, row_gain, row_counted, column_peak, column_gain, column_counted, rows, columns, grains,
     M: tl.constexpr, N: tl.constexpr, ROUND_TO_TF32: tl.constexpr,
 ):  # fmt: skip
     """Turns exponentials into the gradient in the logits, in place; pairs that do not count are zero already.
@@ -38,6 +38,11 @@ def weigh_kernel(
         gains = gains + lifted(vector(column_gain, column, columns, N), peaks_N)[None, :]
         found = tl.maximum(found, tl.max(wild(peaks_N).to(tl.int32), 0))
     g = power * gains
+    if row_counted is not None:
+        shares = tl.broadcast_to(vector(row_counted, row, rows, M)[:, None], (M, N))
+        if column_counted is not None:
+            shares += vector(column_counted, column, columns, N)[None, :]
+        g -= tl.where(power > 0, shares, 0.0)
     if ROUND_TO_TF32:
         g = rounded_to_tf32(g)
     tl.store(here, g.to(panel.dtype.element_ty), mask=inside)
