@@ -124,17 +124,15 @@ def _taken(*names: str) -> dict[str, Any]:
     return {name: getattr(device, name) for name in names}
 
 
-OF_TENSORS = ("Auto", "Blocked", "Coalesced", "DistributedLinear", "DotOperand", "NVMMADistributed", "Slice")
-OF_MEMORY = ("NVMMAShared", "PaddedShared", "SharedLinear", "SwizzledShared")
 mbarrier = Namespace(MBarrierLayout=Layout, **_taken("arrive", "expect", "init", "wait"))
 tma = Namespace(**_taken("async_copy_global_to_shared", "async_copy_shared_to_global", "store_wait"))
 hopper = Namespace(mbarrier=mbarrier, tma=tma, **_taken("fence_async_shared", "warpgroup_mma", "warpgroup_mma_wait"))
 language = Namespace(
     **DTYPES,
     **FUNCTIONS,
-    **dict.fromkeys([f"{name}Layout" for name in OF_TENSORS + OF_MEMORY], Layout),
+    **dict.fromkeys(("NVMMADistributedLayout", "SliceLayout"), Layout),
     # One thread stands for all of a group.
-    **dict.fromkeys(("barrier", "thread_barrier", "device_print", "static_print"), lambda *_, **__: None),
+    **dict.fromkeys(("barrier", "thread_barrier"), lambda: None),
     **_taken("allocate_shared_memory", "load", "store"),
     constexpr=_constexpr,
     num_programs=lambda axis=0: value_of(program().grid[axis]),

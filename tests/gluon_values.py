@@ -281,33 +281,21 @@ def _join(a: Any, b: Any) -> Value:
     return Value(torch.stack((a.held, b.held), -1), a.dtype)
 
 
-def _reduce(values: Any, axis: int | None, combine: Callable[..., Any], keep_dims: bool = False) -> Any:
+def _reduce(value: Any, axis: int | None, combine: Callable[..., Any]) -> Value:
     """Halves of an axis are combined until one is left."""
-    parts = values if isinstance(values, tuple) else (value_of(values),)
-    sizes = [1 if axis is None or n == axis % parts[0].held.dim() else size for n, size in enumerate(parts[0].shape)]
-    along = 0 if axis is None else axis
+    value, along = value_of(value), 0 if axis is None else axis
     if axis is None:
-        parts = tuple(_reshape(part, part.held.numel()) for part in parts)
-    while (half := parts[0].shape[along] // 2) > 0:
-        pieces = [Value(part.held.narrow(along, start, half), part.dtype) for start in (0, half) for part in parts]
-        found = combine(*pieces)
-        parts = found if isinstance(found, tuple) else (found,)
-    parts = tuple(_reshape(part, sizes) if keep_dims else Value(part.held.squeeze(along), part.dtype) for part in parts)
-    return parts if isinstance(values, tuple) else parts[0]
+        value = _reshape(value, value.held.numel())
+    while (half := value.shape[along] // 2) > 0:
+        value = combine(*(Value(value.held.narrow(along, start, half), value.dtype) for start in (0, half)))
+    return Value(value.held.squeeze(along), value.dtype)
 
 
-def _sum(value: Any, axis: int | None = None, keep_dims: bool = False, dtype: DType | None = None) -> Value:
+def _sum(value: Any, axis: int | None = None) -> Value:
     value = value_of(value)
-    if dtype is None and not value.dtype.is_floating() and value.dtype.primitive_bitwidth < 32:
-        dtype = DTYPES["uint32"] if value.dtype.is_unsigned() else INT32
-    return _reduce(value_of(value, dtype), axis, operator.add, keep_dims)
-
-
-def _extreme(operation: Callable[[Tensor, Tensor], Tensor], value: Any, axis: int | None = None, keep_dims: bool = False) -> Value:
-    value = value_of(value)
-    if value.dtype.primitive_bitwidth < 32:
-        value = value.to(FLOAT32 if value.dtype.is_floating() else INT32)
-    return _reduce(value, axis, functools.partial(_arithmetic, operation), keep_dims)
+    if not value.dtype.is_floating() and value.dtype.primitive_bitwidth < 32:
+        value = value.to(DTYPES["uint32"] if value.dtype.is_unsigned() else INT32)
+    return _reduce(value, axis, operator.add)
 
 
 def _check(condition: Any, message: str = "", **_: Any) -> None:
@@ -316,36 +304,26 @@ def _check(condition: Any, message: str = "", **_: Any) -> None:
 
 # Numbers give way to others that are no numbers.
 maximum, minimum = functools.partial(_arithmetic, torch.fmax), functools.partial(_arithmetic, torch.fmin)
-ELEMENTWISE = ("abs", "ceil", "cos", "erf", "exp", "exp2", "floor", "log", "log2", "rsqrt", "sin", "sqrt")
+ELEMENTWISE = ("abs", "exp2", "log2", "rsqrt")
 FUNCTIONS: dict[str, Any] = {
     **{name: functools.partial(_elementwise, getattr(torch, name)) for name in ELEMENTWISE},
-    **{name: OPERATORS[name] for name in ("add", "sub", "mul")},
-    **dict.fromkeys(("convert_layout", "max_constancy", "max_contiguous", "multiple_of", "set_auto_layout"), lambda v, *_, **__: v),
-    **dict.fromkeys(("assume", "device_assert", "static_assert"), _check),
     "arange": arange,
     "broadcast_to": _broadcast_to,
-    "cast": lambda value, dtype, bitcast=False: value_of(value).to(dtype, bitcast),
     "cdiv": cdiv,
+    "convert_layout": lambda value, *_, **__: value,
     "expand_dims": _expand_dims,
-    "fdiv": _quotient,
-    "fma": lambda a, b, c: OPERATORS["add"](OPERATORS["mul"](a, b), c),
     "full": full,
-    "full_like": lambda value, fill: full(value.shape, fill, value.dtype),
     "join": _join,
-    "max": functools.partial(_extreme, torch.fmax),
     "maximum": maximum,
-    "min": functools.partial(_extreme, torch.fmin),
     "minimum": minimum,
     "permute": _permute,
     "reduce": _reduce,
-    "reduce_or": lambda value, axis, keep_dims=False: _reduce(value, axis, operator.or_, keep_dims),
     "reshape": _reshape,
     "split": _split,
+    "static_assert": _check,
     "static_range": range,
     "sum": _sum,
-    "to_tensor": value_of,
     "where": where,
-    "xor_sum": lambda value, axis=None, keep_dims=False: _reduce(value, axis, operator.xor, keep_dims),
+    "xor_sum": lambda value, axis=None: _reduce(value, axis, operator.xor),
     "zeros": lambda shape, dtype, layout=None: full(shape, 0, dtype),
-    "zeros_like": lambda value: full(value.shape, 0, value.dtype),
 }
