@@ -24,8 +24,8 @@ def fresh_processes() -> BaseContext:
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    # Optimizers and what wraps modules import the compiler, though nothing is compiled.
-    context.set_forkserver_preload(["torch.distributed", "torch._dynamo", "megabatch"])
+    # Optimizers import the compiler, though nothing is compiled, and runs draw.
+    context.set_forkserver_preload(["torch._dynamo", "megabatch.training.loop", "matplotlib.figure"])
     return context
 
 
