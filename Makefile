@@ -18,7 +18,7 @@ demo: $(STAMP)  ## install into .venv, plan, train on pictures of characters, th
 	$(BIN)/megabatch train --fresh runs/plan.toml 'evaluate.large=[4096, 16384, 65536]'
 
 test: lint  ## everything that has to pass: lint, types, tests
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 lint: $(STAMP)  ## ruff and mypy, nothing is changed
 	$(BIN)/ruff check

@@ -5,6 +5,13 @@ import os
 from collections.abc import Iterator
 
 import pytest
+
+# Workers share the processors: more threads than there are wait for each other, and take twice the time. torch reads this when it
+# is imported, and so do the processes that tests start.
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
+    threads = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
+
 import torch
 
 # Triton reads this when a kernel is declared, which is when the fused tiles are first imported; worker processes inherit it.
@@ -20,6 +27,29 @@ from world import World
 from benchmarks.peers import declare_torchvision_schemas
 
 declare_torchvision_schemas()
+
+# They come first, so that no worker is left with one of them when the others have nothing to do.
+LONGEST = (
+    "test_fused",
+    "test_tiles",
+    "test_verbs",
+    "test_fit_run",
+    "test_train",
+    "test_noise_run",
+    "test_sweep_runs",
+    "test_predict_memory",
+    "test_hopper",
+    "test_memory",
+    "test_benchmarks_encoders",
+    "test_benchmarks",
+    "test_profile",
+    "test_readme",
+    "test_losses",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
 
 
 @pytest.fixture
