@@ -6,7 +6,6 @@ They are written in Gluon, which Triton calls experimental and changes from vers
 from __future__ import annotations
 
 import functools
-import importlib
 from typing import Any, NamedTuple
 
 import torch
@@ -130,8 +129,12 @@ def _available(device: torch.device) -> bool:
 
 @functools.cache
 def _kernel(name: str) -> Any:
-    """Imported where it serves: not every Triton has all that it needs."""
-    return getattr(importlib.import_module(f"{__package__}.kernels.hopper.{name}"), f"{name}_kernel")
+    """Imported where they serve: not every Triton has all that they need."""
+    from .kernels.hopper.gradient import gradient_kernel
+    from .kernels.hopper.sigmoid import sigmoid_kernel
+    from .kernels.hopper.stats import stats_kernel
+
+    return {"stats": stats_kernel, "gradient": gradient_kernel, "sigmoid": sigmoid_kernel}[name]
 
 
 def _constants(launch: Launch, rings: Rings) -> dict[str, int]:
