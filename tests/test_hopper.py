@@ -19,9 +19,8 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16
 from megabatch.tiles.fused import hopper
 from megabatch.tiles.fused.blocks import MEASURED
-from megabatch.tiles.fused.kernels.hopper.gradient import gradient_kernel
-from megabatch.tiles.fused.kernels.hopper.sigmoid import sigmoid_kernel
-from megabatch.tiles.fused.kernels.hopper.stats import stats_kernel
+
+stats_kernel, gradient_kernel, sigmoid_kernel = map(hopper._kernel, ("stats", "gradient", "sigmoid"))
 
 def described(width):
     layout = NVMMASharedLayout.get_default_for([hopper.TILE, width], bfloat16)
