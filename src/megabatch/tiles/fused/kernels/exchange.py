@@ -25,7 +25,7 @@ def of_rows(values, OF: tl.constexpr, M: tl.constexpr, N: tl.constexpr, BESIDE: 
     BESIDE: how many neighbouring columns a thread holds. One exchange is made here already: what threads can do alone, the compiler
     would put off, and keep the values of all pieces for it.
     """
-    values = _reduced(_reduced(tl.reshape(values, (M // 16, 2, 8, N // (4 * BESIDE), 4, BESIDE)), 5, OF), 3, OF)
+    values = reduced(reduced(tl.reshape(values, (M // 16, 2, 8, N // (4 * BESIDE), 4, BESIDE)), 5, OF), 3, OF)
     upper, lower = tl.split(tl.permute(tl.reshape(values, (M // 16, 2, 8, 2, 2)), (0, 2, 3, 4, 1)))
     return _shared(upper, lower, 2, OF)
 
@@ -39,7 +39,7 @@ def rows_together(values, OF: tl.constexpr, M: tl.constexpr, WARPS: tl.constexpr
         upper, lower = tl.split(tl.permute(tl.reshape(values, (2, parts, 8, 2, 2)), (1, 2, 3, 4, 0)))
         values = tl.permute(_shared(upper, lower, 3, OF), (0, 3, 2, 1))
     else:
-        values = tl.permute(tl.reshape(_reduced(values, 3, OF), (again, parts, 8, 2)), (1, 0, 3, 2))
+        values = tl.permute(tl.reshape(reduced(values, 3, OF), (again, parts, 8, 2)), (1, 0, 3, 2))
     return tl.reshape(values, (parts, again * 16))
 
 
@@ -55,7 +55,7 @@ def row_order(M: tl.constexpr, WARPS: tl.constexpr):
 def of_columns(values, OF: tl.constexpr, M: tl.constexpr, N: tl.constexpr, WARPS: tl.constexpr):
     """Of columns, in as many parts as warps share one, (parts, N): `columns_together` makes them whole."""
     parts: tl.constexpr = WARPS if M > 16 * WARPS else M // 16
-    values = _reduced(_reduced(tl.reshape(values, (M // 16 // parts, parts, 2, 8, N)), 2, OF), 0, OF)
+    values = reduced(reduced(tl.reshape(values, (M // 16 // parts, parts, 2, 8, N)), 2, OF), 0, OF)
     left, right = tl.split(tl.permute(tl.reshape(values, (parts, 2, 4, 2, N // 2)), (0, 1, 2, 4, 3)))
     values = tl.reshape(_shared(left, right, 1, OF), (parts * 2, 2, 2, 2, N // 4))
     left, right = tl.split(tl.permute(values, (0, 1, 2, 4, 3)))
@@ -70,7 +70,7 @@ def columns_together(values, OF: tl.constexpr):
         # To be split, a tensor has its pairs in one thread: all of a column's parts go there at once.
         values = tl.reshape(values, (values.shape[0] // 2, 2, values.shape[1]))
         first, second = tl.split(tl.permute(values, (0, 2, 1)))
-        found = columns_together(_both(first, second, OF), OF)
+        found = columns_together(both(first, second, OF), OF)
     else:
         found = tl.reshape(values, (values.shape[1],))
     return found
@@ -88,38 +88,39 @@ def _shared(first, second, AXIS: tl.constexpr, OF: tl.constexpr):
     place = tl.full(first.shape, 0, tl.int32)
     place += tl.reshape(tl.arange(0, 2), [1] * AXIS + [2] + [1] * (len(first.shape) - AXIS - 1))
     kept, given = tl.where(place == 0, first, second), tl.where(place == 0, second, first)
-    return _both(kept, _swapped(given, AXIS), OF)
+    return both(kept, swapped(given, AXIS), OF)
 
 
 @triton.jit
-def _swapped(values, AXIS: tl.constexpr):
+def swapped(values, AXIS: tl.constexpr):
     """The values of the other place along an axis of two: what the exclusive or of both and one's own leaves. One exchange."""
     bits = values.to(tl.int32, bitcast=True)
     return (bits ^ tl.expand_dims(tl.xor_sum(bits, AXIS), AXIS)).to(values.dtype, bitcast=True)
 
 
 @triton.jit
-def _reduced(values, AXIS: tl.constexpr, OF: tl.constexpr):
+def reduced(values, AXIS: tl.constexpr, OF: tl.constexpr):
     if OF == LARGEST:
         found = tl.max(values, AXIS)
     elif OF == PRODUCT:
-        found = tl.reduce(values, AXIS, _product)
+        found = tl.reduce(values, AXIS, product)
     else:
         found = tl.sum(values, AXIS)
     return found
 
 
 @triton.jit
-def _both(a, b, OF: tl.constexpr):
+def both(a, b, OF: tl.constexpr):
     if OF == LARGEST:
         found = tl.maximum(a, b)
     elif OF == PRODUCT:
-        found = _product(a, b)
+        found = product(a, b)
     else:
         found = a + b
     return found
 
 
 @triton.jit
-def _product(a, b):
+def product(a, b):
+    """Of what two factors exceed one by: by what their product does."""
     return a + b + a * b

@@ -5,10 +5,11 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ..exchange import PRODUCT, TOTAL, product
 from ..logits import mark
 from ..sigmoid import overflowed
 from ..sums import LOG2_E, log1p, put_pair
-from .exchange import of_rows, product, row_order, rows_together
+from .exchange import of_rows, row_order, rows_together
 from .leaving import open_places, put_quarter, quarters, wait_for_quarters
 from .pipeline import (
     REGISTERS,
@@ -73,9 +74,9 @@ def _weigh(
         left, slope = _put_half(a, b, outputs, row, column, rows, WHO, 0, M, N, PLACES)
         right, more = _put_half(c, d, outputs, row, column, rows, WHO, 2, M, N, PLACES)
         # One logarithm for half a row.
-        value = log1p(rows_together(left, True, M)) + log1p(rows_together(right, True, M))
+        value = log1p(rows_together(left, PRODUCT, M)) + log1p(rows_together(right, PRODUCT, M))
         within = row_order(M)
-        slope = rows_together(slope + more, False, M)
+        slope = rows_together(slope + more, TOTAL, M)
         put_pair(row_parts, 0, column // N, gl.cdiv(columns, N), row + within, rows, value, slope)
         mark(trouble, within, overflowed(value))
     wait_for_quarters()
@@ -97,7 +98,7 @@ def _put_half(
     a_times, b_times = a + a * b, b + a * b
     inverse, four = _inverses(a_times + b, M, WIDE, layout)
     a, b = a_times * inverse, b_times * inverse
-    products, slopes = of_rows(four, True, M, WIDE // 2, 1), of_rows(a + b, False, M, WIDE, 2)
+    products, slopes = of_rows(four, PRODUCT, M, WIDE // 2, 1), of_rows(a + b, TOTAL, M, WIDE, 2)
     if weights_M is not None:
         i = row + gl.arange(0, M, gl.SliceLayout(1, layout))
         weights = gl.load(weights_M + i, mask=i < rows, other=0.0)[:, None]

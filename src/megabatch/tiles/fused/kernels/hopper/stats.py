@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..stats import LARGEST_SUM, LEAST_SUM
-from ..sums import LOG2_E
+from ..sums import LOG2_E, put
 from .exchange import of_columns
 from .pipeline import (
     REGISTERS,
@@ -106,8 +106,8 @@ def _put_counted(
 def _put_rows(parts, panel, CHANNEL: gl.constexpr, row, column, values, M: gl.constexpr, N: gl.constexpr):
     row_parts, _, _ = parts
     _, _, _, rows, columns, _ = panel
-    i, tiles = row + gl.arange(0, M, values.type.layout), gl.cdiv(columns, N)
-    gl.store(row_parts + (CHANNEL * tiles + column // N).to(gl.int64) * rows + i, values, mask=i < rows)
+    i = row + gl.arange(0, M, values.type.layout)
+    put(row_parts, CHANNEL, column // N, gl.cdiv(columns, N), i, rows, values)
 
 
 @gluon.jit
