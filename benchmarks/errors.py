@@ -9,12 +9,12 @@ data: the scale's gradient is a single number, in which large sums cancel, and o
 from __future__ import annotations
 
 import argparse
-import inspect
 import math
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,10 @@ BIAS = -10.0
 PAIRS_IN_A_CLUSTER = 16
 # Of clip, where the noise is chosen: far from the loss of chance and from none.
 LOSS = 2.0
+# On CUDA, with so little working memory in bytes that three quarters of the similarities are computed again in backward, as most of
+# them are at larger batches.
+BATCH = {"cpu": 4096, "cuda": 16_384}
+TILE = 2**27
 # Gradients in float16 underflow without it; a power of two changes nothing else.
 FLOAT16_LOSS_SCALE = 2.0**12
 HEADERS = ("loss", "scale", "value", "implementation", "gradient", "scale gradient", "bias gradient", "value off")
@@ -44,7 +48,7 @@ class Contestant:
     title: str
     implementation: str
     dtype: torch.dtype
-    options: dict[str, str] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
 
     def load(self, loss: str) -> peers.LossCall:
         if self.implementation != "ours":
@@ -54,17 +58,19 @@ class Contestant:
         return lambda x, y, scale, bias: megabatch.siglip_loss(x, y, scale, bias, **self.options)
 
 
-def contestants(device: str) -> list[Contestant]:
-    """What is compared on a device; precisions of products are a matter of CUDA."""
-    found = [
-        Contestant("megabatch, bfloat16", "ours", torch.bfloat16),
-        Contestant("OpenCLIP, bfloat16 autocast", "openclip", torch.bfloat16),
-        Contestant("megabatch, float16", "ours", torch.float16),
-    ]
-    if device == "cuda" and "precision" in inspect.signature(megabatch.clip_loss).parameters:
-        for precision in ("tf32", "ieee"):
-            found.append(Contestant(f"megabatch, float32 {precision}", "ours", torch.float32, {"precision": precision}))
-    else:
+def contestants(device: str, loss: str) -> list[Contestant]:
+    """What is compared on a device; precisions of products are a matter of CUDA, and eight bits one of clip, which has a second
+    product of the embeddings."""
+    on_cuda: dict[str, Any] = {"tile": TILE} if device == "cuda" else {}
+    found = [Contestant("megabatch, bfloat16", "ours", torch.bfloat16, on_cuda)]
+    if device == "cuda" and loss == "clip":
+        found.append(Contestant("megabatch, bfloat16 int8", "ours", torch.bfloat16, {"precision": "int8", **on_cuda}))
+    found.append(Contestant("OpenCLIP, bfloat16 autocast", "openclip", torch.bfloat16))
+    found.append(Contestant("megabatch, float16", "ours", torch.float16, on_cuda))
+    for precision in ("tf32", "ieee") if device == "cuda" else ():
+        options = {"precision": precision, **on_cuda}
+        found.append(Contestant(f"megabatch, float32 {precision}", "ours", torch.float32, options))
+    if device != "cuda":
         found.append(Contestant("megabatch, float32", "ours", torch.float32))
     return [*found, Contestant("OpenCLIP, float32", "openclip", torch.float32)]
 
@@ -72,7 +78,7 @@ def contestants(device: str) -> list[Contestant]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.errors", description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--batch", type=int, default=4096)
+    parser.add_argument("--batch", type=int, help=f"pairs ({BATCH['cpu']}, on CUDA {BATCH['cuda']})")
     parser.add_argument("--dim", type=int, default=768)
     parser.add_argument("--draws", type=int, default=8, help="of the data; errors are root mean squares over them")
     parser.add_argument("--scales", default="20,50,100", help="factors on the cosines, with commas")
@@ -83,7 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
     out = options.out or RESULTS / f"errors-{options.device}.jsonl"
     rows: list[Row] = []
     for scale in (float(scale) for scale in options.scales.split(",")):
-        rows.extend(measure(options.batch, options.dim, scale, options.device, options.draws))
+        rows.extend(measure(options.batch or BATCH[options.device], options.dim, scale, options.device, options.draws))
     report.write_rows(out, rows)
     report.show(HEADERS, [_cells(row) for row in rows])
     print(f"rows: {out}")
@@ -95,8 +101,17 @@ def measure(batch: int, dim: int, scale: float, device: str, draws: int) -> Iter
     drawn = [clustered_pairs(batch, dim, scale, device, seed) for seed in range(draws)]
     machine = describe(device)
     for loss in LOSSES:
-        for contestant in contestants(device):
-            values, errors = zip(*(_compared(contestant, loss, x, y, scale) for x, y, _ in drawn), strict=True)
+        exact: dict[tuple[torch.dtype, int], dict[str, Tensor]] = {}
+        for contestant in contestants(device, loss):
+            values, errors = [], []
+            for seed, (x, y, _) in enumerate(drawn):
+                rounded = x.to(contestant.dtype), y.to(contestant.dtype)
+                place = contestant.dtype, seed
+                if place not in exact:
+                    exact[place] = _result(_formula(loss), *(rows.double() for rows in rounded), scale)
+                given = _result(contestant.load(loss), *rounded, scale)
+                values.append(exact[place]["value"].item())
+                errors.append({name: _off(given[name], right) for name, right in exact[place].items()})
             yield {
                 "loss": loss,
                 "implementation": contestant.implementation,
@@ -116,14 +131,6 @@ def measure(batch: int, dim: int, scale: float, device: str, draws: int) -> Iter
                 "largest_errors": {name: max(off[name] for off in errors) for name in errors[0]},
                 "machine": machine,
             }
-
-
-def _compared(contestant: Contestant, loss: str, x: Tensor, y: Tensor, scale: float) -> tuple[float, dict[str, float]]:
-    """The exact value of a draw, and how far a contestant is off."""
-    rounded = x.to(contestant.dtype), y.to(contestant.dtype)
-    exact = _result(_formula(loss), *(rows.double() for rows in rounded), scale)
-    given = _result(contestant.load(loss), *rounded, scale)
-    return exact["value"].item(), {name: _off(given[name], right) for name, right in exact.items()}
 
 
 def clustered_pairs(batch: int, dim: int, scale: float, device: str, seed: int) -> tuple[Tensor, Tensor, float]:
@@ -150,9 +157,10 @@ def markdown(rows: list[Row]) -> str:
     cell = {(row["loss"], row["scale"], row["title"]): row for row in rows}
     lines = [f"| loss | scale | value | {' | '.join(names)} |", f"| --- | ---: | ---: |{' ---: |' * len(names)}"]
     for loss, scale in sorted({(row["loss"], row["scale"]) for row in rows}):
-        here = [cell[loss, scale, name] for name in names]
-        errors = " | ".join(_bold(row, f"{row['errors']['gradient']:.1e}, {row['errors']['scale']:.0e}") for row in here)
-        lines.append(f"| {loss} | {scale:g} | {report.three_digits(here[0]['value'])} | {errors} |")
+        here = [cell.get((loss, scale, name)) for name in names]
+        errors = [_bold(row, f"{row['errors']['gradient']:.1e}, {row['errors']['scale']:.0e}") if row else "" for row in here]
+        value = report.three_digits(cell[loss, scale, names[0]]["value"])
+        lines.append(f"| {loss} | {scale:g} | {value} | {' | '.join(errors)} |")
     row = rows[0]
     machine = row["machine"]
     caption = (

@@ -15,6 +15,7 @@ TITLES = {
     "ours, ids": "megabatch, ids",
     "ours, label smoothing": "megabatch, label smoothing",
     "ours, diagnostics": "megabatch, diagnostics",
+    "ours, int8": "megabatch, int8",
     "openclip": "OpenCLIP",
     "openclip chunked": "OpenCLIP, chunked",
     "openclip compiled": "OpenCLIP, compiled",

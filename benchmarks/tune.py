@@ -64,10 +64,10 @@ KERNELS = ("stats", "gradient", "sigmoid")
 # group, slots for x, slots for y, behind, places: what shared memory has room for.
 RINGS = {
     "stats": [(8, 3, 7, 5, 0), (8, 3, 7, 4, 0), (16, 3, 7, 5, 0), (8, 2, 8, 5, 0)],
-    "gradient": [(16, 3, 6, 4, 2), (8, 3, 6, 4, 2), (16, 3, 7, 5, 1), (16, 3, 7, 4, 1), (16, 2, 8, 5, 2)],
+    "gradient": [(16, 3, 6, 4, 2), (8, 3, 6, 4, 2), (16, 3, 6, 3, 2), (16, 3, 7, 5, 1), (16, 3, 7, 4, 1), (16, 2, 8, 5, 2)],
     "sigmoid": [(16, 3, 6, 4, 2), (8, 3, 6, 4, 2), (16, 3, 7, 5, 1), (16, 2, 8, 5, 2)],
 }
-RING_KINDS = {"stats": ("bfloat16", "float16"), "gradient": ("bfloat16",), "sigmoid": ("bfloat16",)}
+RING_KINDS = {"stats": ("bfloat16", "float16"), "gradient": ("bfloat16", "int8"), "sigmoid": ("bfloat16",)}
 RING_WIDTHS = (64, 256, 512, 768, 1024)
 # Rows of square panels, from large to small: as long as the kernels for Hopper are faster, they serve.
 RING_ROWS = (16_384, 11_584, 8192, 5792, 4096, 2896, 2048, 1024)
@@ -118,7 +118,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _with_least_pairs(entries: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The best rings of each kernel, with the size from which on they are faster than the best blocks."""
+    """The best rings of each kernel, with the size from which on they are faster than the best blocks; in eight bits, than any way
+    in bf16."""
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     for entry in entries:
         case = kernel, kind, width = entry["kernel"], entry["kind"], entry["width"]
@@ -127,7 +128,7 @@ def _with_least_pairs(entries: Iterator[dict[str, Any]]) -> Iterator[dict[str, A
         for rows in RING_ROWS:
             ours, others = _timed([_work(*case, way, rows) for way in (rings, None)])
             pairs = hopper._pairs(Panel(slice(0, rows), slice(0, rows))) / processors
-            share = f"{ours / others:.3f} of the time of blocks"
+            share = f"{ours / others:.3f} of the time of {'bfloat16' if kind == 'int8' else 'blocks'}"
             print(f"{kernel:9}{kind:9}{width:6}  {rows:,} rows, {pairs:.1f} pairs of tiles a multiprocessor: {share}", flush=True)
             if ours > others:
                 break
@@ -215,29 +216,34 @@ def _captured(work: Callable[[], Any]) -> torch.cuda.CUDAGraph:
 def _work(kernel: str, kind: str, width: int, way: Blocks | Rings | None, rows: int) -> Callable[[], Any]:
     """A launch of the kernel alone: without the products that follow it, with the merging that belongs to it.
 
-    way: rings, for the kernel for Hopper; or blocks for the other one, None for those that are known.
+    way: rings, for the kernel for Hopper; or blocks for the other one, None for those that are known. int8 is a way for bf16, and
+    None there all ways that are known in bf16.
     """
     torch.manual_seed(0)
-    dtype = getattr(torch, kind, torch.float32)
+    eight_bits = kind == "int8"
+    dtype = torch.bfloat16 if eight_bits else getattr(torch, kind, torch.float32)
     x, y = (torch.nn.functional.normalize(torch.randn(rows, width, device="cuda"), dim=1).to(dtype) for _ in range(2))
     scale, bias = torch.tensor(20.0, device="cuda"), torch.tensor(-10.0, device="cuda")
-    means, pairs = Means(2**33, kind if kind in ("tf32", "ieee") else "ieee"), Pairs(home=True)
+    pairs = Pairs(home=True)
+    means = Means(2**33, kind if kind in ("tf32", "ieee") else "ieee", eight_bits=eight_bits and way is not None)
     vectors: list[Tensor] = [torch.full((rows,), value, device="cuda") for value in (12.0, 1e-4)]
 
     def work() -> Any:
         with ExitStack() as patches:
             patches.enter_context(mock.patch.object(fused.Products, "add", lambda *_: None))
-            patches.enter_context(mock.patch.object(hopper, "rings_for", lambda *_: way if isinstance(way, Rings) else None))
+            if way is not None or not eight_bits:
+                patches.enter_context(mock.patch.object(hopper, "rings_for", lambda *_: way if isinstance(way, Rings) else None))
             if isinstance(way, Blocks):
                 patches.enter_context(mock.patch.object(fused.launch, "blocks_for", lambda *_: way))
             if kernel == "stats":
                 return fused.softmax_stats(x, y, scale, pairs, columns=True, means=means)
             if kernel == "gradient":
                 softmax = Softmax(*vectors)
-                return fused.softmax_grads(x, y, scale, pairs, softmax, softmax, wanted=Wanted(True, True), means=means)
+                wanted, own_M = Wanted(True, True), vectors[0]
+                return fused.softmax_grads(x, y, scale, pairs, softmax, softmax, wanted=wanted, means=means, own_M=own_M)
             return fused.sigmoid_sums(x, y, scale, bias, pairs, None, wanted=Wanted(True, True), means=means)
 
-    assert kind == kind_of(dtype, means.precision)
+    assert eight_bits or kind == kind_of(dtype, means.precision)
     whole = Panel(slice(0, rows), slice(0, rows))
     with mock.patch.object(hopper, "rings_for", lambda *_: way):
         if isinstance(way, Rings) and hopper.serves(Launch(kernel, x, y, means), whole) is None:

@@ -314,6 +314,7 @@ FUNCTIONS: dict[str, Any] = {
     "expand_dims": _expand_dims,
     "full": full,
     "join": _join,
+    "max": lambda value, axis=None: _reduce(value, axis, maximum),
     "maximum": maximum,
     "minimum": minimum,
     "permute": _permute,

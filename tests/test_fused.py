@@ -31,7 +31,7 @@ import triton.language as tl
 from exchanged import expected, rows_and_columns, whole_numbers
 
 from megabatch.tiles import fused
-from megabatch.tiles.fused import blocks, hopper, launch, support
+from megabatch.tiles.fused import blocks, eight, hopper, launch, support
 from megabatch.tiles.fused.kept import LEAST_WIDTH, room_to_keep
 from megabatch.tiles.fused.kernels import gradient, sigmoid, stats
 from megabatch.tiles.fused.kernels.sums import COUNTED, EXPONENTIALS, RANKING, SUMS
@@ -75,6 +75,53 @@ def assert_exact(case: Case, dtype: torch.dtype = torch.float32, allowed: float 
     sums = 32 * EPS * (1 + largest_logit(case)) if allowed is None else allowed
     for name, e in errors(case, ours(case, dtype, backend="fused", **more), formula(case)).items():
         assert e <= sums + (torch.finfo(dtype).eps if name in ("x", "y", "scale") and dtype != torch.float32 else 0), (name, e)
+
+
+@pytest.mark.parametrize("width", [1, 7, 100, 128, 300])
+@pytest.mark.parametrize("kind", ["random", "one large entry", "equal entries", "tiny and huge"])
+def test_rows_in_eight_bits_have_the_similarities_of_rows(width, kind):
+    g = torch.Generator().manual_seed(width)
+    x, y = torch.randn(70, width, generator=g), torch.randn(90, width, generator=g)
+    if kind == "one large entry":
+        x[:, width // 2] = 50
+    elif kind == "equal entries":
+        x[:] = 3
+        y[::2] = -1
+    elif kind == "tiny and huge":
+        x, y = x * 1e-30, y * 1e30
+    x[5], y[7] = 0, 0
+    (a, x_steps), (b, y_steps) = (eight.rounded(t, 30) for t in (x, y))
+    assert a.shape[1] % 128 == b.shape[1] % 128 == 0 and int(a.min()) >= -127 and not x_steps[70:].any()
+    assert x_steps[5] == y_steps[7] == 0 and not a[5].any() and not b[7].any()
+    found = (a.double() @ b.double().T) * x_steps[:70, None].double() * y_steps[None, :90]
+    x_error, y_error = x_steps[:70, None].double() * y.double().norm(dim=1), y_steps[:90].double() * x.double().norm(dim=1)[:, None]
+    off = (found - x.double() @ y.double().T).abs()
+    # Half a step in every entry, all in one direction, and the product of two such.
+    assert (off <= (x_error + y_error) * a.shape[1] ** 0.5 / 2 + x_steps[:70, None] * y_steps[:90] * a.shape[1] / 4 + 1e-6).all()
+    if width >= 100:
+        # A step is a small part of a row: no entry is much larger than others then.
+        assert (127 * x_steps[:70] <= 0.6 * x.double().norm(dim=1)).all()
+        if kind != "equal entries":
+            # Errors evenly within a step, independent of each other, add up as squares do.
+            assert off.square().mean() < 1.5 * ((x_error**2 + y_error**2) / 12).mean()
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_gradients_above_a_limit_are_computed_again_and_no_others(symmetric):
+    g = torch.Generator().manual_seed(0)
+    x, y = torch.randn(70, 20, generator=g) / 4, torch.randn(300, 20, generator=g) / 4
+    gains = torch.rand(70 + 99, generator=g), torch.rand(300 + 99, generator=g) if symmetric else None
+    layout, whole = launch.Launch("gradient", x, y, Means(2**24)), launch.Panel(slice(0, 70), slice(0, 300))
+    panel = torch.rand(70, 304, generator=g)[:, :300]
+    before, limit = panel.clone(), torch.tensor(0.97)
+    marks = torch.stack([(part > limit).any(1) for part in panel.split(64, 1)])
+    # One that is not marked is not looked at.
+    marks[2, 10:40] = False
+    eight.correct(layout, whole, torch.tensor(2.0), panel, marks.to(torch.int8), 64, limit, gains)
+    again = (before > limit) & marks.repeat_interleave(64, 0)[:300].T
+    exact = (2 * x.double() @ y.double().T).exp() * (gains[0][:70, None] + (gains[1][:300] if symmetric else 0.0))
+    assert 500 < int(again.sum()) < 700 and torch.equal(panel[~again], before[~again])
+    torch.testing.assert_close(panel[again].double(), exact[again], rtol=64 * EPS, atol=0)
 
 
 @pytest.mark.parametrize(

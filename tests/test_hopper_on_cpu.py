@@ -31,6 +31,8 @@ TILE = 64
 SIZES = {"M": TILE, "N": TILE, "K": 16, "GROUP": 2, "X_SLOTS": 2, "Y_SLOTS": 3, "BEHIND": 2}
 # Sums of exponentials out of here have lost something, says ../stats.py.
 LEAST_SUM, LARGEST_SUM = 2.0**-60, 2.0**100
+# Above which gradients in eight bits are to be marked.
+LIMIT = 1 / 64
 EPS = torch.finfo(torch.float32).eps
 # Rows, columns, width and programs: one pair alone, whole tiles, and edges of all kinds.
 SHAPES = [(1, 1, 8, 1), (128, 64, 16, 1), (150, 200, 40, 2), (130, 70, 33, 3), (257, 129, 24, 2), (64, 140, 50, 3)]
@@ -88,8 +90,13 @@ class Panel:
     def start(self, kernel: Kernel, programs: int = 2, seed: int = 0, marked: int = TILE, **given: Any) -> None:
         """Starts a kernel. Options that are not given are off: None, or a constant that is False."""
         given = {**SIZES, "WIDTH": self.width, "HOME": self.shift is not None, "shift": self.shift or 0, **given}
-        k, x, y = given["K"], self.x.to(self.dtype), self.y.to(self.dtype)
-        given |= {"x": described(surrounded(x), TILE, k), "y": described(surrounded(y), TILE, k), "scale": torch.tensor(self.scale)}
+        if "row_step" in given:
+            x, y = self.x / given["row_step"][: self.rows, None], self.y / given["column_step"][: self.columns, None]
+            x, y = x.round().to(torch.int8), y.round().to(torch.int8)
+        else:
+            x, y = self.x.to(self.dtype), self.y.to(self.dtype)
+        given |= {name: described(surrounded(t), TILE, given["K"]) for name, t in (("x", x), ("y", y))}
+        given["scale"] = torch.tensor(self.scale)
         given |= {"rows": self.rows, "columns": self.columns}
         if self.ids:
             given |= {"ids_M": self.ids_M.view(torch.int32), "ids_N": self.ids_N.view(torch.int32)}
@@ -105,7 +112,7 @@ class Panel:
 
 def surrounded(t: Tensor) -> Tensor:
     """The same matrix, amidst others that are no numbers, with rows that begin where TMA can begin."""
-    around = t.new_full((t.shape[0] + 2, (t.shape[1] + 31) // 8 * 8), torch.nan)
+    around = t.new_full((t.shape[0] + 2, (t.shape[1] + 31) // 16 * 16), torch.nan if t.is_floating_point() else -128)
     inner = around[1:-1, 16 : 16 + t.shape[1]]
     return inner.copy_(t)
 
@@ -155,8 +162,15 @@ def assert_the_sums(
 
 
 def assert_the_gradient(
-    panel: Panel, symmetric: bool = True, smoothed: bool = False, change: tuple[str, ...] = (), marked: int = TILE, **given: Any
+    panel: Panel,
+    symmetric: bool = True,
+    smoothed: bool = False,
+    eight: bool = False,
+    change: tuple[str, ...] = (),
+    marked: int = TILE,
+    **given: Any,
 ) -> None:
+    """Asserts the gradient. eight: of embeddings in eight bits, and the marks of what is large in it."""
     g = torch.Generator().manual_seed(1)
     # Gains reach a pair of tiles beyond their end, shares of the target do not.
     gain_M, gain_N = (torch.cat((torch.rand(n, generator=g), torch.zeros(2 * TILE))) for n in (panel.rows, panel.columns))
@@ -164,6 +178,14 @@ def assert_the_gradient(
     softmax = {"row_gain": gain_M, "column_gain": gain_N if symmetric else None}
     if smoothed:
         softmax |= {"row_counted": counted_M, "column_counted": counted_N if symmetric else None}
+    large = torch.full((-(-panel.columns // TILE), panel.rows), 7, dtype=torch.int8)
+    if eight:
+        steps = [torch.cat((torch.rand(n, generator=g) / 8, torch.zeros(2 * TILE))) for n in (panel.rows, panel.columns)]
+        # As they are when they were rounded.
+        panel.x, panel.y = (8 * t * step[: len(t), None] for t, step in zip((panel.x, panel.y), steps, strict=True))
+        softmax |= {"row_step": steps[0], "column_step": steps[1], "large": large, "limit": torch.tensor(LIMIT)}
+        for gain in (gain_M, gain_N):
+            gain *= 0.02 * gain
     target = surrounded(torch.full((panel.rows, panel.columns), torch.nan, dtype=torch.bfloat16))
     sizes = {"PLACES": 2, "MARKED": marked, "marked": marked, "gradient": described(target, TILE, TILE // 4)}
     panel.start(kernel("gradient", *change), **softmax, **{**sizes, **given})
@@ -175,6 +197,10 @@ def assert_the_gradient(
     # A NaN is within no bound.
     assert ((target.double() - expected).abs() <= bound * panel.counts).all()
     assert amidst_nothing(target)
+    if eight:
+        most = torch.stack([part.max(1).values for part in expected.split(TILE, 1)])
+        assert set(large.unique().tolist()) <= {0, 1}
+        assert large[most > LIMIT * (1 + panel.error)].all() and not large[most < LIMIT * (1 - panel.error)].any()
 
 
 def assert_the_sigmoid(
@@ -233,9 +259,9 @@ def test_one_row_and_one_column_alone_leave_a_mark():
 
 
 @shapes
-@pytest.mark.parametrize("symmetric", [True, False])
-def test_gradient_of_any_shape(rows, columns, width, programs, symmetric):
-    assert_the_gradient(Panel(rows, columns, width), symmetric, programs=programs)
+@pytest.mark.parametrize("symmetric, eight", [(True, False), (False, False), (True, True)])
+def test_gradient_of_any_shape(rows, columns, width, programs, symmetric, eight):
+    assert_the_gradient(Panel(rows, columns, width), symmetric, eight=eight, programs=programs)
 
 
 @pytest.mark.parametrize("smoothed", [False, True])
@@ -243,6 +269,8 @@ def test_gradient_of_any_shape(rows, columns, width, programs, symmetric):
 @pytest.mark.parametrize("pairs", PAIRS, ids=str)
 def test_gradient_with_any_options(pairs, symmetric, smoothed):
     assert_the_gradient(Panel(150, 140, 40, **pairs), symmetric, smoothed, seed=smoothed)
+    if not smoothed:
+        assert_the_gradient(Panel(150, 140, 40, **pairs), symmetric, eight=True)
 
 
 @shapes
@@ -370,6 +398,41 @@ def test_the_library_starts_them_with_all_that_they_need(started):
     assert started == {"stats": 4, "gradient": 4}
 
 
+@pytest.mark.parametrize("symmetric, weight", [(True, 1.0), (False, 1.0), (True, 1e-3)])
+def test_the_library_makes_large_gradients_of_eight_bits_right_again(symmetric, weight, started, monkeypatch):
+    from megabatch.tiles import fused
+    from megabatch.tiles.fused import eight, hopper
+
+    # Triton's interpreter cannot multiply bf16.
+    rounded = eight.rounded
+    monkeypatch.setattr(eight, "rounded", lambda t, beyond: rounded(t.float(), beyond))
+    # Four in a cluster, two of them with equal ids: two or three negatives are large.
+    g = torch.Generator().manual_seed(0)
+    centres, *noise = torch.randn(3, 190, 72, generator=g)
+    x, y = (torch.nn.functional.normalize(centres[torch.arange(190) // 4] + 0.5 * t, dim=1).bfloat16() for t in noise)
+    exact, ids, scale = (x.double(), y.double()), torch.arange(190) // 2, torch.tensor(60.0)
+    pairs, wanted = Pairs(home=True, ids_M=ids, ids_N=ids), Wanted(True, True)
+    weights_M = torch.full((190,), weight, dtype=torch.float64)
+    true = eager.softmax_stats(*exact, scale.double(), pairs, columns=symmetric, means=Means(2**24))
+    normalised = eager.normalise(true.rows, true.columns, (exact[0] * exact[1]).sum(1), scale.double(), weights_M, 0.0)
+    sides, own_M = (normalised.rows, normalised.columns), normalised.own_M
+    softmax = [side and Softmax(*(None if t is None else t.float() for t in side)) for side in sides]
+    others = eager.softmax_grads(*exact, scale.double(), pairs, *sides, wanted=wanted, means=Means(2**24))
+    whole = [product + own_M[:, None] * partners for product, partners in zip(others, exact[::-1], strict=True)]
+
+    def errors() -> list[float]:
+        means = Means(50_000, eight_bits=True)
+        found = fused.softmax_grads(x, y, scale, pairs, *softmax, wanted=wanted, means=means, own_M=own_M.float())
+        return [float((a.double() - b).norm() / c.norm()) for a, b, c in zip(found, others, whole, strict=True)]
+
+    right = errors()
+    # The gradient in the logits is rounded to bf16.
+    assert max(right) < torch.finfo(torch.bfloat16).eps
+    monkeypatch.setattr(hopper, "correct", lambda *_: None)
+    assert min(errors()) > 5 * max(right)
+    assert started == {"gradient": 8}
+
+
 def test_the_library_starts_the_one_of_the_sigmoid_loss_too(started, monkeypatch):
     from megabatch.tiles import fused
 
@@ -405,12 +468,19 @@ CHANGES = {
     "half of a row is lost": ("sigmoid", "slope + more", "slope", "not close"),
     "a place is written to too early": ("gradient", "store_wait(PLACES - 1)", "store_wait(PLACES)", "changes while a store reads"),
     "what has not left its place": ("gradient", "tma.store_wait(0)", "pass", "before its stores are waited for"),
+    "the step of one row for all": ("eight", "gl.load(row_step + i)", "gl.load(row_step + 0 * i)", "assert"),
+    "one quarter that is looked at": ("eight", "gl.maximum(most, _folded(g, M, QUARTER))", "most", "assert"),
 }
 
 
 @pytest.mark.parametrize("name, before, after, message", CHANGES.values(), ids=CHANGES)
 def test_the_interpreter_sees_what_is_wrong(name, before, after, message):
-    check = {"stats": assert_the_sums, "gradient": assert_the_gradient, "sigmoid": assert_the_sigmoid}[name]
+    check = {
+        "stats": assert_the_sums,
+        "gradient": assert_the_gradient,
+        "eight": functools.partial(assert_the_gradient, eight=True),
+        "sigmoid": assert_the_sigmoid,
+    }[name]
     with pytest.raises((Broken, AssertionError), match=message):
         check(Panel(150, 200, 40), change=(before, after))
 

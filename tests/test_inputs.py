@@ -44,7 +44,8 @@ X, Y = torch.randn(5, 4), torch.randn(5, 4)
         ({"x": X.double(), "y": Y.double(), "backend": "fused"}, "backend='fused': .*; pass backend='eager' or None"),
         ({"tile": 0}, "tile=0: must be a positive number of bytes"),
         ({"tile": 1.5}, "tile=1.5"),
-        ({"precision": "fp8"}, "precision='fp8': must be one of 'ieee', 'tf32'; it is about fp32 products only"),
+        ({"precision": "fp8"}, "precision='fp8': must be one of 'ieee', 'tf32', 'int8'; 'int8' is for bf16, the others for fp32"),
+        ({"precision": "int8"}, r"precision='int8' and x is float32: must be bfloat16 for it; pass x.bfloat16\(\), or"),
         ({"group": 3}, "group=3: must be None, a process group"),
     ],
     ids=lambda v: str(v)[:40] if isinstance(v, str) else None,
@@ -53,6 +54,19 @@ def test_wrong_input_is_named_with_rule_and_remedy(change, words):
     arguments = {"x": X, "y": Y, "scale": 1.0} | change
     with pytest.raises(ValueError, match=words):
         megabatch.clip_loss(**arguments)
+
+
+def test_the_sigmoid_loss_computes_similarities_once_and_has_no_use_for_eight_bits():
+    with pytest.raises(ValueError, match="precision='int8': must be one of 'ieee', 'tf32'; it is about fp32 products only"):
+        megabatch.siglip_loss(X.bfloat16(), Y.bfloat16(), 1.0, 0.0, precision="int8")
+
+
+def test_where_there_are_no_kernels_for_eight_bits_the_others_serve():
+    x, y = (t.bfloat16().requires_grad_() for t in (X, Y))
+    plain, eight = (torch.autograd.grad(megabatch.clip_loss(x, y, 3.0, precision=p), (x, y)) for p in ("ieee", "int8"))
+    assert all(torch.equal(a, b) for a, b in zip(plain, eight, strict=True))
+    with torch.autocast("cpu", torch.bfloat16):
+        megabatch.clip_loss(X, Y, 3.0, precision="int8")
 
 
 @pytest.mark.skipif(not torch.backends.mps.is_available() and not torch.cuda.is_available(), reason="needs a second device")

@@ -16,7 +16,7 @@ from ..ring import Group
 from ..tiles.contract import Pairs, Softmax, merge
 from .autograd import finish, first_derivative_only, outside_autocast, outside_graphs
 from .diagnostics import Diagnostics, diagnose
-from .inputs import Batch, Sharing, check_duplicates, check_number, join_backward, prepare, scalar
+from .inputs import EIGHT_BITS, PRECISIONS, Batch, Sharing, check_duplicates, check_number, join_backward, prepare, scalar
 from .module import LossModule
 
 
@@ -53,7 +53,8 @@ def clip_loss(
         hold different numbers of rows, even none. Must be given where there are several processes.
     equal_shards: states that every rank passes the same shapes and options, which saves the exchange that checks it.
     backend: "eager" or "fused"; None chooses by device. tile: working memory in bytes (None: 32 MiB on a CPU, 512 MiB on CUDA).
-    precision: "tf32" lets CUDA devices round the operands of fp32 products to 10 bits; "ieee" does not.
+    precision: "tf32" lets CUDA devices round the operands of fp32 products to 10 bits; "ieee" does not. "int8", for bf16, lets
+        them compute the similarities of backward from embeddings in eight bits, where they have kernels for it.
     diagnostics: also return a `Diagnostics`, as (loss, diagnostics).
 
     Every rank gets the loss of the whole batch, and DDP's average of gradients is exactly that loss's gradient.
@@ -74,6 +75,7 @@ def clip_loss(
         sharing=Sharing(group, equal_shards, backend, tile, precision),
         options=rules,
         same_rows=symmetric,
+        precisions=(*PRECISIONS, EIGHT_BITS),
     )
     scale = scalar(scale, x, batch)
     if batch.wanted is None:
@@ -193,7 +195,16 @@ def _gradients(x_MD: Tensor, y_ND: Tensor, scale: Tensor, batch: Batch, rules: R
         pairs = _pairs(block, owner, batch, rules, way_back.compared_M)
         kept = way_back.use_up() if pairs.home else None
         return batch.tiles.softmax_grads(
-            x_MD, block.y_ND, scale, pairs, way_back.rows, block.columns, wanted=wanted, means=batch.means, kept=kept
+            x_MD,
+            block.y_ND,
+            scale,
+            pairs,
+            way_back.rows,
+            block.columns,
+            wanted=wanted,
+            means=batch.means,
+            own_M=way_back.own_M,
+            kept=kept,
         )
 
     compared_N = way_back.compared_M if rules.symmetric else None

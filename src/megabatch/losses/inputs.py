@@ -21,6 +21,7 @@ from ..tiles.contract import Means, Tiles, Wanted, accumulator
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 DUPLICATES = ("mask", "positive")
 PRECISIONS = ("ieee", "tf32")
+EIGHT_BITS = "int8"
 
 _accumulating: ContextVar[bool] = ContextVar("accumulating", default=False)
 
@@ -89,6 +90,7 @@ def prepare(
     sharing: Sharing,
     options: Options,
     same_rows: bool,
+    precisions: Sequence[str] = PRECISIONS,
 ) -> Batch:
     """The batch, checked on this rank and agreed on between ranks; a ValueError on every rank if any rank's input is wrong."""
     _check_not_accumulating()
@@ -102,7 +104,7 @@ def prepare(
             _check_scalar(name, value)
         tiles = backend_for(x.device, _product_dtype(x), sharing.backend)
         _check_tile(sharing.tile)
-        _check_precision(sharing.precision)
+        _check_precision(sharing.precision, precisions, _product_dtype(x))
     except ValueError as error:
         if ring.size == 1 or sharing.equal_shards:
             raise
@@ -124,7 +126,7 @@ def prepare(
         ring=ring,
         lengths=lengths,
         tiles=tiles,
-        means=Means(tiles.default_tile(x.device) if sharing.tile is None else sharing.tile, sharing.precision),
+        means=_means(sharing, tiles.default_tile(x.device)),
         wanted=Wanted(wants[0] or not wants[1], wants[1]) if any(wants) else None,
     )
 
@@ -228,11 +230,20 @@ def _check_tile(tile: int | None) -> None:
         raise ValueError(f"tile={tile!r}: must be a positive number of bytes of working memory, for example 64 * 2**20")
 
 
-def _check_precision(precision: str) -> None:
-    if precision not in PRECISIONS:
+def _check_precision(precision: str, precisions: Sequence[str], dtype: torch.dtype) -> None:
+    if precision not in precisions:
+        about = f"{EIGHT_BITS!r} is for bf16, the others for fp32" if EIGHT_BITS in precisions else "it is about fp32 products only"
+        raise ValueError(f"precision={precision!r}: must be one of {', '.join(map(repr, precisions))}; {about}")
+    if precision == EIGHT_BITS and dtype != torch.bfloat16:
         raise ValueError(
-            f"precision={precision!r}: must be one of {', '.join(map(repr, PRECISIONS))}; it is about fp32 products only"
+            f"precision={precision!r} and x is {str(dtype).removeprefix('torch.')}: must be bfloat16 for it; pass x.bfloat16(), "
+            "or call the loss under torch.autocast in bfloat16"
         )
+
+
+def _means(sharing: Sharing, default_tile: int) -> Means:
+    tile = default_tile if sharing.tile is None else sharing.tile
+    return Means(tile, eight_bits=True) if sharing.precision == EIGHT_BITS else Means(tile, sharing.precision)
 
 
 def _product_dtype(t: Tensor) -> torch.dtype:

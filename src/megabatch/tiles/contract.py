@@ -109,16 +109,19 @@ class Wanted(NamedTuple):
 
 
 class Means(NamedTuple):
-    """By what means: the working memory in bytes, and how fp32 products may be rounded ("ieee": not at all, "tf32": to 10 bits)."""
+    """By what means: the working memory in bytes; how fp32 products may be rounded ("ieee": not at all, "tf32": to 10 bits); and
+    whether `softmax_grads` may round bf16 embeddings to eight bits for its similarities."""
 
     tile: int
     precision: str = "ieee"
+    eight_bits: bool = False
 
 
 class Tiles(Protocol):
     """What a backend fulfils. Besides its working memory, all that it allocates is O((M + N) · D).
 
     keep: the gradients of these blocks will be asked for. Working memory may hold what they need until then.
+    own_M: the gradients in the positives' logits, by which it can be judged what is small; without it nothing is.
     Sums and gradients are fp32, or fp64 for fp64 inputs; the scale is not yet in gx_MD and gy_ND.
     """
 
@@ -151,6 +154,7 @@ class Tiles(Protocol):
         *,
         wanted: Wanted,
         means: Means,
+        own_M: Tensor | None = None,
         kept: Any = None,
     ) -> tuple[Tensor | None, Tensor | None]: ...
 

@@ -105,6 +105,7 @@ def softmax_grads(
     *,
     wanted: Wanted,
     means: Means,
+    own_M: Tensor | None = None,
     kept: None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """gx_MD and gy_ND of the others."""

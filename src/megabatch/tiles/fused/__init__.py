@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..contract import Means, Normalised, Pairs, Ranking, SigmoidPass, Softmax, SoftmaxPass, Stats, Wanted
 from . import hopper
+from .eight import Eight
 from .gradients import Products
 from .kept import Kept, room_to_keep
 from .kernels.gradient import gradient_kernel
@@ -149,6 +150,7 @@ def softmax_grads(
     *,
     wanted: Wanted,
     means: Means,
+    own_M: Tensor | None = None,
     kept: Kept | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """gx_MD and gy_ND of the others. The buffer of what was kept is used for all panels."""
@@ -156,18 +158,24 @@ def softmax_grads(
     trouble = x_MD.new_zeros(max(launch.blocks[:2]), dtype=torch.int32)
     products = Products(x_MD, y_ND, wanted, means, kept.buffer if kept else None)
     plain, lifted = not _several(pairs) and pairs.drop_above is None, None
+    # With smoothed labels the gradients of positives do not tell how large probabilities are.
+    eight = Eight(launch, own_M, 2 * hopper.TILE) if means.eight_bits and own_M is not None and not pairs.smoothed else None
     for p in launch.panels(products.bytes_a_cell):
         panel = products.panel(p)
         softmax = *(part(v, p.r) for v in rows), *(part(v, p.c) for v in columns or (None,) * 4)
         told = launch.pairs(pairs, p)
         arguments = *launch.operands(p), scale, launch.target(panel), trouble, *softmax, *told, panel.stride(0)
         was_kept = kept is not None and kept.holds(p)
-        rings = hopper.serves(launch, p) if plain and not was_kept else None
+        rings = rounded = None
+        if plain and not was_kept:
+            rings = hopper.serves(launch, p, torch.int8) if eight else None
+            rounded = eight.operands(p) if eight and rings else None
+            rings = rings or hopper.serves(launch, p)
         if was_kept:
             _weigh(panel, p, softmax, trouble, products.rounds_to_tf32)
         elif rings is not None:
             lifted = lifted or hopper.lift(rows, columns, trouble)
-            hopper.gradient(launch, rings, p, scale, panel, lifted, rows, columns, told, pairs.home)
+            hopper.gradient(launch, rings, p, scale, panel, lifted, rows, columns, told, pairs.home, rounded)
         for careful in (True,) if was_kept or rings is not None else (False, True):
             gradient_kernel[launch.grid(p)](
                 *arguments, HOME=pairs.home, SEVERAL=_several(pairs), DROP=pairs.drop_above is not None, CAREFUL=careful,

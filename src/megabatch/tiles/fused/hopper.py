@@ -14,13 +14,16 @@ from torch import Tensor
 
 from ..contract import Pairs, Softmax
 from .blocks import Rings, rings_for
+from .eight import Operands, correct
 from .kernels.gradient import lift_kernel
 from .launch import Launch, Panel, cdiv, part
 from .support import INTERPRETED, processors
 
 # The versions of Triton that they were tried with on a device.
 TRIED = ("3.6.",)
-TILE, DEPTH = 128, 64
+TILE = 128
+# Of the width, in bytes, at a time.
+DEPTH = 128
 # Registers for three groups of warps, of which the two that multiply take most.
 OPTIONS = {"num_warps": 4, "maxnreg": 168}
 LIFTED = 128
@@ -33,14 +36,14 @@ class Lifted(NamedTuple):
     columns: Tensor | None
 
 
-def serves(launch: Launch, p: Panel) -> Rings | None:
-    """With which rings they take a panel, if they do."""
+def serves(launch: Launch, p: Panel, dtype: torch.dtype | None = None) -> Rings | None:
+    """With which rings they take a panel, if they do. dtype: of what is multiplied, where it is not that of the embeddings."""
     x_MD, (m, n, *_) = launch.x_MD, launch.blocks
     # Sums have a part for each tile, of whatever kernel.
     alike = m == n == TILE or (launch.kernel == "gradient" and m == TILE and n % TILE == 0)
     if not (launch.described and alike and _available(x_MD.device)):
         return None
-    rings = rings_for(launch.kernel, x_MD.device, x_MD.dtype, x_MD.shape[1])
+    rings = rings_for(launch.kernel, x_MD.device, dtype or x_MD.dtype, x_MD.shape[1])
     if rings is None or rings.least_pairs is None or _pairs(p) < rings.least_pairs * processors(x_MD.device):
         return None
     return rings
@@ -60,8 +63,8 @@ def stats(
     """The sums of a panel's tiles. told: what `Launch.pairs` says of the panel."""
     matches, ids_M, ids_N, *_, shift = told
     _kernel("stats")[_grid(launch, p)](
-        *_operands(launch, p), scale, row_parts, column_parts, trouble, matches, ids_M, ids_N, p.rows, p.columns, shift,
-        HOME=pairs.home, SMOOTHED=pairs.smoothed, **_constants(launch, rings), **OPTIONS,
+        *_operands(*_embeddings(launch, p)), scale, row_parts, column_parts, trouble, matches, ids_M, ids_N, p.rows, p.columns,
+        shift, HOME=pairs.home, SMOOTHED=pairs.smoothed, **_constants(launch.x_MD, rings), **OPTIONS,
     )  # fmt: skip
 
 
@@ -87,16 +90,24 @@ def gradient(
     columns: Softmax | None,
     told: tuple[Any, ...],
     home: bool,
+    eight: Operands | None,
 ) -> None:
-    """The gradient in the logits of a panel, written into it."""
+    """The gradient in the logits of a panel, written into it. eight: the panel's embeddings, where they are multiplied so."""
     matches, ids_M, ids_N, *_, shift = told
-    gains_N = None if lifted.columns is None else lifted.columns[p.c.start :]
+    gains = lifted.rows[p.r.start :], None if lifted.columns is None else lifted.columns[p.c.start :]
     counted_N = None if columns is None else part(columns.counted, p.c)
+    x, y = _embeddings(launch, p)
+    x_steps = y_steps = limit = large = None
+    if eight is not None:
+        (x, x_steps), (y, y_steps), limit = eight
+        large = x.new_empty(cdiv(p.columns, TILE), p.rows)
     _kernel("gradient")[_grid(launch, p)](
-        *_operands(launch, p), scale, _described(panel, TILE // 4), lifted.rows[p.r.start :], part(rows.counted, p.r), gains_N,
-        counted_N, matches, ids_M, ids_N, p.rows, p.columns, shift, HOME=home, MARKED=launch.blocks.n, PLACES=rings.places,
-        **_constants(launch, rings), **OPTIONS,
+        *_operands(x, y), scale, _described(panel, TILE // 4), gains[0], part(rows.counted, p.r), gains[1], counted_N, x_steps,
+        y_steps, limit, large, matches, ids_M, ids_N, p.rows, p.columns, shift, HOME=home, MARKED=launch.blocks.n,
+        PLACES=rings.places, **_constants(x, rings), **OPTIONS,
     )  # fmt: skip
+    if eight is not None and large is not None:
+        correct(launch, p, scale, panel, large, TILE, eight.limit, gains)
 
 
 def sigmoid(
@@ -115,8 +126,9 @@ def sigmoid(
     """The sums of a panel's tiles, and the gradient in its logits, written into it."""
     matches, ids_M, ids_N, *_, shift = told
     _kernel("sigmoid")[_grid(launch, p)](
-        *_operands(launch, p), scale, bias, _described(panel, TILE // 4), part(weights_M, p.r), row_parts, trouble, matches, ids_M,
-        ids_N, p.rows, p.columns, shift, HOME=home, PLACES=rings.places, **_constants(launch, rings), **OPTIONS,
+        *_operands(*_embeddings(launch, p)), scale, bias, _described(panel, TILE // 4), part(weights_M, p.r), row_parts, trouble,
+        matches, ids_M, ids_N, p.rows, p.columns, shift, HOME=home, PLACES=rings.places, **_constants(launch.x_MD, rings),
+        **OPTIONS,
     )  # fmt: skip
 
 
@@ -137,8 +149,8 @@ def _kernel(name: str) -> Any:
     return {"stats": stats_kernel, "gradient": gradient_kernel, "sigmoid": sigmoid_kernel}[name]
 
 
-def _constants(launch: Launch, rings: Rings) -> dict[str, int]:
-    shape = {"WIDTH": launch.x_MD.shape[1], "M": TILE, "N": TILE, "K": DEPTH}
+def _constants(x: Tensor, rings: Rings) -> dict[str, int]:
+    shape = {"WIDTH": x.shape[1], "M": TILE, "N": TILE, "K": DEPTH // x.element_size()}
     return shape | {"GROUP": rings.group, "X_SLOTS": rings.x_slots, "Y_SLOTS": rings.y_slots, "BEHIND": rings.behind}
 
 
@@ -151,21 +163,24 @@ def _grid(launch: Launch, p: Panel) -> tuple[int]:
     return (min(_pairs(p), processors(launch.x_MD.device)),)
 
 
-def _operands(launch: Launch, p: Panel) -> tuple[Any, Any]:
-    return _described(part(launch.x_MD, p.r), DEPTH), _described(part(launch.y_ND, p.c), DEPTH)
+def _embeddings(launch: Launch, p: Panel) -> tuple[Tensor, Tensor]:
+    return part(launch.x_MD, p.r), part(launch.y_ND, p.c)
 
 
-def _described(t: Tensor | None, width: int) -> Any:
+def _operands(x: Tensor, y: Tensor) -> tuple[Any, Any]:
+    return _described(x, DEPTH // x.element_size()), _described(y, DEPTH // y.element_size())
+
+
+def _described(t: Tensor, width: int) -> Any:
     """A descriptor of blocks of TILE rows."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    assert t is not None
-    return TensorDescriptor(t, list(t.shape), list(t.stride()), [TILE, width], _layout(width))
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), [TILE, width], _layout(width, t.element_size()))
 
 
 @functools.cache
-def _layout(width: int) -> Any:
-    """How blocks of two-byte numbers lie in shared memory."""
-    from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16
+def _layout(width: int, size: int) -> Any:
+    """How blocks of numbers of one or two bytes lie in shared memory."""
+    from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, int8
 
-    return NVMMASharedLayout.get_default_for([TILE, width], bfloat16)
+    return NVMMASharedLayout.get_default_for([TILE, width], int8 if size == 1 else bfloat16)

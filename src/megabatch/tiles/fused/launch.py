@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -187,6 +187,12 @@ def _panels_of(area: Panel, blocks: Blocks, tile: int, bytes_a_cell: float, wide
             yield Panel(r, c)
 
 
+@overload
+def part(t: Tensor, where: slice) -> Tensor: ...
+@overload
+def part(t: None, where: slice) -> None: ...
+@overload
+def part(t: Tensor | None, where: slice) -> Tensor | None: ...
 def part(t: Tensor | None, where: slice) -> Tensor | None:
     """A slice of the rows, which most often are all."""
     if t is None or (where.start == 0 and where.stop == t.shape[0]):

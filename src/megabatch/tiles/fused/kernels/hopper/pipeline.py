@@ -22,9 +22,9 @@ REGISTERS = gl.constexpr([232, 40, 40, 40])
 
 
 @gluon.constexpr_function
-def layout_of_tile(M, N):
-    """Which threads of a group hold what of a product."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+def layout_of_tile(M, N, BITS=16):
+    """Which threads of a group hold what of a product, of numbers with so many bits."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 256 // BITS])
 
 
 @gluon.jit
