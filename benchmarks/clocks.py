@@ -1,9 +1,9 @@
 """How fast the loss is at the clocks that a device runs at: `python -m benchmarks.clocks --help`.
 
-At the limit of its power a device lowers its clock, which slows products down more than what waits for memory. So three are timed
-with rests between their steps, from none to some times a step, beside two products right after each rest: the loss, OpenCLIP's, and
-the four products of the loss alone, as cuBLAS computes them for the same panels. No result is compared here: `benchmarks.loss`
-does that.
+At the limit of its power a device lowers its clock, which slows products down more than what waits for memory. So four are timed
+with rests between their steps, from none to some times a step, beside two products right after each rest: the loss, the same with
+int8 as its precision, the four products of the loss alone, as cuBLAS computes them for the same panels, and OpenCLIP's. No result
+is compared here: `benchmarks.loss` does that.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ RESULTS = Path(__file__).parent / "results"
 RESTS = (0.0, 0.25, 0.5, 1.0, 2.0)
 PANEL = 16_384
 LEAST_BATCH = 1024
-TITLES = {"ours": "megabatch", "products": "its four products alone", "openclip": "OpenCLIP"}
-HEADERS = ("rest", *(name for title in TITLES.values() for name in (title, "beside")), "speed")
+TITLES = {"ours": "megabatch", "ours, int8": "with int8", "products": "its four products alone", "openclip": "OpenCLIP"}
+HEADERS = ("rest", *(name for title in TITLES.values() for name in (title, "beside")), "speed", "with int8")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -66,15 +66,15 @@ def table(rows: list[Row]) -> list[tuple[str, ...]]:
     for rest in dict.fromkeys(row["rest"] for row in rows):
         here = {row["implementation"]: row for row in rows if row["rest"] == rest}
         cells = [(f"{here[name]['total_s'] * 1e3:.1f} ms", f"{here[name]['matrix_product_tflops']:.0f} TFLOP/s") for name in TITLES]
-        speed = here["openclip"]["total_s"] / here["ours"]["total_s"]
-        lines.append((f"{rest:g}", *(cell for pair in cells for cell in pair), f"{speed:.2f}×"))
+        speeds = (f"{here['openclip']['total_s'] / here[name]['total_s']:.2f}×" for name in ("ours", "ours, int8"))
+        lines.append((f"{rest:g}", *(cell for pair in cells for cell in pair), *speeds))
     return lines
 
 
 def _rows(batch: int, dim: int, seconds: float) -> Iterator[Row]:
     case = Case("clip", "ours", batch, dim, "bfloat16", "cuda")
     inputs = measure._inputs(case, batch)
-    calls = {name: peers.find(name, "clip").load() for name in ("ours", "openclip")} | {"products": _Products.apply}
+    calls = {name: peers.find(name, "clip").load() for name in ("ours", "ours, int8", "openclip")} | {"products": _Products.apply}
     first = {}
     for name, call in calls.items():
         for _ in range(2):

@@ -414,14 +414,16 @@ def test_clocks_are_not_measured_where_there_are_none(capsys: pytest.CaptureFixt
 
 
 def test_a_line_of_clocks_compares_what_had_the_same_rest() -> None:
-    times = {("ours", 0.0): 0.04, ("openclip", 0.0): 0.12, ("products", 0.0): 0.05, ("ours", 0.5): 0.03, ("openclip", 0.5): 0.12}
+    times = {"ours": (0.04, 0.03), "ours, int8": (0.03, 0.024), "products": (0.05, 0.031), "openclip": (0.12, 0.12)}
     rows = [
-        {"implementation": name, "rest": rest, "total_s": s, "matrix_product_tflops": 700.0} for (name, rest), s in times.items()
+        {"implementation": name, "rest": rest, "total_s": s, "matrix_product_tflops": 799.6 if rest and name == "products" else 700}
+        for name, both in times.items()
+        for rest, s in zip((0.0, 0.5), both, strict=True)
     ]
-    rows.append({"implementation": "products", "rest": 0.5, "total_s": 0.031, "matrix_product_tflops": 799.6})
     first, second = clocks.table(rows)
-    assert first == ("0", "40.0 ms", "700 TFLOP/s", "50.0 ms", "700 TFLOP/s", "120.0 ms", "700 TFLOP/s", "3.00×")
-    assert (second[0], second[3:5], second[-1]) == ("0.5", ("31.0 ms", "800 TFLOP/s"), "4.00×")
+    beside = "700 TFLOP/s"
+    assert first == ("0", "40.0 ms", beside, "30.0 ms", beside, "50.0 ms", beside, "120.0 ms", beside, "3.00×", "4.00×")
+    assert (second[0], second[5:7], second[-2:]) == ("0.5", ("31.0 ms", "800 TFLOP/s"), ("4.00×", "5.00×"))
 
 
 def test_panels_of_products_cover_every_pair_once() -> None:
