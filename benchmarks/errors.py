@@ -84,12 +84,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--scales", default="20,50,100", help="factors on the cosines, with commas")
     parser.add_argument("--out", type=Path, help="file of rows (results/errors-DEVICE.jsonl)")
     options = parser.parse_args(arguments)
+    batch = BATCH[options.device] if options.batch is None else options.batch
+    if batch < 1:
+        parser.error(f"--batch is {batch}: errors are of at least one pair")
     if options.draws < 1:
         parser.error(f"--draws is {options.draws}: errors are of at least one draw")
     out = options.out or RESULTS / f"errors-{options.device}.jsonl"
     rows: list[Row] = []
     for scale in (float(scale) for scale in options.scales.split(",")):
-        rows.extend(measure(options.batch or BATCH[options.device], options.dim, scale, options.device, options.draws))
+        rows.extend(measure(batch, options.dim, scale, options.device, options.draws))
     report.write_rows(out, rows)
     report.show(HEADERS, [_cells(row) for row in rows])
     print(f"rows: {out}")

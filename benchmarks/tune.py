@@ -64,7 +64,10 @@ KERNELS = ("stats", "gradient", "sigmoid")
 # group, slots for x, slots for y, behind, places: what shared memory has room for.
 RINGS = {
     "stats": [(8, 3, 7, 5, 0), (8, 3, 7, 4, 0), (16, 3, 7, 5, 0), (8, 2, 8, 5, 0)],
-    "gradient": [(16, 3, 6, 4, 2), (8, 3, 6, 4, 2), (16, 3, 6, 3, 2), (16, 3, 7, 5, 1), (16, 3, 7, 4, 1), (16, 2, 8, 5, 2)],
+    "gradient": [
+        *((16, 3, 6, 4, 2), (8, 3, 6, 4, 2), (16, 3, 6, 3, 2), (16, 3, 6, 2, 2), (8, 3, 6, 2, 2)),
+        *((16, 3, 7, 5, 1), (16, 3, 7, 4, 1), (16, 2, 8, 5, 2)),
+    ],
     "sigmoid": [(16, 3, 6, 4, 2), (8, 3, 6, 4, 2), (16, 3, 7, 5, 1), (16, 2, 8, 5, 2)],
 }
 RING_KINDS = {"stats": ("bfloat16", "float16"), "gradient": ("bfloat16", "int8"), "sigmoid": ("bfloat16",)}

