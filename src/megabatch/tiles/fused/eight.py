@@ -38,7 +38,7 @@ class Eight:
     def __init__(self, launch: Launch, own_M: Tensor, beyond: int) -> None:
         """own_M: the gradients in the positives' logits; beyond: how many rows."""
         self.launch, self.beyond = launch, beyond
-        # Typical is one whose square is that of all, divided among as many as their sum would make.
+        # A mean in which each counts by its size: pairs that are learnt already, however many, do not lower it.
         self.limit = own_M.square().sum() / own_M.abs().sum() * LARGE
         self.r: slice | None = None
         self.y: Rounded | None = None

@@ -4,9 +4,9 @@ Rows are rounded to whole multiples of a step of their own, of which the largest
 coarse for all others, so rows are turned first, as one turns x and y alike without a change in their products: blocks of them are
 multiplied with a Hadamard matrix, signs changed at random, so that every entry has a part of every other.
 
-An error in a logit is one in its exponential, relative to it. In sums over pairs such errors add up as squares do, and squares are
-of the few pairs with large probabilities: these are computed again. With d the error of a logit, and g the gradients in the logits
-below a limit, what is left is d² Σ g² ≤ d² limit Σ g. Legend: ../../contract.py.
+An error in a logit is one in its exponential, relative to it. In sums over pairs such errors add up as squares do, and most of a sum
+of squares comes of few pairs, those with large probabilities: they are computed again. With d the error of a logit and g the
+gradients in the logits below a limit, what is left is d² Σ g² ≤ d² limit Σ g. Legend: ../../contract.py.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def round_kernel(t, rounded, step, rows, WIDTH: tl.constexpr, R: tl.constexpr):
         found = tl.floor(_turned(t, turn, i, b, rows, WIDTH) * fit[:, None] + 0.5)
         here = i.to(tl.int64)[:, None] * (BLOCKS * BLOCK) + b * BLOCK + tl.arange(0, BLOCK)[None, :]
         tl.store(rounded + here, found.to(tl.int8), mask=(i < rows)[:, None])
-    # Turned rows are a root of BLOCK too short.
+    # What was turned is a root of BLOCK too short.
     tl.store(step + i, largest * (BLOCK**0.5 / 127), mask=i < rows)
 
 
