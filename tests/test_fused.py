@@ -669,6 +669,7 @@ def test_measured_rings_are_well_formed():
         ("stats", "bfloat16"),
         ("stats", "float16"),
         ("gradient", "bfloat16"),
+        ("gradient", "int8"),
         ("sigmoid", "bfloat16"),
     }
     for entry in entries:
