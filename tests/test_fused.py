@@ -106,6 +106,15 @@ def test_rows_in_eight_bits_have_the_similarities_of_rows(width, kind):
             assert off.square().mean() < 1.5 * ((x_error**2 + y_error**2) / 12).mean()
 
 
+def test_similarities_of_unit_rows_in_eight_bits_are_off_by_what_the_documents_say():
+    x, y = (
+        torch.nn.functional.normalize(torch.randn(64, 768, generator=torch.Generator().manual_seed(n)), dim=1) for n in range(2)
+    )
+    (a, x_steps), (b, y_steps) = eight.rounded(x, 0), eight.rounded(y, 0)
+    off = (a.double() @ b.double().T) * x_steps[:, None].double() * y_steps - x.double() @ y.double().T
+    assert 3.5e-4 < off.square().mean().sqrt() < 4.5e-4
+
+
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_gradients_above_a_limit_are_computed_again_and_no_others(symmetric):
     g = torch.Generator().manual_seed(0)
