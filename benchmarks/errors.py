@@ -61,18 +61,21 @@ class Contestant:
 def contestants(device: str, loss: str) -> list[Contestant]:
     """What is compared on a device; precisions of products are a matter of CUDA, and eight bits one of clip, which has a second
     product of the embeddings."""
-    on_cuda: dict[str, Any] = {"tile": TILE} if device == "cuda" else {}
-    found = [Contestant("megabatch, bfloat16", "ours", torch.bfloat16, on_cuda)]
-    if device == "cuda" and loss == "clip":
-        found.append(Contestant("megabatch, bfloat16 int8", "ours", torch.bfloat16, {"precision": "int8", **on_cuda}))
-    found.append(Contestant("OpenCLIP, bfloat16 autocast", "openclip", torch.bfloat16))
-    found.append(Contestant("megabatch, float16", "ours", torch.float16, on_cuda))
-    for precision in ("tf32", "ieee") if device == "cuda" else ():
-        options = {"precision": precision, **on_cuda}
-        found.append(Contestant(f"megabatch, float32 {precision}", "ours", torch.float32, options))
-    if device != "cuda":
-        found.append(Contestant("megabatch, float32", "ours", torch.float32))
-    return [*found, Contestant("OpenCLIP, float32", "openclip", torch.float32)]
+    on_cuda = device == "cuda"
+    options: dict[str, Any] = {"tile": TILE} if on_cuda else {}
+
+    def ours(dtype: torch.dtype, precision: str = "") -> Contestant:
+        title = f"megabatch, {str(dtype).removeprefix('torch.')} {precision}".rstrip()
+        return Contestant(title, "ours", dtype, options | ({"precision": precision} if precision else {}))
+
+    return [
+        ours(torch.bfloat16),
+        *([ours(torch.bfloat16, "int8")] if on_cuda and loss == "clip" else []),
+        Contestant("OpenCLIP, bfloat16 autocast", "openclip", torch.bfloat16),
+        ours(torch.float16),
+        *(ours(torch.float32, precision) for precision in (("tf32", "ieee") if on_cuda else ("",))),
+        Contestant("OpenCLIP, float32", "openclip", torch.float32),
+    ]
 
 
 def main(arguments: list[str] | None = None) -> int:

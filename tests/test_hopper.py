@@ -42,7 +42,7 @@ def compiled(kernel, sizes, dtype=bfloat16, **without):
 
 no_ids = dict.fromkeys(("matches", "ids_M", "ids_N"))
 no_shares = dict.fromkeys(("row_counted", "column_counted"))
-no_steps = dict.fromkeys(("row_step", "column_step", "large"))
+no_steps = dict.fromkeys(("row_step", "column_step", "limit", "large"))
 for entry in json.loads(MEASURED.read_text())["rings"]:
     sizes = {name.upper(): entry[name] for name in ("group", "x_slots", "y_slots", "behind")}
     if entry["kind"] not in ("bfloat16", "int8") or entry["width"] != 768:
@@ -52,9 +52,12 @@ for entry in json.loads(MEASURED.read_text())["rings"]:
         compiled(stats_kernel, sizes, SMOOTHED=True)
     elif entry["kernel"] == "gradient":
         sizes |= {"PLACES": entry["places"], "MARKED": hopper.TILE}
-        eight = {"dtype": int8} if entry["kind"] == "int8" else no_steps
-        compiled(gradient_kernel, sizes, **no_ids, **no_shares, **eight)
-        compiled(gradient_kernel, sizes, **eight)
+        if entry["kind"] == "int8":
+            compiled(gradient_kernel, sizes, int8, **no_ids, **no_shares)
+            compiled(gradient_kernel, sizes, int8, **no_shares)
+        else:
+            compiled(gradient_kernel, sizes, **no_ids, **no_shares, **no_steps)
+            compiled(gradient_kernel, sizes, **no_steps)
     else:
         sizes["PLACES"] = entry["places"]
         compiled(sigmoid_kernel, sizes, **no_ids, weights_M=None)

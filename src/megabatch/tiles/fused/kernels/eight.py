@@ -2,7 +2,7 @@
 
 Rows are rounded to whole multiples of a step of their own, of which the largest entry is 127. Few large entries would make it
 coarse for all others, so rows are turned first, as one turns x and y alike without a change in their products: blocks of them are
-multiplied with a Hadamard matrix, signs changed at random, so that every entry has a part of every other.
+multiplied with a Hadamard matrix, some signs changed first, so that every entry has a part of every other.
 
 An error in a logit is one in its exponential, relative to it. In sums over pairs such errors add up as squares do, and most of a
 sum of squares comes of few pairs, those with large probabilities: they are computed again. With d the error of a logit and g the
