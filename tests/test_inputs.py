@@ -33,7 +33,7 @@ X, Y = torch.randn(5, 4), torch.randn(5, 4)
         ({"ids": torch.arange(4)}, r"ids has shape \(4,\): must be \(5,\)"),
         ({"ids": torch.ones(5)}, "ids is torch.float32: must be a tensor of integers"),
         ({"ids": torch.ones(5, dtype=torch.bool)}, "ids is torch.bool"),
-        ({"ids": [1, 2, 3, 4, 5]}, "ids is <class 'list'>"),
+        ({"ids": [1, 2, 3, 4, 5]}, "ids is a list: must be a tensor of integers"),
         ({"duplicates": "drop"}, "duplicates='drop': must be one of 'mask', 'positive'"),
         ({"weights": torch.ones(4)}, r"weights has shape \(4,\): must be \(5,\)"),
         ({"weights": torch.ones(5, dtype=torch.int64)}, "weights is torch.int64"),

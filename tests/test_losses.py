@@ -15,6 +15,8 @@ from hypothesis import given, settings
 import megabatch
 from megabatch import reference
 
+# Arithmetic is tested with scales that nobody would train with.
+pytestmark = pytest.mark.filterwarnings("ignore:scale=")
 TILES = (64, 500, 4000, None)
 
 CLIP_OPTIONS = {

@@ -46,6 +46,7 @@ def test_the_gradient_is_that_of_the_value_that_is_returned(loss, scalars, optio
         assert slope(3, 1.0) == pytest.approx(found["bias"].item(), rel=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:scale=0 with normalised")
 @pytest.mark.parametrize("options", [{"ids": torch.zeros(9, dtype=torch.int64)}, {"drop_above": -1e3}], ids=["ids", "drop_above"])
 @pytest.mark.parametrize("scale", [0.0, 5.0, 1e4])
 def test_masked_pairs_leave_the_temperatures_gradient_a_number(options, scale):

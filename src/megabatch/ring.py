@@ -52,13 +52,24 @@ class Ring:
             )
         return cls(group)
 
+    @property
+    def device_types(self) -> list[str]:
+        """The types of devices whose tensors the group's backends exchange, for example ["cpu", "cuda"]."""
+        assert self.group is not None
+        return [entry.split(":")[0] for entry in dist.get_backend_config(self.group).split(",")]
+
+    def meeting_device(self, device: torch.device) -> torch.device:
+        """Return where `gather` exchanges its numbers: the CPU if the group serves it, which needs no wait for the device."""
+        types = self.device_types
+        if "cpu" in types:
+            return torch.device("cpu")
+        return device if device.type in types else torch.device(types[0])
+
     def gather(self, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
         """Every rank's numbers, in the order of ranks: the one exchange that the host waits for."""
         if self.group is None:
             return [list(numbers)]
-        # A group that also serves the CPU answers without a wait for the device.
-        on = torch.device("cpu") if "cpu" in dist.get_backend_config(self.group) else device
-        mine = torch.tensor(numbers, dtype=torch.int64, device=on)
+        mine = torch.tensor(numbers, dtype=torch.int64, device=self.meeting_device(device))
         every = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(every, mine, group=self.group)
         return [numbers.tolist() for numbers in every]

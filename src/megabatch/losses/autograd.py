@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from .inputs import Batch
+from .inputs import Batch, is_transformed
 
 Loss = TypeVar("Loss", bound=Callable[..., Any])
 
@@ -35,6 +36,44 @@ def outside_autocast(computation: Loss) -> Loss:
     return cast(Loss, call)
 
 
+def save(ctx: Any, **inputs: Tensor) -> None:
+    """Save the differentiable inputs for backward, where `saved` returns them."""
+    ctx.save_for_backward(*inputs.values())
+    # These name the input that was modified, if one was.
+    ctx.versions = {name: (_reference(t), t._version) for name, t in inputs.items()}
+
+
+def saved(ctx: Any) -> tuple[Tensor, ...]:
+    """Return the saved inputs; raise an error that names the one that was modified in place since forward."""
+    try:
+        return ctx.saved_tensors
+    except RuntimeError as error:
+        # Not where the graph has been freed: after a step of the optimizer, versions differ there too.
+        changes = ctx.versions.items() if "inplace operation" in str(error) else ()
+        for name, (reference, version) in changes:
+            tensor = reference()
+            if tensor is not None and tensor._version != version:
+                raise modified(name) from error
+        raise
+
+
+def _reference(t: Tensor) -> Callable[[], Tensor | None]:
+    """A reference that shares t's version counter: weak for embeddings, so that hooks on saved tensors can free their memory."""
+    if t.ndim:
+        return weakref.ref(t)
+    # A scalar is a view of what the caller passed, and nothing else may hold that view.
+    scalar = t.detach()
+    return lambda: scalar
+
+
+def modified(name: str) -> RuntimeError:
+    """The error for an input whose values at forward are gone."""
+    return RuntimeError(
+        f"{name} has been modified by an inplace operation between the forward and the backward pass of the loss, whose gradient "
+        f"needs the values that forward saw: modify it after backward, or pass {name}.clone() to the loss"
+    )
+
+
 def first_derivative_only(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
     """A backward pass whose gradients raise a clear error when they are differentiated again.
 
@@ -43,6 +82,11 @@ def first_derivative_only(backward: Callable[..., tuple[Any, ...]]) -> Callable[
 
     @functools.wraps(backward)
     def once(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        if any(isinstance(g, Tensor) and is_transformed(g) for g in grads):
+            raise RuntimeError(
+                "the backward pass of megabatch's losses takes one plain gradient, not a batch of them (is_grads_batched, vmap, a "
+                "vectorized Jacobian) nor a dual tensor: call it once for each, or use the formula in megabatch.reference"
+            )
         with torch.no_grad():
             results = backward(ctx, *grads)
         if not torch.is_grad_enabled():

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..ring import Group
 from ..tiles.contract import Pairs, Softmax, merge
-from .autograd import finish, first_derivative_only, outside_autocast, outside_graphs
+from .autograd import finish, first_derivative_only, modified, outside_autocast, outside_graphs, save, saved
 from .diagnostics import Diagnostics, diagnose
 from .inputs import EIGHT_BITS, PRECISIONS, Batch, Sharing, check_duplicates, check_number, join_backward, prepare, scalar
 from .module import LossModule
@@ -42,7 +42,7 @@ def clip_loss(
     """The mean cross-entropy of `scale * x @ y.T`, row i's positive being y's row i, over the rows of all ranks in `group`.
 
     x: (M, D), y: (N, D) embeddings of this rank, normalised or not; N = M, or N >= M with symmetric=False.
-    scale: multiplies the similarities (1 / temperature); a float, or a tensor that may require a gradient.
+    scale: multiplies the similarities (1 / temperature); a float, or a tensor that may require a gradient. Equal on all ranks.
     symmetric: also the mean over columns, halved. False: queries to documents only; y's rows beyond M are extra negatives.
     ids: (N,) integers, one for each row of y, which row i of x shares. Pairs with equal ids that are not the positive itself are
         left out (duplicates="mask") or are further positives with equal shares of the target (duplicates="positive").
@@ -51,7 +51,8 @@ def clip_loss(
     weights: (M,) weight of each pair in the mean; not all zero.
     group: None for this process alone; a process group or one-dimensional device mesh for the batch of all its ranks. Ranks may
         hold different numbers of rows, even none. Must be given where there are several processes.
-    equal_shards: states that every rank passes the same shapes and options, which saves the exchange that checks it.
+    equal_shards: states that every rank passes the same shapes, options and scalars, which saves the exchange that checks it in
+        every call but the first one on the group.
     backend: "eager" or "fused"; None chooses by device. tile: working memory in bytes (None: 32 MiB on a CPU, 512 MiB on CUDA).
     precision: "tf32" lets CUDA devices round the operands of fp32 products to 10 bits; "ieee" does not. "int8", for bf16, lets
         them compute the similarities of backward from embeddings in eight bits, where they have kernels for it.
@@ -70,6 +71,7 @@ def clip_loss(
         x,
         y,
         {"scale": scale},
+        loss="clip_loss",
         ids=ids,
         weights=weights,
         sharing=Sharing(group, equal_shards, backend, tile, precision),
@@ -141,14 +143,17 @@ class _ClipLoss(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, y: Tensor, scale: Tensor, batch: Batch, rules: Rules) -> tuple[Tensor, Diagnostics | None]:
         loss, diagnostics, ctx.way_back = _solve(batch.read(x), batch.read(y), scale, batch, rules)
         ctx.batch, ctx.rules = batch, rules
-        ctx.save_for_backward(x, y, scale)
+        ctx.ids_version = None if batch.ids_N is None else batch.ids_N._version
+        save(ctx, x=x, y=y, scale=scale)
         return loss, diagnostics
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, g: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-        x, y, scale = ctx.saved_tensors
+        x, y, scale = saved(ctx)
         batch, way_back = ctx.batch, ctx.way_back
+        if batch.ids_N is not None and batch.ids_N._version != ctx.ids_version:
+            raise modified("ids")
         products = _gradients(batch.read(x), batch.read(y), scale, batch, ctx.rules, way_back)
         dx, dy, dscale, _ = finish(x, y, scale, batch, way_back.own_M, way_back.share, g, products, reuse=True)
         need_x, need_y, need_scale, *_ = ctx.needs_input_grad

@@ -14,7 +14,7 @@ from torch.nn.functional import softplus
 
 from ..ring import Group
 from ..tiles.contract import Pairs, merge
-from .autograd import finish, first_derivative_only, outside_autocast, outside_graphs
+from .autograd import finish, first_derivative_only, outside_autocast, outside_graphs, save, saved
 from .diagnostics import Diagnostics, diagnose
 from .inputs import Batch, Sharing, check_duplicates, join_backward, prepare, scalar
 from .module import LossModule
@@ -54,6 +54,7 @@ def siglip_loss(
         x,
         y,
         {"scale": scale, "bias": bias},
+        loss="siglip_loss",
         ids=ids,
         weights=weights,
         sharing=Sharing(group, equal_shards, backend, tile, precision),
@@ -111,13 +112,13 @@ class _SigLipLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Diagnostics | None]:
         loss, diagnostics, ctx.way_back = _solve(batch.read(x), batch.read(y), scale, bias, batch, rules)
         ctx.batch = batch
-        ctx.save_for_backward(x, y, scale, bias)
+        save(ctx, x=x, y=y, scale=scale, bias=bias)
         return loss, diagnostics
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, g: Tensor, _: None) -> tuple[Tensor | None, ...]:
-        x, y, scale, _ = ctx.saved_tensors
+        x, y, scale, _bias = saved(ctx)
         *products, own_M, slope, share = ctx.way_back
         # Not reused: backward may be called again.
         dx, dy, dscale, factor = finish(x, y, scale, ctx.batch, own_M, share, g, products, reuse=False)
