@@ -198,7 +198,7 @@ def test_cached_is_bit_equal_to_the_same_chunks_uncached(recipe):
 def test_every_case_above_needs_the_generators_replayed(recipe, monkeypatch):
     expected = run(recipe, in_chunks)
     monkeypatch.setattr(replay, "_set_generators", lambda states: None)
-    found = run(recipe, functools.partial(megabatch.cached, chunk=CHUNK))
+    found = run(recipe, functools.partial(megabatch.cached, chunk=CHUNK, check=False))
     # Not counting the generator's state, which comes last and differs by the second draw alone.
     assert not same(expected[:-1], found[:-1])
 

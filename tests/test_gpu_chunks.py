@@ -88,7 +88,7 @@ def test_the_case_above_needs_the_replay(place, monkeypatch):
     x = x.cuda() if place == "device" else x.pin_memory()
     device = None if place == "device" else "cuda"
     expected = step(model, in_chunks(model, chunk=8, device=device), x, None)
-    found = step(model, megabatch.cached(model, chunk=8, device=device), x, None)
+    found = step(model, megabatch.cached(model, chunk=8, device=device, check=False), x, None)
     assert not all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
@@ -97,6 +97,41 @@ def test_an_encoder_that_moves_its_inputs_itself_is_replayed_too():
     expected = step(model, in_chunks(model, chunk=8, device="cuda"), x, None)
     found = step(model, megabatch.cached(lambda x: model(x.cuda()), chunk=8), x, None)
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+def test_a_cuda_generator_of_the_encoder_is_replayed():
+    model, x = tower(), torch.randn(37, 64, device="cuda")
+    found = []
+    for wrap in (in_chunks, megabatch.cached):
+        generator = torch.Generator("cuda").manual_seed(3)
+
+        def encoder(x: Tensor, generator: torch.Generator = generator) -> Tensor:
+            return model(x + torch.randn(x.shape, device="cuda", generator=generator))
+
+        found.append([*step(model, wrap(encoder, chunk=8), x, None), torch.rand(1, device="cuda", generator=generator)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_an_encoder_that_cannot_be_repeated_is_noticed_when_backward_ends(dtype):
+    model, x = tower(), torch.randn(37, 64, device="cuda")
+    calls = []
+
+    def counting(x: Tensor) -> Tensor:
+        calls.append(1)
+        return model(x) * len(calls)
+
+    with pytest.raises(RuntimeError, match="not repeatable"):
+        step(model, megabatch.cached(counting, chunk=8), x, dtype)
+
+
+def test_a_pinned_input_that_is_overwritten_before_backward_is_an_error():
+    model, x = tower(), torch.randn(37, 64).pin_memory()
+    z = megabatch.cached(model, chunk=8, device="cuda")(x)
+    torch.cuda.synchronize()
+    x.zero_()
+    with pytest.raises(RuntimeError, match="modified in place"):
+        z.sum().backward()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:TensorFloat32 tensor cores:UserWarning")
@@ -213,6 +248,27 @@ def test_nothing_waits_for_the_device():
         z.square().mean().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("good_passes", [0, 1])
+def test_an_encoder_that_is_not_repeatable_is_found_without_waiting(good_passes):
+    calls = []
+
+    def encoder(x):
+        calls.append(None)
+        # A pass runs two chunks forward and both again in backward.
+        return (x * (1 if len(calls) <= 4 * good_passes else len(calls))).square()
+
+    encode = megabatch.cached(encoder, chunk=8, keep=0)
+    x = torch.randn(16, 64, device="cuda", requires_grad=True)
+    for _ in range(good_passes):
+        encode(x).sum().backward()
+    with pytest.raises(RuntimeError, match="is not repeatable"):
+        encode(x).sum().backward()
+        # The first pass is waited for, a later one is found when its result has arrived.
+        assert good_passes
+        torch.cuda.synchronize()
+        encode(x)
 
 
 def test_the_host_does_not_wait_for_a_batch_of_the_loader():

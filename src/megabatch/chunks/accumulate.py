@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,8 +16,9 @@ from ..losses.inputs import refused_while_accumulating
 from ..ring import Group, Ring
 from . import attempt, rows
 from .cached import check_chunk
-from .replay import Replay, buffers_of, current_accelerator
-from .wrappers import fsdp_modules, meeting_rings, no_sync, submodules
+from .generators import host_sources
+from .replay import Replay, buffers_of, current_accelerator, states_of
+from .wrappers import explaining_single_rows, fsdp_modules, least_rows, meeting_rings, no_sync, submodules
 
 # Parts of a mean over samples differ by rounding (a few percent in bf16), those of a contrastive loss by half and more.
 COUPLED = 0.2
@@ -80,7 +81,7 @@ class Accumulated:
         self._unchecked = check
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self.over(rows.split((args, kwargs), self.chunk))
+        return self.over(rows.split((args, kwargs), self.chunk, least_rows([self._model])))
 
     def over(self, pieces: Iterable[tuple[tuple[Any, ...], dict[str, Any]]]) -> Tensor:
         """The same for micro-batches that come apart already, each as (args, kwargs): padded to different lengths, for example."""
@@ -116,11 +117,13 @@ class Accumulated:
     def _accumulate(self, pieces: Sequence[Any], shares: Sequence[float], ring: Ring) -> Tensor:
         mean = torch.zeros((), device=self._device())
         deferred = self._take_part()
-        with no_sync(self._model) if deferred else nullcontext():
-            for index, ((args, kwargs), share) in enumerate(zip(pieces, shares, strict=True)):
+        with no_sync(self._model) if deferred else nullcontext(), _Forwards(self._model) as forwards:
+            for index, (piece, share) in enumerate(zip(pieces, shares, strict=True)):
                 last = index == len(pieces) - 1
                 with nullcontext() if last or deferred else no_sync(self._model), refused_while_accumulating():
-                    value = _checked(self._loss(*args, **kwargs))
+                    with explaining_single_rows([self._model], piece, pieces):
+                        value = _checked(self._loss(*piece[0], **piece[1]))
+                    forwards.check()
                     # Wrappers average gradients over ranks.
                     weighted = value * (share * ring.size)
                     (weighted if self._scaler is None else self._scaler.scale(weighted)).backward()
@@ -177,7 +180,7 @@ class Accumulated:
     def _check_mean(self, probe: list[Any]) -> None:
         """Raises if the loss of some rows is not the mean of the losses of its parts."""
         self._unchecked = False
-        replay = Replay([torch.device("cpu"), *current_accelerator()], [])
+        replay = Replay([torch.device("cpu"), *current_accelerator()], [], sources=states_of(host_sources()))
         with torch.no_grad(), replay.again(), _evaluating(self._model), refused_while_accumulating():
             whole, *halves = (float(_checked(self._loss(*args, **kwargs))) for args, kwargs in probe)
         terms = _numbers([self._count(*args, **kwargs) for args, kwargs in probe[1:]])
@@ -189,6 +192,37 @@ class Accumulated:
                 "negatives: encode with cached(encoder, chunk=…) and take the loss of all embeddings. If it averages over "
                 "something else than rows, pass count=…; if it is random also in eval mode, pass check=False"
             )
+
+
+class _Forwards(AbstractContextManager["_Forwards"]):
+    """Sees whether the loss runs the forward of the DDP model: without it, its backward exchanges nothing."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._ddp = model if isinstance(model, DistributedDataParallel) and Ring(model.process_group).size > 1 else None
+        self._seen = False
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> _Forwards:
+        if self._ddp is not None:
+            # Both: the first sees a call, the second also ddp.forward(…).
+            self._handles = [module.register_forward_pre_hook(self._see) for module in (self._ddp, self._ddp.module)]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def check(self) -> None:
+        """Raise a ValueError if no forward of the DDP model has been seen since the last check."""
+        if self._ddp is not None and not self._seen:
+            raise ValueError(
+                "the loss does not call the DDP model that accumulate() was given, so that its gradients would not be exchanged "
+                "and ranks would train different weights: call the DDP model in the loss, not the module inside it"
+            )
+        self._seen = False
+
+    def _see(self, module: nn.Module, args: Any) -> None:
+        self._seen |= module is self._ddp or DistributedDataParallel._active_ddp_module is self._ddp
 
 
 def _checked(value: object) -> Tensor:

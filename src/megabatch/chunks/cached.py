@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal
 
@@ -13,15 +13,20 @@ from torch import Tensor
 from ..losses.autograd import outside_graphs
 from ..ring import Ring
 from . import attempt, rows
+from .exchange import check_exchange
+from .generators import Source, check_generators, host_sources, sources_in
 from .keep import Keep, KeepAuto
 from .memory import is_out_of_memory, release
 from .recompute import recomputed
-from .replay import Buffer, Replay, buffers_of, current_accelerator, differs, versions_of
+from .repeatable import Differences, Repeatability, tolerance_for
+from .replay import Buffer, Replay, buffers_of, current_accelerator, differs, states_of, versions_of
 from .wrappers import (
     batch_norms,
+    explaining_single_rows,
     find_ddp,
     fsdp_modules,
     gathering_weights,
+    least_rows,
     meeting_rings,
     modules_in,
     no_sync,
@@ -41,6 +46,9 @@ def cached(
     *,
     keep: int | Literal["auto"] = 0,
     device: torch.device | str | None = None,
+    sync: Literal["wrapper", "none"] = "wrapper",
+    generators: Sequence[Any] = (),
+    check: bool = True,
 ) -> Cached:
     """The encoder, with the same signature and the same gradients, holding the activations of `chunk` rows at a time.
 
@@ -49,6 +57,12 @@ def cached(
     chunk: rows that go through the encoder at once. Memory is set by it, the result is not.
     keep: chunks whose graphs are kept instead of recomputed in backward; "auto" fills the free memory from the second step on.
     device: where chunks go, one at a time, when the inputs stay elsewhere (in pinned host memory); None leaves them where they are.
+    sync: who exchanges the gradients of several ranks. "wrapper": DDP or fully_shard; a call for which neither does raises a
+        ValueError. "none": nobody here; you do it yourself, or each rank keeps its own.
+    generators: random number generators of the encoder's own that have to be replayed and are not found in its attributes, closures
+        and partial arguments: those of torch, random and numpy.random, or objects with get_state() and set_state().
+    check: compare a few values of every recomputed row with the first ones, and raise a RuntimeError at the end of backward if the
+        encoder has computed something else.
 
     Dropout is replayed, autocast and GradScaler are honoured, frozen parts stay frozen. A chunk that does not fit in forward is
     tried again in halves; `repeat_on_oom` does that for the whole step, backward included.
@@ -59,14 +73,21 @@ def cached(
     >>> encode(torch.randn(1000, 32)).shape
     torch.Size([1000, 16])
     """
-    return Cached(encoder, chunk, keep, device)
+    return Cached(encoder, chunk, keep, device, sync, generators, check)
 
 
 class Cached:
     """What `cached` returns. `chunk` may have become smaller than asked for; `kept` says how many chunks the last call kept."""
 
     def __init__(
-        self, encoder: Callable[..., Any], chunk: int, keep: int | Literal["auto"], device: torch.device | str | None
+        self,
+        encoder: Callable[..., Any],
+        chunk: int,
+        keep: int | Literal["auto"],
+        device: torch.device | str | None,
+        sync: Literal["wrapper", "none"],
+        generators: Sequence[Any],
+        check: bool,
     ) -> None:
         if not callable(encoder):
             raise ValueError(f"encoder is a {type(encoder).__name__}: must be a Module or a function that encodes a batch")
@@ -80,12 +101,17 @@ class Cached:
         if self._ddp is not None and self._ddp.device_ids and device is None:
             # DDP would move the whole batch there.
             self._device = torch.device(self._ddp.device_type, self._ddp.device_ids[0])
+        self._sync = _sync(sync, self._ddp is not None)
+        self._generators, self._found = check_generators(generators), list[Source]()
+        self._check = check
+        self._differences = Differences()
         self._modes: list[bool] = []
         self._stateful: list[Buffer] | None = None
         self._warned: set[str] = set()
 
     @outside_graphs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._differences.judge_arrived()
         meeting = meeting_rings(self._modules)
         taking_part = attempt.current.get()
         if taking_part is not None:
@@ -106,7 +132,7 @@ class Cached:
         """The outputs for all rows, in smaller chunks if there is no memory for these."""
         self._warn_of_batch_norm()
         self._warn_of_rounding(rows.rows_of(inputs))
-        start = Replay(self._devices(inputs), self._buffers(), versions_of(self._parameters()))
+        start = Replay(self._devices(inputs), self._buffers(), versions_of(self._parameters()), states_of(self._sources()))
         taking_part = attempt.current.get()
         if taking_part is not None:
             taking_part.starts.append(start)
@@ -133,7 +159,7 @@ class Cached:
         return outputs
 
     def _run(self, inputs: Any, start: Replay, meeting: list[Ring]) -> Any:
-        pieces = rows.split(inputs, self.chunk)
+        pieces = rows.split(inputs, self.chunk, least_rows(self._modules))
         sizes = [rows.rows_of(piece) for piece in pieces]
         device, recording = self._compute_device(inputs), torch.is_grad_enabled()
         count, kept = len(pieces), self._keep.begin(device, sizes) if recording else 0
@@ -145,31 +171,50 @@ class Cached:
         self.kept = min(kept, count)
         sharded = fsdp_modules(self._modules)
         last_full = max(index for index, size in enumerate(sizes) if size == sizes[0])
-        outputs = []
+        repeatability = Repeatability(self._tolerance(inputs), self._differences) if self._check and recording else None
+        recomputation = self._recomputation(inputs, sharded, device, repeatability)
+        outputs, states = [], start.sources
         for index, piece in enumerate(pieces):
-            if not recording:
-                outputs.append(self._chunk(piece))
-            elif index < count - kept:
-                replay = start if index == 0 else Replay(start.generators, self._stateful or (), start.weights)
-                outputs.append(self._recomputed(piece, replay, sharded, device))
-            else:
-                with self._keep.keeping(sizes[index], self._known(piece)) if index == last_full else nullcontext():
+            with explaining_single_rows(self._modules, piece, pieces):
+                if not recording:
                     outputs.append(self._chunk(piece))
+                elif index < count - kept:
+                    replay = start if index == 0 else Replay(start.generators, self._stateful or (), start.weights, states)
+                    outputs.append(recomputation(index, piece, replay))
+                    states = replay.end()
+                else:
+                    with self._keep.keeping(sizes[index], self._known(piece)) if index == last_full else nullcontext():
+                        outputs.append(self._chunk(piece))
+            if index == 0 and recording and self._ddp is None and self._sync == "wrapper":
+                check_exchange(rows.tensors_of(piece), rows.tensors_of(outputs), self._modules)
             if self._stateful is None:
                 self._stateful = [buffer for buffer, value in start.buffers.items() if differs(value, buffer.tensor)]
-        return rows.join(outputs, sizes)
+        joined = rows.join(outputs, sizes)
+        if repeatability is not None:
+            repeatability.remember(joined, sizes)
+        return joined
 
-    def _recomputed(self, piece: Any, replay: Replay, sharded: list[Any], device: torch.device) -> Any:
-        """The outputs of one chunk without its activations: backward runs it again from the state that it starts from."""
+    def _recomputation(
+        self, inputs: Any, sharded: list[Any], device: torch.device, repeatability: Repeatability | None
+    ) -> Callable[[int, Any, Replay], Any]:
+        """What runs one chunk of a call without keeping its activations: backward runs it again from the state it started from."""
+        versions = _named_versions(inputs)
 
-        def run(again: bool) -> Any:
-            self._keep.look(device)
-            if not again:
-                return self._chunk(piece)
-            with replay.again(), gathering_weights(sharded):
-                return self._chunk(piece)
+        def recomputation(index: int, piece: Any, replay: Replay) -> Any:
+            def run(again: bool) -> Any:
+                self._keep.look(device)
+                if not again:
+                    return self._chunk(piece)
+                _check_inputs(versions)
+                with replay.again(), gathering_weights(sharded):
+                    outputs = self._chunk(piece)
+                if repeatability is not None:
+                    repeatability.compare(index, outputs)
+                return outputs
 
-        return recomputed(run)
+            return recomputed(run)
+
+        return recomputation
 
     def _chunk(self, piece: Any) -> Any:
         # Autocast keeps its reduced-precision copies of the weights between chunks; their gradients would then be summed up over
@@ -197,6 +242,20 @@ class Cached:
         if self._stateful is not None:
             return self._stateful
         return buffers_of(inner)
+
+    def _sources(self) -> list[Source]:
+        """The generators to replay beside the devices' own; called after `_buffers`, which sees a change of modes."""
+        if self._stateful is None:
+            self._found = sources_in(self._encoder, submodules(self._modules))
+        return [*host_sources(), *self._generators, *self._found]
+
+    def _tolerance(self, inputs: Any) -> float:
+        """The relative difference between an output and its recomputation that rounding cannot explain."""
+        tensors = (*self._parameters(), *rows.tensors_of(inputs))
+        devices = {self._compute_device(inputs), *(tensor.device for tensor in tensors)}
+        kinds = {device.type for device in devices if torch.amp.is_autocast_available(device.type)}
+        lower = [torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)]
+        return tolerance_for([*lower, *{tensor.dtype for tensor in tensors}], devices)
 
     def _devices(self, inputs: Any) -> list[torch.device]:
         """Every device whose generator the encoder may draw from."""
@@ -244,6 +303,22 @@ class Cached:
             warnings.warn(sentence, stacklevel=CALLER)
 
 
+def _named_versions(inputs: Any) -> list[tuple[str, Tensor, int]]:
+    """The tensors among a call's arguments with their names and versions; those made under inference mode have none."""
+    return [(name, t, t._version) for name, t in rows.named_tensors(*inputs) if not t.is_inference()]
+
+
+def _check_inputs(versions: Sequence[tuple[str, Tensor, int]]) -> None:
+    """Raise if an input was changed in place since forward: the recomputation would start from what is there now."""
+    for name, tensor, version in versions:
+        if tensor._version != version:
+            raise RuntimeError(
+                f"the input {name} of a cached encoder was modified in place between forward and backward (it is at version "
+                f"{tensor._version}, expected {version}), and backward runs the encoder on it again: call backward before the "
+                "buffer is reused, or pass a copy, x.clone()"
+            )
+
+
 def check_chunk(chunk: object) -> int:
     """The chunk, if it is a positive number of rows."""
     if not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1:
@@ -259,6 +334,14 @@ def what_changed(asked: int, chunk: int, stopped: bool) -> str:
         f"out of memory; from here on {' and '.join(parts)}. The batch and what is computed stay the same. "
         f"Pass {f'chunk={chunk}' if chunk < asked else 'a smaller keep'} to spare the failed attempt"
     )
+
+
+def _sync(sync: object, wrapped: bool) -> str:
+    if sync not in ("wrapper", "none"):
+        raise ValueError(f'sync={sync!r}: must be "wrapper" (DDP or fully_shard exchanges gradients) or "none" (you do, or nobody)')
+    if wrapped and sync == "none":
+        raise ValueError('sync="none" with a DDP model, which exchanges gradients: call it under ddp.no_sync() to leave that out')
+    return str(sync)
 
 
 def _keep(keep: object) -> Keep:

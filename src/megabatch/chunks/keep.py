@@ -39,9 +39,9 @@ class KeepAuto(Keep):
     """As many as fit.
 
     The first step keeps one chunk, the last: the first that backward needs, so that its graph is there only while no other is.
-    (Where the last is a remainder, the one before it too.) That step shows what a graph takes, and how far memory rises above
-    where the step began. From then on every call keeps what has room on top of that, so the peak is at most the first step's
-    plus those graphs.
+    (Where the last ones are smaller than the others, the one before them too.) That step shows what a graph takes, and how far
+    memory rises above where the step began. From then on every call keeps what has room on top of that, so the peak is at most
+    the first step's plus those graphs.
     """
 
     def __init__(self) -> None:
@@ -60,8 +60,10 @@ class KeepAuto(Keep):
             self.learned = self.graph is not None and self.graph.in_backward
         if not self.learned:
             if self.graph is None:
+                # Where free memory cannot be read, this raises in the first step rather than in the second.
+                room_bytes(device)
                 self.base = allocated_bytes(device)
-            self.asked = 2 if sizes[-1] < sizes[0] else 1
+            self.asked = 1 + list(reversed(sizes)).index(sizes[0])
             return self.asked
         return self.asked + int(max(0, room_bytes(device) - self.rise) / max(1.0, self.row_bytes * sizes[0]))
 

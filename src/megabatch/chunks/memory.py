@@ -5,16 +5,18 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .. import host_memory
 from .replay import current_accelerator
 
 # What allocators and libraries say that have no exception type of their own for it.
 EXHAUSTED = ("out of memory", "not enough memory", "can't allocate memory", "ALLOC_FAILED")
+# Accelerators whose free and allocated memory PyTorch can read.
+TELLING = ("cuda", "xpu")
 # Allocators cannot use every byte: blocks of different sizes leave gaps.
 SPARE = 0.05
 
@@ -46,8 +48,13 @@ def peak_bytes(device: torch.device) -> int:
 def room_bytes(device: torch.device) -> int:
     """The bytes that tensors on the device may take beyond those there are, with some to spare."""
     if device.type == "cpu":
+        free = host_memory.available()
+        if free is None:
+            raise ValueError(
+                f'keep="auto" on a CPU: free memory cannot be read, since {host_memory.REMEDY}, or pass a number of chunks to keep'
+            )
         # Others live on this memory too, and what the rest of the step will take is not counted here: half of it.
-        return host_available_bytes() // 2
+        return free // 2
     module = _module(device)
     free, total = module.mem_get_info(device)
     limit = free + module.memory_reserved(device)
@@ -56,24 +63,15 @@ def room_bytes(device: torch.device) -> int:
     return max(0, int(limit - SPARE * total) - module.memory_allocated(device))
 
 
+def is_room_known(device: torch.device) -> bool:
+    """Return whether `room_bytes` can tell how much memory of the device is free."""
+    return host_memory.available() is not None if device.type == "cpu" else device.type in TELLING
+
+
 def _module(device: torch.device) -> Any:
-    if device.type not in ("cuda", "xpu"):
+    if device.type not in TELLING:
         raise ValueError(f'keep="auto" on {device.type}: its free memory cannot be read; pass a number of chunks to keep')
     return torch.get_device_module(device)
-
-
-def host_available_bytes() -> int:
-    """The bytes that this process may still take of the host's memory: what is available, within a container's limit."""
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.exists():
-        raise ValueError("/proc/meminfo is not there: the free memory of this host cannot be read; pass a number (keep=2)")
-    fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
-    limits = [int(fields["MemAvailable"].split()[0]) * 1024]
-    # A container's limit does not show in /proc/meminfo.
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and limit.read_text().strip() != "max":
-        limits.append(int(limit.read_text()) - int(used.read_text()))
-    return max(0, min(limits))
 
 
 def _local(tensor: Tensor) -> torch.UntypedStorage:

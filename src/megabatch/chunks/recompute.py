@@ -1,7 +1,8 @@
 """A forward whose graph saves nothing: what backward needs of it is computed again when it is asked for.
 
 torch.utils.checkpoint (non-reentrant) works the same way, with more bookkeeping for every saved tensor, which shows where
-chunks are small (benchmarks/overhead.py). Left out here are early stopping and its report on mismatches.
+chunks are small (benchmarks/overhead.py). Left out here are early stopping and its report on mismatches
+(outputs are compared instead: repeatable.py).
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class _Recomputation:
             raise RuntimeError(
                 f"the encoder did something else when it was run again in backward: {len(found)} tensors were saved instead of "
                 f"{len(self.shapes)}, or their shapes differ. What it does must follow from its inputs, weights, buffers and "
-                "torch's generators alone"
+                "from random numbers that can be replayed; pass generators that were not found as cached(…, generators=(g,))"
             )
         return found
 

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from ..ring import Group, Ring
+from . import rows
 from .attempt import Attempt, Shrinkable, current
 from .cached import what_changed
+from .generators import host_sources
 from .memory import is_out_of_memory, release
-from .replay import Replay, current_accelerator
+from .replay import Replay, current_accelerator, states_of
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
@@ -23,7 +25,8 @@ Result = TypeVar("Result")
 def repeat_on_oom(step: Callable[Args, Result], *optimizers: torch.optim.Optimizer, group: Group = ...) -> Callable[Args, Result]:
     """The step, repeated with smaller chunks if memory runs out on any rank; the batch and its gradients stay the same.
 
-    step: encodes with `cached` encoders (or calls what `accumulate` returned) and runs backward; it does not update weights.
+    step: encodes with `cached` encoders (or calls what `accumulate` returned) and runs backward. It neither updates weights nor
+        changes its inputs in place nor fetches the batch itself: a repetition has to start from the same.
     optimizers: their parameters' gradients are put back to what they were before a repetition. Gradients that exist when the step
         begins are copied for that: call zero_grad() after the update, not inside the step.
     group: the ranks that step together, as in the losses.
@@ -51,7 +54,7 @@ def repeat_on_oom(step: Callable[Args, Result], *optimizers: torch.optim.Optimiz
     @functools.wraps(step)
     def repeating(*args: Args.args, **kwargs: Args.kwargs) -> Result:
         ring = Ring.of(group)
-        start = _Start(optimizers)
+        start = _Start(optimizers, rows.named_tensors(args, kwargs))
         changes = _Changes()
         while True:
             attempt = Attempt(ring)
@@ -70,6 +73,7 @@ def repeat_on_oom(step: Callable[Args, Result], *optimizers: torch.optim.Optimiz
                     action()
                 changes.say(ring)
                 return result
+            start.check(ring)
             release()
             for before in reversed(attempt.starts):
                 before.restore()
@@ -79,15 +83,30 @@ def repeat_on_oom(step: Callable[Args, Result], *optimizers: torch.optim.Optimiz
 
 
 class _Start:
-    """The gradients and generators that a step begins with."""
+    """The gradients, generators, weights and inputs that a step begins with."""
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], inputs: Sequence[tuple[str, Tensor]]) -> None:
         self.parameters: list[Tensor] = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
         self.device = self.parameters[0].device
         self.grads = [p.grad for p in self.parameters]
         self.values = [None if grad is None else grad.clone() for grad in self.grads]
         devices = dict.fromkeys([torch.device("cpu"), *current_accelerator(), *(p.device for p in self.parameters)])
-        self.replay = Replay(devices, [])
+        self.replay = Replay(devices, [], sources=states_of(host_sources()))
+        # A scale that the step clamps before it uses it is clamped again: no harm.
+        weights = [("a weight", p) for p in self.parameters if p.numel() > 1]
+        named = [*weights, *((f"its input {name}", tensor) for name, tensor in inputs)]
+        self.versions = [(name, tensor, tensor._version) for name, tensor in named if not tensor.is_inference()]
+
+    def check(self, ring: Ring) -> None:
+        """Raise on all ranks if the step has changed on any of them what a repetition would start from and cannot be put back."""
+        changed = next((name for name, tensor, version in self.versions if tensor._version != version), None)
+        everywhere = [each[0] for each in ring.gather([changed is not None], self.device)]
+        if any(everywhere):
+            what = changed or f"what it starts from on rank {everywhere.index(1)}"
+            raise RuntimeError(
+                f"memory did not suffice for a step that has changed {what} in place, so it cannot be repeated in smaller chunks: "
+                "update weights after the step, have it work on copies of its inputs, or choose a chunk that fits"
+            )
 
     def restore(self) -> None:
         for p, grad, value in zip(self.parameters, self.grads, self.values, strict=True):

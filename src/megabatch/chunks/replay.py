@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
+
+from .generators import Source
+
+State: TypeAlias = tuple[Source, Any]
 
 
 class Buffer(NamedTuple):
@@ -42,12 +46,19 @@ class Replay:
     """The state at this moment of the generators of `devices`, of autocast there, of the default device and of the `buffers`.
 
     `weights` come with the version that they have; they cannot be put back, but it can be seen that they were changed.
+    `sources` are generators beside the default ones of the devices, those of the host and an encoder's own, with their states.
     """
 
     def __init__(
-        self, devices: Iterable[torch.device], buffers: Iterable[Buffer], weights: Sequence[tuple[Tensor, int]] = ()
+        self,
+        devices: Iterable[torch.device],
+        buffers: Iterable[Buffer],
+        weights: Sequence[tuple[Tensor, int]] = (),
+        sources: Sequence[State] = (),
     ) -> None:
         self.weights = weights
+        self.sources = sources
+        self._drawn = sources
         self.generators = {device: get_generator(device) for device in devices}
         self.buffers = {buffer: buffer.tensor.clone() for buffer in buffers}
         self.default_device = torch.get_default_device()
@@ -58,6 +69,15 @@ class Replay:
         ]
         self.autocast_cache = torch.is_autocast_cache_enabled()
 
+    def end(self) -> list[State]:
+        """Note after the chunk's forward which sources it drew from, for `again` to leave the others alone; return the new states.
+
+        The generators of the host belong to the whole process: other threads may draw from them while backward runs.
+        """
+        after = states_of(source for source, _ in self.sources)
+        self._drawn = [before for before, now in zip(self.sources, after, strict=True) if before[1] is not now[1]]
+        return after
+
     @contextmanager
     def again(self) -> Iterator[None]:
         """This state, and afterwards the one before: what is drawn or counted in between leaves no trace."""
@@ -67,6 +87,7 @@ class Replay:
                 "backward before the optimizer's step"
             )
         before = {device: get_generator(device) for device in self.generators}
+        sources_before = states_of(source for source, _ in self._drawn)
         originals = {buffer: buffer.tensor for buffer in self.buffers}
         # Backward may run on another thread, which knows nothing of what was set on the one that ran forward.
         with ExitStack() as contexts:
@@ -76,18 +97,21 @@ class Replay:
                 contexts.enter_context(torch.autocast(kind, dtype, enabled, self.autocast_cache))
             try:
                 _set_generators(self.generators)
+                _set_sources(self._drawn)
                 # Other tensors take the buffers' places: writing into the buffers would disturb graphs that saved them.
                 for buffer, value in self.buffers.items():
                     buffer.owner._buffers[buffer.name] = value.clone()
                 yield
             finally:
                 _set_generators(before)
+                _set_sources(sources_before)
                 for buffer, original in originals.items():
                     buffer.owner._buffers[buffer.name] = original
 
     def restore(self) -> None:
         """Makes this state the present one, for another try."""
         _set_generators(self.generators)
+        _set_sources(self.sources)
         for buffer, value in self.buffers.items():
             buffer.tensor.copy_(value)
 
@@ -111,6 +135,16 @@ def _set_generators(states: dict[torch.device, Tensor]) -> None:
             torch.set_rng_state(state)
         else:
             torch.get_device_module(device).set_rng_state(state, *_index(device))
+
+
+def states_of(sources: Iterable[Source]) -> list[State]:
+    """Each generator with its present state."""
+    return [(source, source.get()) for source in sources]
+
+
+def _set_sources(states: Sequence[State]) -> None:
+    for source, state in states:
+        source.set(state)
 
 
 def _index(device: torch.device) -> tuple[torch.device, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import numbers
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -25,13 +26,15 @@ def rows_of(tree: Any) -> int:
     return next(iter(sizes.values()))
 
 
-def split(tree: Any, rows: int) -> list[Any]:
+def split(tree: Any, rows: int, least: int = 1) -> list[Any]:
     """The tree in pieces of `rows` rows, the last one smaller where it must be; one empty piece if there are no rows.
 
     Tuples, lists, dicts and other mappings are structure; tensors are split, and so are lists of samples (texts, pictures);
     numbers, tensors without dimensions and everything else go to every piece.
+
+    least: rows of the last piece, where the one before can spare them and keep as many itself.
     """
-    return _pieces(tree, rows, max(1, -(-rows_of(tree) // rows)))
+    return _pieces(tree, _sizes(rows_of(tree), rows, least))
 
 
 def empty(tree: Any) -> Any:
@@ -54,6 +57,12 @@ def join(pieces: Sequence[Any], rows: Sequence[int]) -> Any:
         f"the encoder returned a {type(first).__name__} that differs between chunks: it cannot be joined; return tensors with a "
         "row for each sample, in tuples, lists or dicts"
     )
+
+
+def named_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Tensor]]:
+    """All tensors among the arguments of a call, with their names: args[0], kwargs['ids'], args[1]['mask']."""
+    leaves = (*_leaves(args, "args"), *_leaves(kwargs, "kwargs"))
+    return [(name, leaf) for name, leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
@@ -95,16 +104,27 @@ def _is_batched(leaf: Any) -> bool:
     return leaf.ndim > 0 if isinstance(leaf, Tensor) else _is_samples(leaf)
 
 
-def _pieces(tree: Any, rows: int, count: int) -> list[Any]:
+def _sizes(total: int, rows: int, least: int) -> list[int]:
+    """The rows of each piece."""
+    full, rest = divmod(total, rows)
+    sizes = [rows] * full + ([rest] if rest or not full else [])
+    missing = least - sizes[-1]
+    if len(sizes) > 1 and missing > 0 and sizes[-2] - missing >= least:
+        sizes[-2:] = [sizes[-2] - missing, least]
+    return sizes
+
+
+def _pieces(tree: Any, sizes: list[int]) -> list[Any]:
     if isinstance(tree, Tensor) and tree.ndim:
         # One split rather than slices: its backward joins the pieces' gradients in one go.
-        return list(tree.split(rows))
+        return list(tree.split(sizes))
     if _is_samples(tree):
-        return [tree[start : start + rows] for start in range(0, len(tree), rows)]
+        ends = list(itertools.accumulate(sizes))
+        return [tree[end - size : end] for size, end in zip(sizes, ends, strict=True)]
     if isinstance(tree, (Mapping, tuple, list)) and len(tree):
         branches = [tree[key] for key in tree] if isinstance(tree, Mapping) else tree
-        return [_rebuild(tree, parts) for parts in zip(*(_pieces(branch, rows, count) for branch in branches), strict=True)]
-    return [tree] * count
+        return [_rebuild(tree, parts) for parts in zip(*(_pieces(branch, sizes) for branch in branches), strict=True)]
+    return [tree] * len(sizes)
 
 
 def _rebuild(like: Any, branches: Sequence[Any]) -> Any:

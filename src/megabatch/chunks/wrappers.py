@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from ..ring import Ring
+from .rows import rows_of
 
 
 def modules_in(call: Any) -> list[nn.Module]:
@@ -53,13 +54,18 @@ def find_ddp(encoder: Callable[..., Any]) -> DistributedDataParallel | None:
                 "the encoder holds a FullyShardedDataParallel (FSDP1): which ranks share its weights does not show, so they "
                 "could not agree on the number of chunks; shard with torch.distributed.fsdp.fully_shard (FSDP2) instead"
             )
-        if isinstance(module, DistributedDataParallel) and module is not encoder:
+        if (isinstance(module, DistributedDataParallel) and module is not encoder) or _is_replicated(module):
             raise ValueError(
                 "DistributedDataParallel is called inside the encoder, so once for every chunk: it would prepare to exchange "
                 "gradients as often; pass the DDP model itself, cached(ddp, chunk=…), or let DDP wrap the module that calls the "
                 "cached encoder"
             )
     return encoder if isinstance(encoder, DistributedDataParallel) else None
+
+
+def _is_replicated(module: nn.Module) -> bool:
+    """Whether the module runs DDP's forward in hooks: torch.distributed._composable.replicate."""
+    return any(kind.__module__ == "torch.distributed._composable.replicate" for kind in type(module).__mro__)
 
 
 def meeting_rings(modules: list[nn.Module]) -> list[Ring]:
@@ -73,6 +79,27 @@ def meeting_rings(modules: list[nn.Module]) -> list[Ring]:
     norms = [module for module in submodules(modules) if isinstance(module, nn.SyncBatchNorm)]
     groups += [norm.process_group or dist.group.WORLD for norm in norms]
     return [ring for ring in map(Ring, dict.fromkeys(groups)) if ring.size > 1]
+
+
+def least_rows(modules: list[nn.Module]) -> int:
+    """The rows that a chunk should have: batch normalisation in training has no variance of a single value."""
+    return 2 if batch_norms(modules) else 1
+
+
+@contextmanager
+def explaining_single_rows(modules: list[nn.Module], piece: Any, pieces: Sequence[Any]) -> Iterator[None]:
+    """Around the forward of one of the pieces of a batch: says what to do where batch normalisation refuses it."""
+    try:
+        yield
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error) or not batch_norms(modules) or rows_of(piece) > 1:
+            raise
+        total = sum(map(rows_of, pieces))
+        remedy = "pass a chunk of at least 3 rows" if total > 1 else "leave such a batch out (drop_last in a DataLoader)"
+        raise ValueError(
+            f"a chunk has {rows_of(piece)} of the {total} rows of its batch, and batch normalisation in training mode needs at "
+            f"least 2: {remedy}, or put the normalisation in eval mode"
+        ) from error
 
 
 def batch_norms(modules: list[nn.Module]) -> list[nn.Module]:
@@ -124,8 +151,9 @@ def run_once(ddp: DistributedDataParallel, work: Callable[[], Any]) -> Any:
     """What `work` returns, run as DDP's one forward of this step: one preparation, one exchange of each gradient."""
 
     class Stand(nn.Module):
-        # DDP looks up the buffers that it broadcasts before a forward.
+        # DDP looks up the buffers that it broadcasts before a forward, and encoders that are cached inside it the parameters.
         named_buffers = ddp.module.named_buffers
+        named_parameters = ddp.module.named_parameters
 
         def forward(self, nothing: None) -> Any:
             return work()
