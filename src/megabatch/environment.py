@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megabatch import __version__
+from megabatch import __version__, host_memory
 from megabatch.tiles import backend_name
 
 Report = dict[str, Any]
@@ -100,7 +100,7 @@ def _device(device: str, name: str | None, capability: str | None, memory: int |
 
 def _cpu() -> list[Report]:
     capability = torch.backends.cpu.get_cpu_capability()
-    return [_device("cpu", _cpu_name(), capability, main_memory(), threads=torch.get_num_threads())]
+    return [_device("cpu", _cpu_name(), capability, host_memory.total(), threads=torch.get_num_threads())]
 
 
 def _cuda() -> list[Report]:
@@ -142,14 +142,6 @@ def _cpu_name() -> str | None:
             if label.strip() in ("Model name", "machdep.cpu.brand_string"):
                 return value.strip()
     return platform.processor() or None
-
-
-def main_memory() -> int | None:
-    """Bytes of this machine's memory; None where it cannot be asked."""
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):  # no sysconf on Windows
-        return None
 
 
 def _distributed() -> Report:
