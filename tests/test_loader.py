@@ -195,7 +195,7 @@ def test_another_number_of_ranks_sees_the_same_rows_with_the_same_augmentation()
         assert torch.cat([part.y[name] for part in parts]).equal(alone.y[name])
     assert torch.cat([part.ids for part in parts]).equal(alone.ids)
     assert [key for part in parts for key in part.keys] == alone.keys
-    assert [bad for part in parts for bad in part.bad] == alone.bad == [("2/7", "torn")]
+    assert [bad for part in parts for bad in part.bad] == alone.bad == [("2/7", "torn", 2, 7)]
 
 
 def test_a_batch_larger_than_the_data_crosses_epochs():
@@ -211,15 +211,15 @@ def test_bad_samples_are_left_out_and_named_by_the_rank_that_met_them(workers):
     source = Shelves([8, 8], bad={"0/2", "1/7"})
     order = InOrder(source.lengths)
     first, second = (next(load(source, order, rank=rank, ranks=2, workers=workers).batches([(0, 16)])) for rank in range(2))
-    assert first.bad == [("0/2", "torn")]
-    assert second.bad == [("1/7", "torn")]
+    assert first.bad == [("0/2", "torn", 0, 2)]
+    assert second.bad == [("1/7", "torn", 1, 7)]
     assert first.keys == [f"0/{index}" for index in range(8) if index != 2]
     assert len(first.x) == len(first.y["tokens"]) == len(first.ids) == 7
 
 
 def test_a_sample_that_prepare_refuses_is_bad_under_its_own_name():
     (batch,) = load(Shelves([4]), InOrder([4]), x=refuses_odd).batches([(0, 4)])
-    assert batch.bad == [("0/1", "odd"), ("0/3", "odd")]
+    assert batch.bad == [("0/1", "odd", 0, 1), ("0/3", "odd", 0, 3)]
     assert batch.keys == ["0/0", "0/2"]
     assert len(batch.x) == len(batch.y["mask"]) == len(batch.ids) == 2
 
@@ -248,13 +248,15 @@ def test_all_samples_of_a_share_bad_leaves_a_batch_without_rows_that_names_them(
     source = Shelves([6, 6], bad=[f"0/{index}" for index in range(6)])
     (batch,) = load(source, InOrder(source.lengths)).batches([(0, 6)])
     assert batch.x.shape == (0, 24)
-    assert [key for key, _ in batch.bad] == [f"0/{index}" for index in range(6)]
+    assert [bad.key for bad in batch.bad] == [f"0/{index}" for index in range(6)]
 
 
-def test_a_source_of_which_nothing_can_be_used_says_why():
+def test_a_source_of_which_nothing_can_be_read_has_batches_without_tensors_that_name_its_samples():
     source = Shelves([3], bad={"0/0", "0/1", "0/2"})
-    with pytest.raises(ValueError, match="none of the first 1000 samples can be used; the reason of the last: 0/2: torn"):
-        list(load(source).batches([(0, 3)]))
+    (batch,) = load(source, InOrder([3])).batches([(0, 3)])
+    assert batch.x is None and batch.y is None
+    assert batch.keys == []
+    assert batch.bad == [(f"0/{index}", "torn", 0, index) for index in range(3)]
 
 
 def test_batches_lie_in_ordinary_memory_unless_they_are_to_be_pinned(monkeypatch):
@@ -324,7 +326,7 @@ def test_labels_are_numbers_of_classes_and_other_labels_are_bad():
     assert batch.labels.tolist() == [0, 1, 0, 1]
     (batch,) = load(Shelves([4]), InOrder([4]), classes={"odd": 5}).batches([(0, 4)])
     assert batch.labels.tolist() == [5, 5]
-    assert batch.bad[0] == ("0/0", "its label is 'even', which is none of the 1 classes")
+    assert batch.bad[0] == ("0/0", "its label is 'even', which is none of the 1 classes", 0, 0)
 
 
 def test_augmentation_differs_by_position_side_and_seed_and_is_off_for_evaluation():

@@ -149,30 +149,32 @@ def test_a_name_used_twice_is_two_samples(tmp_path):
 
 
 # Each member is a block of header and a block of data. Cuts: between samples, in a header, in data, between a sample's members.
-@pytest.mark.parametrize(("cut", "bad"), [(2048, 1), (2048 + 100, 1), (2048 + 512 + 3, 1), (3072, 2)])
-def test_samples_before_a_cut_are_used_and_the_cut_is_a_bad_sample(tmp_path, cut, bad):
+@pytest.mark.parametrize(("cut", "bad"), [(2048, 0), (2048 + 100, 0), (2048 + 512 + 3, 0), (3072, 1)])
+def test_samples_before_a_cut_are_used_and_the_cut_is_damage(tmp_path, cut, bad):
     path = tmp_path / "a.tar"
     write(path, pairs(["1", "2"]))
     path.write_bytes(path.read_bytes()[:cut])
-    first, *others = captions(open_source(Data(source=str(path))))
+    source = open_source(Data(source=str(path)))
+    first, *others = captions(source)
     assert first == "text 1"
     assert len(others) == bad
-    assert others[-1].key == "a.tar"
-    assert others[-1].reason.endswith("lie before it")
-    assert ("the end mark is missing" in others[-1].reason) == (cut % 1024 == 0)
+    (damage,) = source.damage
+    assert (damage.file, damage.read) == ("a.tar", 1 + bad)
+    assert ("the end mark is missing" in damage.reason) == (cut % 1024 == 0)
 
 
-def test_a_broken_header_is_one_bad_sample_and_not_a_silent_end(tmp_path):
+def test_a_broken_header_is_damage_and_not_a_silent_end(tmp_path):
     path = tmp_path / "a.tar"
     write(path, pairs(["1", "2", "3"]))
     data = bytearray(path.read_bytes())
     data[4 * 1024 + 3] ^= 0xFF
     path.write_bytes(data)
     write(tmp_path / "b.tar", pairs(["4"]))
-    found = captions(open_source(Data(source=str(tmp_path / "*.tar"))))
-    assert found[:2] == ["text 1", "text 2"]
-    assert found[2].reason == "the header at byte 4096 is broken; 2 samples lie before it"
-    assert found[3] == "text 4"
+    source = open_source(Data(source=str(tmp_path / "*.tar")))
+    assert captions(source) == ["text 1", "text 2", "text 4"]
+    (damage,) = source.damage
+    assert (damage.file, damage.read, damage.lost) == ("a.tar", 2, 1)
+    assert "the header at byte 4096 is broken" in damage.reason
 
 
 def test_joined_archives_are_said(tmp_path):
@@ -180,9 +182,10 @@ def test_joined_archives_are_said(tmp_path):
     write(tmp_path / "2.tar", pairs(["2"]))
     joined = tmp_path / "joined.tar"
     joined.write_bytes((tmp_path / "1.tar").read_bytes() + (tmp_path / "2.tar").read_bytes())
-    first, second = captions(open_source(Data(source=str(joined))))
-    assert first == "text 1"
-    assert "more data follows the end mark" in second.reason
+    source = open_source(Data(source=str(joined)))
+    assert captions(source) == ["text 1"]
+    assert "more data follows the end mark" in source.damage[0].reason
+    assert source.damage[0].lost == 1
 
 
 def with_size(name, field):
@@ -209,9 +212,9 @@ def test_a_negative_or_endless_size_ends_the_walk(tmp_path):
     for field in (b"\xff" * 12, b"-0000001000\0", b"\x80" + b"\x7f" * 11):
         write(path, pairs(["1"]))
         path.write_bytes(path.read_bytes()[: 4 * 512] + with_size("2.png", field) + bytes(1024))
-        found = captions(open_source(Data(source=str(path))))
-        assert found[0] == "text 1"
-        assert "does not end within the file" in found[1].reason
+        source = open_source(Data(source=str(path)))
+        assert captions(source) == ["text 1"]
+        assert "does not end within the file" in source.damage[0].reason
 
 
 def test_empty_foreign_and_compressed_files_are_refused(tmp_path):
@@ -234,12 +237,12 @@ def test_empty_foreign_and_compressed_files_are_refused(tmp_path):
             open_source(Data(source=str(tmp_path / f"a.tar.{suffix}")))
 
 
-def test_an_empty_shard_among_others_is_one_bad_sample(tmp_path):
+def test_an_empty_shard_among_others_is_damage(tmp_path):
     (tmp_path / "a.tar").write_bytes(b"")
     write(tmp_path / "b.tar", pairs(["1"]))
-    bad, good = captions(open_source(Data(source=str(tmp_path / "*.tar"))))
-    assert (bad.key, bad.reason) == ("a.tar", "the file is empty; 0 samples lie before it")
-    assert good == "text 1"
+    source = open_source(Data(source=str(tmp_path / "*.tar")))
+    assert captions(source) == ["text 1"]
+    assert source.damage == [("a.tar", "the file is empty", 0, None, 1)]
 
 
 def test_values_come_from_the_members_that_are_named(tmp_path):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from megabatch import packages
 from megabatch.config import Data
 
 from .paths import files_of
-from .source import BadSample, Kind, Sample, Sides, Source
+from .source import BadSample, Damage, Kind, Sample, Sides, Source
 
-__all__ = ["BadSample", "Kind", "Sample", "Sides", "Source", "open_source"]
+__all__ = ["BadSample", "Damage", "Kind", "Sample", "Sides", "Source", "open_source"]
 
 GLYPHS = "glyphs"
 SUFFIXES = {".tar": "webdataset", ".csv": "table", ".tsv": "table", ".parquet": "table", ".jsonl": "jsonl", ".ndjson": "jsonl"}
@@ -28,15 +29,18 @@ def open_source(data: Data, source: str | None = None, *, x: Kind = "picture", y
     """
     source = data.source if source is None else source
     kind = data.kind or _kind(source)
+    if "picture" in (x, y):
+        packages.require(packages.IMAGES)
     try:
         opened = _open(kind, data, source, Sides(x, y))
     except ModuleNotFoundError as error:
-        name, extra = "pillow" if error.name == "PIL" else error.name, "data" if error.name == "pyarrow" else "train"
-        raise ValueError(f"data.source {source!r} needs {name}: pip install 'megabatch[{extra}]'") from error
+        extra = "data" if error.name == "pyarrow" else "train"
+        raise ValueError(f"data.source {source!r} needs {error.name}: pip install 'megabatch[{extra}]'") from error
     except OSError as error:
         raise ValueError(f"data.source is {source!r}: it cannot be read ({error})") from error
     if not any(opened.lengths):
-        raise ValueError(f"data.source is {source!r}: it holds no pair; name one that does")
+        damaged = "".join(f" ({damage})" for damage in opened.damage[:1])
+        raise ValueError(f"data.source is {source!r}: it holds no pair{damaged}; name one that does")
     return opened
 
 

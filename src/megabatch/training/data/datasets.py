@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ from pyarrow import ipc
 
 from megabatch.config import Data
 
+from .arrow import ArrowFile
 from .paths import inside, shown
 from .rows import Rows, columns_of
-from .source import BadSample, Sample, Sides
+from .source import BadSample, Damage, Sample, Sides
 
 # What `save_to_disk` leaves in a folder: of one split, its files and its features; of several, this and a folder for each.
 STATE, FEATURES, SEVERAL = "state.json", "dataset_info.json", "dataset_dict.json"
@@ -27,10 +29,11 @@ class SavedDataset:
     def __init__(self, data: Data, folder: Path, sides: Sides) -> None:
         folder = _split_of(folder)
         self._files = _files(folder)
-        self._tables: dict[int, Any] = {}
-        self._lengths = [len(self._table(shard)) for shard in range(len(self._files))]
-        columns = columns_of(data, sides, self._table(0).column_names, str(folder))
+        columns = columns_of(data, sides, _column_names(self._files[0]), str(folder))
         self._rows = Rows(columns, sides, folder.resolve(), data.max_pixels)
+        self._tables: dict[int, ArrowFile] = {}
+        self._lengths = [len(self._table(shard)) for shard in range(len(self._files))]
+        self.damage = [damage for shard in range(len(self._files)) for damage in self._damage(shard)]
         self._names = _class_names(folder, columns.label)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -65,23 +68,41 @@ class SavedDataset:
     def _key(self, shard: int, index: int) -> str:
         return f"{shown(self._files[shard].name)}:{index + 1}"
 
-    def _table(self, shard: int) -> Any:
+    def _table(self, shard: int) -> ArrowFile:
         if shard not in self._tables:
-            path = self._files[shard]
-            try:
-                self._tables[shard] = ipc.open_stream(pyarrow.memory_map(str(path))).read_all()
-            except (pyarrow.ArrowException, OSError) as error:
-                raise ValueError(f"{path}: cannot be read as an Arrow file ({error}); save the dataset again") from None
+            with _readable(self._files[shard]):
+                self._tables[shard] = ArrowFile(self._files[shard], self._rows.columns.used())
         return self._tables[shard]
+
+    def _damage(self, shard: int) -> Iterator[Damage]:
+        problems = self._table(shard).problems
+        if problems:
+            more = f"; and {len(problems) - 1} more" if len(problems) > 1 else ""
+            yield Damage(shown(self._files[shard].name), problems[0] + more, read=self._lengths[shard])
 
     def _value(self, column: str, shard: int, index: int) -> Any:
         try:
-            value = self._table(shard)[column][index].as_py()
+            value = self._table(shard).value(column, index)
         except UnicodeDecodeError:
             raise BadSample(self._key(shard, index), f"{column} is not valid UTF-8") from None
+        except pyarrow.ArrowException as error:
+            raise BadSample(self._key(shard, index), f"{column} is damaged ({error})") from None
         if column == self._rows.columns.label and self._names and isinstance(value, int):
             return self._names[value] if 0 <= value < len(self._names) else None
         return value
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
+        raise ValueError(f"{path}: cannot be read as an Arrow file ({error}); save the dataset again") from None
+
+
+def _column_names(path: Path) -> list[str]:
+    with _readable(path), pyarrow.memory_map(str(path)) as file:
+        return list(ipc.read_schema(file).names)
 
 
 def _split_of(folder: Path) -> Path:

@@ -10,14 +10,15 @@ from megabatch.config import Data
 
 from .paths import inside, shown
 from .pictures import SUFFIXES, decode
-from .source import BadSample, Sample, Sides
+from .source import BadSample, Damage, Sample, Sides
 from .texts import text_of
 
 
 class Folder:
     """Every picture is a sample, in one shard sorted by path; a/1.png goes with a/1.txt. Hidden files are passed over.
 
-    Links that lead out of the folder are not followed.
+    Links that lead out of the folder are not followed: a file behind one is a bad sample, a folder behind one is reported as
+    damage. A subfolder that cannot be listed is an error.
     """
 
     def __init__(self, data: Data, folder: Path, sides: Sides) -> None:
@@ -25,17 +26,19 @@ class Folder:
             raise ValueError(
                 f"data.source is {str(folder)!r}: a folder holds pictures (x) and texts (y); for others, write a table"
             )
-        if data.label is not None or data.negatives is not None:
+        if data.label is not None or data.negatives:
             raise ValueError(f"data.source is {str(folder)!r}: a folder has no data.label and no data.negatives; write a table")
         self._folder = folder.resolve()
         self._max_pixels = data.max_pixels
         self._texts = _suffixes(data.y or "txt;caption")
         pictures = _suffixes(data.x or ";".join(SUFFIXES))
-        self._pictures = sorted(name for name in _names(self._folder) if name.lower().endswith(pictures))
+        self.damage: list[Damage] = []
+        names = list(_names(self._folder, self.damage))
+        self._pictures = sorted(name for name in names if name.lower().endswith(pictures))
         if not self._pictures:
             raise ValueError(
                 f"data.source is {str(folder)!r}: it holds no picture ({', '.join(pictures)}); name a folder of pictures,"
-                f" or files, as in {str(folder / '*.tar')!r}"
+                f" or files, as in {str(folder / '*.tar')!r}" + (f" ({self.damage[0]})" if self.damage else "")
             )
 
     @property
@@ -62,9 +65,23 @@ def _suffixes(extensions: str) -> tuple[str, ...]:
     return tuple("." + extension.strip().lstrip(".").lower() for extension in extensions.split(";") if extension.strip())
 
 
-def _names(folder: Path) -> Iterator[str]:
-    """Every file below the folder, relative to it, with slashes."""
-    for where, folders, names in os.walk(folder):
+def _names(folder: Path, damage: list[Damage]) -> Iterator[str]:
+    """Every file below the folder, relative to it, with slashes. Linked folders outside of it are added to `damage`."""
+    for where, folders, names in os.walk(folder, onerror=_refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
         base = Path(where).relative_to(folder)
+        for name in folders:
+            path = Path(where, name)
+            # What a link to a place inside the folder holds is found at that place.
+            if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(folder):
+                reason = f"is a link to a folder outside {str(folder)!r}, which is not read: copy it into the folder"
+                damage.append(Damage(shown((base / name).as_posix()), reason, read=0))
         yield from ((base / name).as_posix() for name in names if not name.startswith("."))
+
+
+def _refuse(error: OSError) -> None:
+    """Raise ValueError for a folder that `os.walk` cannot list; by default it would be left out without a word."""
+    raise ValueError(
+        f"data.source: the folder {error.filename!r} cannot be read ({error.strerror}), and its pictures would be left out;"
+        " make it readable, or move it away"
+    )

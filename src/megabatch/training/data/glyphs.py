@@ -11,7 +11,7 @@ from pathlib import Path
 from fontTools.ttLib import TTFont
 from PIL import Image, ImageDraw, ImageFont
 
-from .source import Sample
+from .source import Damage, Sample
 
 STYLES = {
     "sans": "DejaVuSans",
@@ -57,6 +57,10 @@ class Glyphs:
     @property
     def lengths(self) -> Sequence[int]:
         return [len(characters) for characters in self._characters]
+
+    @property
+    def damage(self) -> Sequence[Damage]:
+        return ()
 
     def read(self, shard: int, index: int) -> Sample:
         character, style = self._characters[shard][index], list(STYLES)[shard]

@@ -13,20 +13,24 @@ from megabatch.config import Data
 
 from .paths import shown
 from .rows import Rows, columns_of
-from .source import BadSample, Sample, Sides
+from .source import BadSample, Damage, Sample, Sides
 
 # So many lines are looked at for the keys that there are.
 LOOKED_AT = 1000
 
 
 class JsonLines:
-    """Every line that is not blank is a sample, every file a shard; relative paths of pictures start at their file's folder."""
+    """Every line that is not blank is a sample, every file a shard; relative paths of pictures start at their file's folder.
+
+    A file that is empty, or whose last line is cut off, is reported as damage; the rest of that line is a bad sample.
+    """
 
     def __init__(self, data: Data, files: Sequence[Path], sides: Sides) -> None:
         self._files = list(files)
         self._lines = [_lines(path) for path in files]
         columns = columns_of(data, sides, self._known_keys(), str(files[0]))
         self._rows = [Rows(columns, sides, path.parent.resolve(), data.max_pixels) for path in files]
+        self.damage = [damage for shard in range(len(files)) for damage in self._damage(shard)]
 
     @property
     def lengths(self) -> Sequence[int]:
@@ -67,6 +71,22 @@ class JsonLines:
         if not isinstance(entry, dict):
             raise BadSample(key, f"line holds a {type(entry).__name__}, an object {{…}} is wanted")
         return entry
+
+    def _damage(self, shard: int) -> Iterator[Damage]:
+        path, count = self._files[shard], len(self._lines[shard][0])
+        if not count:
+            yield Damage(shown(path.name), "the file is empty", read=0)
+            return
+        with path.open("rb") as file:
+            file.seek(self._lines[shard][0][-1])
+            if file.readline().endswith(b"\n"):
+                return
+        try:
+            self._object(shard, count - 1)
+        except BadSample as bad:
+            # The line itself is a sample, which is counted when it is read; what followed it is gone.
+            reason = f"line {self._lines[shard][1][-1]} has no end, and the {bad.reason}: is the file cut off?"
+            yield Damage(shown(path.name), reason, read=count - 1)
 
     def _objects(self) -> Iterator[dict[Any, Any]]:
         for shard, (starts, _) in enumerate(self._lines):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import atexit
 import os
 import queue
+import signal
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from itertools import takewhile
 from typing import Any, NamedTuple, TypeVar
@@ -17,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from .order import InOrder, Order
-from .pieces import Leaves, Piece, Pile, Place, Prepare, Reader, Task
+from .pieces import Leaves, Piece, Pile, Place, Prepare, Reader, Task, Unread
 from .source import Source
 
 Item = TypeVar("Item")
@@ -36,11 +38,12 @@ class Rows(NamedTuple):
 class Batch(NamedTuple):
     """This rank's rows of one step. Unreadable samples are left out, so there may be fewer than its share, down to none.
 
-    x, y: what was prepared, stacked: a tensor or a dict of tensors; y is None without a `prepare_y`.
+    x, y: what was prepared, stacked: a tensor or a dict of tensors; y is None without a `prepare_y`. Both are None where there
+        are no rows, and no other sample could be read that would tell their shapes.
     negatives: as y, a row for each negative of all rows, one after another; None if they were not asked for.
     ids: int64, of the rows of y and then of the negatives: equal for equal texts. None if not asked for.
     labels: int64, the number of each row's class. None without classes.
-    keys: the rows' names; positions: theirs in the stream. bad: names of samples that were left out, and why.
+    keys: the rows' names; positions: theirs in the stream. bad: the samples that were left out, and why.
     """
 
     x: Any
@@ -50,7 +53,7 @@ class Batch(NamedTuple):
     labels: Tensor | None
     keys: list[str]
     positions: list[int]
-    bad: list[tuple[str, str]]
+    bad: list[Unread]
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,9 @@ class Loader:
             yield from self._joined(map(reader.__getitem__, tasks))
             return
         # Started here rather than in the thread that reads from them: processes and signal handlers want the caller's.
-        yield from _one_ahead(self._joined, iter(_workers(reader, tasks, self.workers)))
+        with _interrupts_held():
+            pieces = iter(_workers(reader, tasks, self.workers))
+        yield from _one_ahead(self._joined, pieces)
 
     def _tasks(self, steps: Iterable[tuple[int, int]]) -> Iterator[Task]:
         """Pieces to read; an empty share is one of them too."""
@@ -175,6 +180,22 @@ def _workers(reader: Reader, tasks: Iterator[Task], count: int) -> DataLoader[An
         # Seeds of workers, which nothing here uses, would be drawn from the generator of the run.
         generator=torch.Generator(),
     )
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Hold back SIGINT; processes that are started meanwhile never see it. One that arrives is delivered afterwards.
+
+    Ctrl-C reaches every process of the terminal: a worker that is still starting would print a traceback.
+    """
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _as_it_is(item: Item) -> Item:

@@ -23,13 +23,46 @@ def files_of(source: str) -> list[Path]:
     found: list[str] = []
     # A file of that very name comes first.
     for name in [source] if os.path.exists(source) else spread(source):
-        matches = sorted(glob.glob(name, recursive=True)) if glob.has_magic(name) and not os.path.exists(name) else [name]
+        matches = _matches(name, source) if glob.has_magic(name) and not os.path.exists(name) else [name]
         # Braces may name thousands: the first that is missing ends the search.
         missing = next((match for match in matches or [name] if not os.path.isfile(match)), None)
         if missing is not None:
-            raise ValueError(f"data.source is {source!r}: {missing!r} is no file; relative paths start at {os.getcwd()!r}")
+            raise ValueError(f"data.source is {source!r}: {missing!r} {_why_no_file(missing)}")
         found += matches
     return [Path(name) for name in found]
+
+
+def _matches(pattern: str, source: str) -> list[str]:
+    """The paths that a glob matches, sorted. ValueError where it would have to look into a folder that cannot be listed: `glob`
+    leaves such a folder out without a word."""
+    parts = Path(pattern).parts
+    for number, part in enumerate(parts):
+        if not glob.has_magic(part):
+            continue
+        # "**" lists all folders below as well.
+        parents = os.path.join("", *parts[:number], "**" if part == "**" else "", "")
+        for folder in glob.glob(parents or os.curdir, recursive=True) if glob.has_magic(parents) else [parents or os.curdir]:
+            try:
+                if os.path.isdir(folder):
+                    os.scandir(folder).close()
+            except OSError as error:
+                raise ValueError(
+                    f"data.source is {source!r}: the folder {folder!r} cannot be read ({error.strerror}), and its files would be"
+                    " left out; make it readable, or name the files without it"
+                ) from None
+    return sorted(glob.glob(pattern, recursive=True))
+
+
+def _why_no_file(path: str) -> str:
+    try:
+        os.stat(path)
+    except OSError as error:
+        # No such file is the usual reason, and the message below says it.
+        if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
+            return f"cannot be read ({error.strerror})"
+    except ValueError as error:
+        return f"is no name of a file ({error})"
+    return f"is no file; relative paths start at {os.getcwd()!r}"
 
 
 def spread(name: str) -> Iterator[str]:

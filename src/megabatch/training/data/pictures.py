@@ -6,25 +6,26 @@ import io
 import os
 import warnings
 from pathlib import Path
-from typing import IO
-
-from PIL import Image, UnidentifiedImageError
+from typing import IO, TYPE_CHECKING
 
 from .source import BadSample
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 # Formats that hold pixels and nothing else: no PostScript, which Ghostscript would execute, no format that refers to other files.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 SUFFIXES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm")
 ORIENTATION = 0x0112
-# EXIF's eight orientations; 1 is upright.
+# EXIF's eight orientations, 1 being upright, and the names of Pillow's transpositions: texts are read where there is no Pillow.
 UPRIGHT = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    5: "TRANSPOSE",
+    6: "ROTATE_270",
+    7: "TRANSVERSE",
+    8: "ROTATE_90",
 }
 
 
@@ -33,6 +34,8 @@ def decode(data: bytes | Path, key: str, max_pixels: int) -> Image.Image:
 
     BadSample where it has more pixels than `max_pixels`, known from its header, and where it cannot be decoded to its end.
     """
+    from PIL import Image, UnidentifiedImageError
+
     # A named pipe would be waited for, for ever.
     if isinstance(data, Path) and not os.path.isfile(data):
         raise BadSample(key, f"there is no picture {data.name[:200]!r}")
@@ -53,6 +56,8 @@ def decode(data: bytes | Path, key: str, max_pixels: int) -> Image.Image:
 
 
 def _decode(file: IO[bytes], key: str, max_pixels: int) -> Image.Image:
+    from PIL import Image
+
     with Image.open(file, formats=FORMATS) as image:
         width, height = image.size
         if width * height > max_pixels:
@@ -67,8 +72,11 @@ def _decode(file: IO[bytes], key: str, max_pixels: int) -> Image.Image:
 
 def _turn(image: Image.Image) -> Image.Transpose | None:
     """What makes the picture upright, by its metadata."""
+    from PIL.Image import Transpose
+
     try:
-        return UPRIGHT.get(image.getexif().get(ORIENTATION, 1))
+        name = UPRIGHT.get(image.getexif().get(ORIENTATION, 1))
+        return None if name is None else Transpose[name]
     except Exception:
         # Metadata that cannot be parsed says nothing about the pixels, which are fine.
         return None

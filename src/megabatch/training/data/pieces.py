@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .order import stable_hash
+from .order import InOrder, stable_hash
 from .source import BadSample, Sample, Source
 
 Prepare = Callable[[Any, int | None], Any]
 # What was prepared, with a row for each sample: a dict of tensors; a tensor alone is under None; nothing is the empty dict.
 Leaves = dict[str | None, Tensor]
-# A share without rows learns its shapes from a sample that can be used: one of the first so many.
+# A share without rows learns its shapes from a sample that can be used: one of so many, from all over the source.
 TRIES = 1000
 # Bytes of a tensor that may be pinned: there are up to three batches at a time, and the system cannot move any of it away.
 MOST_PINNED = 4 * 2**30
@@ -27,6 +27,15 @@ class Place(NamedTuple):
     """A sample, by its position in the stream, its shard and its number there."""
 
     position: int
+    shard: int
+    number: int
+
+
+class Unread(NamedTuple):
+    """A sample that was left out: its name, why, and where it is in the source."""
+
+    key: str
+    reason: str
     shard: int
     number: int
 
@@ -47,7 +56,7 @@ class Facts(NamedTuple):
     labels: list[int]
     keys: list[str]
     positions: list[int]
-    bad: list[tuple[str, str]]
+    bad: list[Unread]
 
 
 class Piece(NamedTuple):
@@ -91,22 +100,20 @@ class Reader:
             try:
                 rows.append(self._row(place))
             except BadSample as error:
-                bad.append((error.key, error.reason))
+                bad.append(Unread(error.key, error.reason, place.shard, place.number))
         piece = self._piece(rows) if rows else self._no_rows
         return piece._replace(facts=piece.facts._replace(bad=bad)), task._replace(places=[])
 
     @functools.cached_property
     def _no_rows(self) -> Piece:
-        """A piece without rows, whose tensors have the shapes and dtypes of any other."""
-        reason = "there are none"
-        for _, place in zip(range(TRIES), self._places(), strict=False):
+        """A piece without rows, whose tensors have the shapes and dtypes of any other; without tensors if no sample can be read."""
+        for place in self._places():
             try:
                 x, y, negatives, _ = self._piece([self._row(place)])
-            except BadSample as error:
-                reason = str(error)
-            else:
-                return Piece(_empty(x), _empty(y), _empty(negatives), Facts([], [], [], [], [], []))
-        raise ValueError(f"none of the first {TRIES} samples can be used; the reason of the last: {reason}")
+            except BadSample:
+                continue
+            return Piece(_empty(x), _empty(y), _empty(negatives), Facts([], [], [], [], [], []))
+        return Piece({}, {}, {}, Facts([], [], [], [], [], []))
 
     def _piece(self, rows: list[Row]) -> Piece:
         keys = [row.key for row in rows]
@@ -128,9 +135,10 @@ class Reader:
         return Piece(_stacked([row.x for row in rows], keys), y, negatives, facts)
 
     def _places(self) -> Iterator[Place]:
-        for shard, length in enumerate(self.source.lengths):
-            for number in range(length):
-                yield Place(0, shard, number)
+        """At most TRIES samples, evenly spread over the source: damage usually concerns samples that are neighbours."""
+        order = InOrder(self.source.lengths)
+        tries = min(TRIES, order.total)
+        return (Place(0, *order.at(number * order.total // tries)) for number in range(tries))
 
     def _row(self, place: Place) -> Row:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,18 +23,20 @@ PICTURES = ("image", "picture", "jpg", "filepath", "file_path", "image_path", "p
 CAPTIONS = ("caption", "text", "title", "description", "alt_text")
 QUERIES = ("query", "anchor", "question", "sentence1", "text1", "premise")
 DOCUMENTS = ("positive", "document", "answer", "passage", "sentence2", "text2", "hypothesis")
+# Hard negatives, in one column or in several (negative_1, negative_2, …).
+NEGATIVES = re.compile(r"(hard_?)?neg(s|atives?)?(_passages?|_docs?|_documents?)?(_?\d+)?", re.IGNORECASE)
 
 
 class Columns(NamedTuple):
-    """The column of each side, of the hard negatives and of the class."""
+    """The column of each side, the columns of the hard negatives and that of the class."""
 
     x: str
     y: str
-    negatives: str | None
+    negatives: tuple[str, ...]
     label: str | None
 
     def used(self) -> list[str]:
-        return list(dict.fromkeys(name for name in self if name is not None))
+        return list(dict.fromkeys(name for name in (self.x, self.y, *self.negatives, self.label) if name is not None))
 
 
 def columns_of(data: Data, sides: Sides, known: Sequence[str], where: str) -> Columns:
@@ -43,12 +46,32 @@ def columns_of(data: Data, sides: Sides, known: Sequence[str], where: str) -> Co
     y = _column("y", data.y, _usual(sides.y, DOCUMENTS if pair else CAPTIONS), known, where)
     if x == y:
         raise ValueError(f"{where}: data.x and data.y are both {x!r}; name two columns of {there}")
-    for name, value in (("negatives", data.negatives), ("label", data.label)):
-        if value is not None and value not in known:
-            raise ValueError(f"{where}: data.{name} is {value!r}, but the columns are {there}")
-    if data.negatives is not None and sides.y != "text":
+    if data.label is not None and data.label not in known:
+        raise ValueError(f"{where}: data.label is {data.label!r}, but the columns are {there}")
+    return Columns(x, y, _negatives(data, sides, known, {x, y, data.label}, where), data.label)
+
+
+def _negatives(data: Data, sides: Sides, known: Sequence[str], used: set[str | None], where: str) -> tuple[str, ...]:
+    """The columns of hard negatives that `data` names. ValueError where there seem to be some and it does not say what to do."""
+    if data.negatives is None and sides.y == "text":
+        usual = [name for name in known if NEGATIVES.fullmatch(name) and name not in used]
+        if usual:
+            columns = "a column" if len(usual) == 1 else "columns"
+            raise ValueError(
+                f"{where}: there is {columns} {shown(', '.join(usual))[:500]}, and data.negatives is not set: set"
+                f' data.negatives="{shown(";".join(usual))[:500]}" to train with these hard negatives, or data.negatives=false to'
+                " leave them out"
+            )
+    if not data.negatives:
+        return ()
+    if sides.y != "text":
         raise ValueError(f"{where}: data.negatives is {data.negatives!r}: they are texts, but y is a picture; leave it out")
-    return Columns(x, y, data.negatives, data.label)
+    # A column whose own name holds a semicolon is meant first.
+    names = [data.negatives] if data.negatives in known else [name.strip() for name in data.negatives.split(";")]
+    missing = [name for name in names if name not in known]
+    if missing:
+        raise ValueError(f"{where}: data.negatives is {data.negatives!r}, but the columns are {shown(', '.join(known))[:500]}")
+    return tuple(dict.fromkeys(names))
 
 
 def _usual(kind: Kind, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -87,7 +110,7 @@ class Rows:
         """The sample of a row's values; a column that is missing is None. BadSample where a value does not serve."""
         columns = self.columns
         # Texts first: they are cheap to refuse.
-        negatives = () if columns.negatives is None else texts(row.get(columns.negatives), key, columns.negatives)
+        negatives = tuple(entry for name in columns.negatives for entry in texts(row.get(name), key, name))
         named = None if columns.label is None else label(row.get(columns.label), key)
         y = self._value(self.sides.y, row.get(columns.y), key, columns.y)
         x = self._value(self.sides.x, row.get(columns.x), key, columns.x)

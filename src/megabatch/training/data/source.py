@@ -45,14 +45,44 @@ class BadSample(ValueError):
         return f"{self.key}: {self.reason}"
 
 
+class Damage(NamedTuple):
+    """A file of a source, or a part of one, that cannot be read, found when the source was opened.
+
+    file: the name of the file. reason: what is wrong with it, and where.
+    read: how many samples of the file can be read.
+    lost: how many samples are known to be lost; there may be more. None if their number is unknown.
+    usual: the median number of samples in the undamaged files of the source, from which the loss can be estimated. None if unknown.
+    """
+
+    file: str
+    reason: str
+    read: int
+    lost: int | None = None
+    usual: int | None = None
+
+    @property
+    def counted(self) -> int:
+        """The number of samples that the damage counts for in `data.max_bad`: those known to be lost, or 1."""
+        return 1 if self.lost is None else self.lost
+
+    def __str__(self) -> str:
+        lost = "an unknown number of samples is lost" if self.lost is None else f"at least {self.lost:,} are lost"
+        usual = "" if self.usual is None else f" (the undamaged files hold {self.usual:,})"
+        return f"{self.file}: {self.reason}; {self.read:,} samples can be read, {lost}{usual}"
+
+
 class Source(Protocol):
     """Pairs in shards. Can be pickled, since worker processes read from it too.
 
     lengths: how many samples each shard holds; known from the beginning, so that order and position are arithmetic.
+    damage: which files cannot be read completely. What they lost is not part of `lengths`.
     """
 
     @property
     def lengths(self) -> Sequence[int]: ...
+
+    @property
+    def damage(self) -> Sequence[Damage]: ...
 
     def read(self, shard: int, index: int) -> Sample:
         """The sample, or BadSample."""

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Sequence
 
 from .order import stable_hash
-from .source import Sample, Source
+from .source import Damage, Sample, Source
 
 
 class Part:
@@ -19,6 +19,11 @@ class Part:
         self.source = source
         self.indices = indices
         self.lengths = [len(shard) for shard in indices]
+
+    @property
+    def damage(self) -> Sequence[Damage]:
+        """The damage of the whole source: which part the lost samples would have belonged to is unknown."""
+        return self.source.damage
 
     def read(self, shard: int, index: int) -> Sample:
         return self.source.read(shard, self.indices[shard][index])

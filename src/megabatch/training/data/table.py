@@ -15,7 +15,7 @@ from megabatch.config import Data
 
 from .paths import shown
 from .rows import Rows, columns_of
-from .source import BadSample, Sample, Sides
+from .source import BadSample, Damage, Sample, Sides
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 # csv's own limit (131,072 characters) is below some documents; this is what every platform's C long holds.
@@ -24,13 +24,17 @@ LONGEST_FIELD = 2**31 - 1
 
 @dataclass(frozen=True)
 class Stored:
-    """The columns in use of one file; row i is line lines[i] of it. problems: what is wrong with a row as a whole."""
+    """The columns in use of one file; row i is line lines[i] of it. problems: what is wrong with a row as a whole.
+
+    gaps: lines that belong to no row, because a quote among them opens or ends a field at the wrong place: their number and why.
+    """
 
     name: str
     rows: Rows
     values: Mapping[str, Sequence[Any]]
     lines: Sequence[int]
     problems: Mapping[int, str]
+    gaps: Sequence[tuple[int, str]] = ()
 
     def key(self, index: int) -> str:
         return f"{self.name}:{self.lines[index]}"
@@ -58,6 +62,14 @@ class Table:
     @property
     def lengths(self) -> Sequence[int]:
         return [len(stored.lines) for stored in self._stored]
+
+    @property
+    def damage(self) -> Sequence[Damage]:
+        return [
+            Damage(stored.name, reason, len(stored.lines) - len(stored.problems), lines)
+            for stored in self._stored
+            for lines, reason in stored.gaps
+        ]
 
     def read(self, shard: int, index: int) -> Sample:
         stored = self._stored[shard]
@@ -95,9 +107,17 @@ def _read_parquet(data: Data, path: Path, sides: Sides) -> Stored:
     import pyarrow
     from pyarrow import parquet
 
+    from .arrow import check
+
     try:
         columns = columns_of(data, sides, parquet.read_schema(path).names, str(path))
-        table = parquet.read_table(path, columns=columns.used())
+        table = parquet.read_table(path, columns=columns.used(), page_checksum_verification=True)
+        # What a damaged file decodes to may point outside of its buffers, and would end the process when it is read.
+        for column in table.columns:
+            for chunk in column.chunks:
+                check(chunk)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: cannot be read as Parquet (the name of a column is no UTF-8: {error}); write it again") from None
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{path}: cannot be read as Parquet ({error}); write it again") from None
     rows = Rows(columns, sides, path.parent.resolve(), data.max_pixels)
@@ -112,16 +132,19 @@ def _read_csv(data: Data, path: Path, sides: Sides, delimiter: str) -> Stored:
         columns = columns_of(data, sides, header, str(path))
         places = {name: header.index(name) for name in columns.used()}
         values: dict[str, list[Any]] = {name: [] for name in places}
-        lines, problems = array("q"), {}
+        lines, problems, gaps = array("q"), {}, []
         for line, row, problem in _rows(reader, len(header)):
+            if problem is not None and reader.line_num > line and not row:
+                gaps.append((reader.line_num - line + 1, problem))
+                continue
             if problem is not None:
                 problems[len(lines)] = problem
             lines.append(line)
             for name, place in places.items():
                 values[name].append(row[place] if place < len(row) else None)
-    if columns.negatives is not None:
-        values[columns.negatives] = [_listed(cell) for cell in values[columns.negatives]]
-    return Stored(shown(path.name), Rows(columns, sides, path.parent.resolve(), data.max_pixels), values, lines, problems)
+    for name in columns.negatives:
+        values[name] = [_listed(cell) for cell in values[name]]
+    return Stored(shown(path.name), Rows(columns, sides, path.parent.resolve(), data.max_pixels), values, lines, problems, gaps)
 
 
 def _header(reader: Any, path: Path) -> list[str]:

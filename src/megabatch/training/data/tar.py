@@ -11,6 +11,8 @@ BLOCK = 512
 EMPTY = bytes(BLOCK)
 # Headers that hold names are short; a longer one is damage, and would be read into memory.
 LONGEST_HEADER = 1 << 20
+# What a header holds at this place, in the layouts of POSIX and GNU; and how many bytes are searched for it at a time.
+MAGIC, MAGIC_AT, SEARCHED = b"ustar", 257, 1 << 20
 # Kinds of members: plain files, and those that are followed by no data of their own: links, devices, folders, pipes.
 FILES, WITHOUT_DATA = (b"0", b"\0", b"7"), (b"1", b"2", b"3", b"4", b"5", b"6")
 PAX, PAX_FOR_ALL, GNU_NAME, GNU_LINK = b"x", b"g", b"L", b"K"
@@ -25,12 +27,20 @@ class Member(NamedTuple):
     size: int
 
 
-class Damage(Exception):
-    """What keeps the rest of an archive from being read."""
+class BrokenArchive(Exception):
+    """What keeps the rest of an archive from being read.
+
+    position: the byte from which on it is not read. member: the name of the file whose header is there, if it can be told.
+    """
+
+    def __init__(self, reason: str, position: int, member: str | None = None) -> None:
+        super().__init__(reason)
+        self.position = position
+        self.member = member
 
 
 def members(path: Path) -> Iterator[Member]:
-    """The plain files of an uncompressed archive, in order; Damage where it does not go on as it should.
+    """The plain files of an uncompressed archive, in order; BrokenArchive where it does not go on as it should.
 
     ValueError where the archive is compressed: members of such a one cannot be read in any order.
     """
@@ -42,12 +52,48 @@ def members(path: Path) -> Iterator[Member]:
             if start.startswith(mark):
                 raise ValueError(f"{path}: is compressed ({how}), but samples are read in any order; unpack it to a plain .tar")
         if not end:
-            raise Damage("the file is empty")
+            raise BrokenArchive("the file is empty", 0)
         yield from _walk(file, end)
 
 
-def _walk(file: IO[bytes], end: int) -> Iterator[Member]:
-    position, said = 0, dict[str, str]()
+def names_after(path: Path, position: int) -> Iterator[str]:
+    """The names of the plain files whose headers can still be found from this byte on: what a broken archive has lost.
+
+    Headers begin at multiples of 512 bytes, with a magic word and a checksum of their own. Data is searched for the next header
+    only where the one before does not lead to it, so all but the broken parts are skipped.
+    """
+    with path.open("rb") as file:
+        end = file.seek(0, 2)
+        while (found := _next_header(file, position, end)) is not None:
+            position = found + BLOCK
+            try:
+                for member in _walk(file, end, found):
+                    position = member.offset + -(-member.size // BLOCK) * BLOCK
+                    yield member.name
+                return
+            except BrokenArchive as broken:
+                if broken.member is not None:
+                    yield broken.member
+                position = max(position, broken.position + BLOCK)
+
+
+def _next_header(file: IO[bytes], position: int, end: int) -> int | None:
+    """Where the next valid header begins, at `position` or after it; None if there is none."""
+    while position < end:
+        file.seek(position)
+        piece = file.read(SEARCHED)
+        at = piece.find(MAGIC)
+        while at >= 0:
+            start = at - MAGIC_AT
+            if start >= 0 and start % BLOCK == 0 and _is_header(piece[start : start + BLOCK]):
+                return position + start
+            at = piece.find(MAGIC, at + 1)
+        position += len(piece)
+    return None
+
+
+def _walk(file: IO[bytes], end: int, position: int = 0) -> Iterator[Member]:
+    said = dict[str, str]()
     while True:
         file.seek(position)
         block = file.read(BLOCK)
@@ -58,30 +104,36 @@ def _walk(file: IO[bytes], end: int) -> Iterator[Member]:
         size = 0 if kind in WITHOUT_DATA else _size(block, said)
         name, start = said.get("path") or _name(block), position + BLOCK
         if size is None or start + size > end:
-            raise Damage(f"{name[:200]!r} at byte {position} does not end within the file: is it cut off?")
+            reason = f"{name[:200]!r} at byte {position} does not end within the file: is it cut off?"
+            raise BrokenArchive(reason, position, name)
         position = start + -(-size // BLOCK) * BLOCK
         if kind in (PAX, GNU_NAME):
             if size > LONGEST_HEADER:
-                raise Damage(f"the header at byte {start - BLOCK} has {size} bytes")
+                raise BrokenArchive(f"the header at byte {start - BLOCK} has {size} bytes", start - BLOCK)
             told = file.read(size)
             said |= _records(told, start) if kind == PAX else {"path": _text(told)}
         elif kind not in (PAX_FOR_ALL, GNU_LINK):
             if kind in FILES and not any(key.startswith("GNU.sparse") for key in said):
                 yield Member(name, start, size)
             elif kind not in WITHOUT_DATA:
-                raise Damage(f"{name[:200]!r} is of kind {kind!r}, which is not known here; write the archive without --sparse")
+                reason = f"{name[:200]!r} is of kind {kind!r}, which is not known here; write the archive without --sparse"
+                raise BrokenArchive(reason, start - BLOCK, name)
             said = {}
 
 
 def _check(block: bytes, position: int) -> None:
     if not block:
-        raise Damage(f"the end mark is missing at byte {position}: is the file cut off?")
+        raise BrokenArchive(f"the end mark is missing at byte {position}: is the file cut off?", position)
+    if not _is_header(block):
+        raise BrokenArchive("is not a tar file" if position == 0 else f"the header at byte {position} is broken", position)
+
+
+def _is_header(block: bytes) -> bool:
     # A header holds the sum of its bytes, taken with eight spaces in the sum's own place. The lower half of Adler's checksum is
     # that sum plus one, modulo 65521, and takes no loop in Python.
     total = zlib.adler32(block[:148] + b" " * 8 + block[156:]) & 0xFFFF
     said = _number(block[148:156])
-    if len(block) < BLOCK or said is None or (said + 1) % 65521 != total:
-        raise Damage("is not a tar file" if position == 0 else f"the header at byte {position} is broken")
+    return len(block) == BLOCK and said is not None and (said + 1) % 65521 == total
 
 
 def _size(block: bytes, said: dict[str, str]) -> int | None:
@@ -121,7 +173,7 @@ def _records(told: bytes, position: int) -> dict[str, str]:
         count = int(length) if length.isdigit() and len(length) < 9 else 0
         key, equals, value = told[len(length) + 1 : count - 1].partition(b"=")
         if not equals or told[count - 1 : count] != b"\n":
-            raise Damage(f"the header at byte {position} is broken")
+            raise BrokenArchive(f"the header at byte {position} is broken", position)
         said[_text(key)] = value.decode("utf-8", "surrogateescape")
         told = told[count:]
     return said
@@ -131,4 +183,5 @@ def _nothing_follows(file: IO[bytes], position: int) -> None:
     """Archives that were joined end to end would lose all but the first, silently."""
     while rest := file.read(1 << 16):
         if rest.strip(b"\0"):
-            raise Damage(f"more data follows the end mark at byte {position}: were archives joined? keep them apart")
+            reason = f"more data follows the end mark at byte {position}: were archives joined? keep them apart"
+            raise BrokenArchive(reason, position)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megabatch.config import Data
 
 from .paths import shown
 from .pictures import SUFFIXES, decode
-from .source import BadSample, Kind, Sample, Sides
-from .tar import Damage, members
+from .source import BadSample, Damage, Kind, Sample, Sides
+from .tar import BrokenArchive, members, names_after
 from .texts import LONGEST, label, text, texts
 
 if TYPE_CHECKING:
@@ -36,19 +38,23 @@ class Part(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """What lies where. places: of each sample, of each part, FIELDS numbers. problems: key and reason of what cannot be read."""
+    """What lies where. places: of each sample, of each part, FIELDS numbers. problems: key and reason of what cannot be read.
+
+    broken: why the file cannot be read to its end, and how many samples are known to lie behind that; None if it can.
+    """
 
     path: Path
     names: list[str]
     places: array[int]
     problems: list[tuple[str, str]]
+    broken: tuple[str, int] | None = None
 
 
 class WebDataset:
     """Every sample of every shard.
 
-    data.x, y, label and negatives name extensions, "jpg;png"; "json:caption" is the value of a key of a JSON member. What is wrong
-    with a shard as a whole is a bad sample of its own, after those that lie before the damage.
+    data.x, y, label and negatives name extensions, "jpg;png"; "json:caption" is the value of a key of a JSON member. A damaged
+    shard is read up to the damage; `damage` counts the samples behind it whose headers can still be found.
     """
 
     def __init__(self, data: Data, files: Sequence[Path], sides: Sides) -> None:
@@ -56,7 +62,7 @@ class WebDataset:
         self._max_pixels = data.max_pixels
         self._shards = [_index(path, self._parts) for path in files]
         if not any(shard.names for shard in self._shards):
-            problems = [": ".join(problem) for shard in self._shards for problem in shard.problems]
+            problems = [*map(str, self.damage), *(": ".join(problem) for shard in self._shards for problem in shard.problems)]
             raise ValueError(
                 f"{files[0]}: no member ends in {self._parts[0]} or {self._parts[1]}; name the extensions as data.x and data.y"
                 + (f" ({problems[0]})" if problems else "")
@@ -65,6 +71,16 @@ class WebDataset:
     @property
     def lengths(self) -> Sequence[int]:
         return [len(shard.names) + len(shard.problems) for shard in self._shards]
+
+    @property
+    def damage(self) -> Sequence[Damage]:
+        whole = [len(shard.names) for shard in self._shards if shard.broken is None]
+        usual = round(median(whole)) if whole else None
+        return [
+            Damage(shown(shard.path.name), shard.broken[0], len(shard.names), shard.broken[1] or None, usual)
+            for shard in self._shards
+            if shard.broken is not None
+        ]
 
     def read(self, shard: int, index: int) -> Sample:
         names, problems = self._shards[shard].names, self._shards[shard].problems
@@ -94,7 +110,7 @@ class WebDataset:
             return None
 
     def _key(self, shard: int, index: int) -> str:
-        path, names, _, problems = self._shards[shard]
+        path, names, problems = self._shards[shard].path, self._shards[shard].names, self._shards[shard].problems
         return f"{shown(path.name)}/{shown(names[index])}" if index < len(names) else problems[index - len(names)][0]
 
     def _value(self, shard: int, index: int, part: int, key: str) -> Any:
@@ -129,7 +145,7 @@ def _parts(data: Data, sides: Sides) -> list[Part]:
         raise ValueError(f"both sides are {sides.x}s: name the extensions of each in the shards, as data.x and data.y")
     usual = {"picture": PICTURES, "text": CAPTIONS}
     parts = [_part("x", sides.x, data.x or usual[sides.x]), _part("y", sides.y, data.y or usual[sides.y])]
-    if data.negatives is not None:
+    if data.negatives:
         parts.append(_part("negatives", "text", data.negatives))
     if data.label is not None:
         parts.append(_part("label", "text", data.label))
@@ -175,9 +191,18 @@ def _index(path: Path, parts: Sequence[Part]) -> Shard:
                 at = (numbers[stem] * len(parts) + part) * FIELDS
                 if not 0 <= shard.places[at] < choice:
                     shard.places[at : at + FIELDS] = array("q", [choice, offset, size])
-    except Damage as damage:
-        shard.problems.append((shown(path.name), f"{damage}; {len(shard.names)} samples lie before it"))
+    except BrokenArchive as broken:
+        known = {extension for choices in preferred for extension in choices}
+        return shard._replace(broken=_broken(path, broken, {*shard.names}, known))
     return shard
+
+
+def _broken(path: Path, broken: BrokenArchive, read: set[str], known: set[str]) -> tuple[str, int]:
+    """Why a shard ends before its time, with the share of it that is not read, and how many samples are known to be lost."""
+    lost = {stem for stem, extension in map(_split, names_after(path, broken.position)) if extension in known and stem not in read}
+    size = os.path.getsize(path)
+    share = (size - broken.position) / size if size else 0.0
+    return str(broken) + (f"; {share:.1%} of the file is not read" if share >= 0.001 else ""), len(lost)
 
 
 def _leaves(name: str) -> bool:
