@@ -79,7 +79,8 @@ def test_a_last_batch_cut_short_keeps_its_rate():
     warmup=st.floats(0, 20),
 )
 def test_batches_grow_and_cover_the_stream_without_gaps(size, start, kind, ramp, samples, warmup):
-    batch = {"size": size, "start": min(start, size), "schedule": kind, "ramp": ramp}
+    grows = {} if kind == "constant" else {"start": min(start, size), "ramp": ramp}
+    batch = {"size": size, "schedule": kind, **grows}
     steps = steps_of(batch=batch, schedule={"samples": samples, "warmup": warmup})
     assert sum(s.pairs for s in steps) == samples
     assert all(a.first + a.pairs == b.first for a, b in itertools.pairwise(steps))

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -487,29 +484,3 @@ def test_both_towers_of_open_clip_with_their_weights(tmp_path):
     assert torch.allclose(picture_tower.module.eval().encoder(x), theirs.encode_image(x), atol=1e-6)
     assert picture_tower.module(rows(picture_tower)).shape == text_tower.module(tokens).shape == (len(CAPTIONS), DIM)
     assert build(Config("open_clip:ViT-S-32", {**options, "part": "text"}), "x").kind == "text"
-
-
-BROKEN = """
-from megabatch.config import Tower
-from megabatch.training.towers import build_tower
-
-print(build_tower(Tower("transformers:" + {bert!r}), 12, side="y").module.head.weight.shape[0])
-for name in ("timm:test_vit", "open_clip:ViT-S-32"):
-    try:
-        build_tower(Tower(name), 12, side="x")
-    except ValueError as error:
-        print(error)
-"""
-
-
-def test_with_a_torchvision_that_cannot_be_imported_transformers_work_and_the_others_say_so(bert, tmp_path):
-    (tmp_path / "torchvision").mkdir()
-    (tmp_path / "torchvision" / "__init__.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')", "utf-8")
-    program = [sys.executable, "-c", BROKEN.format(bert=str(bert))]
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    ran = subprocess.run(program, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=True)
-    width, timm, open_clip = ran.stdout.splitlines()
-    assert width == "12"
-    for line in (timm, open_clip):
-        assert "torchvision::nms does not exist); it needs a torchvision that was built for the installed torch" in line
-        assert "vit, cnn and text need no package" in line

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 import signal
@@ -17,9 +18,12 @@ from commands import Command
 from world import error_of
 
 from megabatch import config
-from megabatch.training import checkpoint
-from megabatch.training.loop import Training, train
+from megabatch.training import checkpoint, loop
+from megabatch.training.loop import Training
 from megabatch.training.signals import Stopped
+
+# The runs here name towers of the tests: they are trusted.
+train = functools.partial(loop.train, trust_code=True)
 
 WORDS = ["red", "green", "blue", "round", "square", "large", "small", "old", "new", "odd"]
 PAIRS = [(f"{a} {b} thing {i}", f"the {b} one that is {a} {i}") for i, (a, b) in enumerate((a, b) for a in WORDS for b in WORDS)]
@@ -189,7 +193,7 @@ def whole_tensors(out):
     run = config.read(out / "run.toml", ["compute.sharding=ddp"])
     from megabatch.training.answers import opened
 
-    with opened(out) as parts:
+    with opened(out, trust_code=True) as parts:
         assert parts.run.out == run.out
         return {name: tensor.clone() for name, tensor in parts.model.state_dict().items()}
 
@@ -220,7 +224,7 @@ def test_killed_in_mid_run_and_resumed_is_bit_equal(pairs, tmp_path):
 def start_training(pairs, folder, name):
     options = ["schedule.steps=40", "checkpoint.every=5", "x.options.dropout=0.2", "compute.threads=1"]
     (folder / f"{name}.toml").write_text(config.as_toml(run_of(pairs, folder / name, *options)))
-    return Command(folder / f"printed by {name}", "train", folder / f"{name}.toml")
+    return Command(folder / f"printed by {name}", "train", "--trust-code", folder / f"{name}.toml")
 
 
 def wait_for(condition, command, seconds=60):
@@ -281,7 +285,7 @@ def test_hard_negatives_join_the_documents(tmp_path):
     negatives = [["something else", "nothing"][: i % 3] for i in range(len(PAIRS))]
     pairs = write_pairs(tmp_path / "pairs.jsonl", PAIRS, negatives=negatives)
     with_them = train(run_of(pairs, tmp_path / "with", "data.negatives=negatives"))
-    without = train(run_of(pairs, tmp_path / "without"))
+    without = train(run_of(pairs, tmp_path / "without", "data.negatives=false"))
     assert log_of(with_them, "step")[0]["loss"] > log_of(without, "step")[0]["loss"]
 
 
@@ -292,14 +296,6 @@ def test_another_configuration_does_not_go_on_with_a_run(pairs, tmp_path):
     train(run_of(pairs, tmp_path / "run", "batch.chunk=5", "watch.tensorboard=true"))
     train(run_of(pairs, tmp_path / "run", "optimizer.lr=0.02"), fresh=True)
     assert len(log_of(tmp_path / "run", "step")) == 6
-
-
-def test_a_folder_of_something_else_is_left_alone(pairs, tmp_path):
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "letter.txt").write_text("dear")
-    with pytest.raises(ValueError, match="no run"):
-        train(run_of(pairs, tmp_path / "mine"), fresh=True)
-    assert (tmp_path / "mine" / "letter.txt").exists()
 
 
 def test_large_steps_leave_the_weights_alone(pairs, tmp_path):
@@ -330,7 +326,7 @@ def test_weights_and_biases_hears_of_steps_and_evaluations(pairs, tmp_path, monk
 
 def test_what_is_not_installed_is_named(pairs, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ValueError, match=r"watch\.wandb is 'project'.* needs wandb"):
+    with pytest.raises(ValueError, match=r"watch\.wandb needs wandb .*pip install wandb"):
         train(run_of(pairs, tmp_path / "run", "watch.wandb=project"))
 
 

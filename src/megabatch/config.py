@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import json
 import math
+import os
+import re
 import sys
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union
+from typing import Any, Literal, NamedTuple, TypeVar, Union
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -23,6 +26,26 @@ Section = TypeVar("Section")
 # TOML has no null: this text stands for None where a value may be absent.
 NONE = "none"
 LENGTHS = ("samples", "epochs", "steps")
+# What stands before the colon of a tower that is a library's model: its name is data, any other "package.module:name" is code.
+LIBRARIES = ("timm", "open_clip", "transformers")
+# A larger file, or a more deeply nested one, is not a run's configuration.
+LARGEST_FILE = 2**20
+DEEPEST = 32
+# A TOML key of more parts than that, for which tomllib takes time and memory in proportion to the square of their number.
+LONG_KEY = re.compile(rf"""(?<![\w-])(?:(?:[\w-]+|"[^"\n]*"|'[^'\n]*')[ \t]*\.[ \t]*){{{DEEPEST + 1}}}""")
+# TOML's integers, torch's seeds and positions in the stream of samples have 64 bits; numbers are computed with in fp32.
+INT64 = 2**63 - 1
+FP32 = 3.4028234663852886e38
+# Rows of a batch are counted in 32 bits by the kernels.
+MOST_PAIRS = 2**31 - 1
+WIDEST = 2**20
+# Rates in use lie far below: SGD with layer-wise scaling goes up to a few tens.
+LARGEST_RATE = 1000.0
+# Tiles of 64 by 64 similarities. Smaller ones make one call of PyTorch for a handful of numbers, and a step takes hours.
+SMALLEST_TILE = 64 * 2**10
+# Threads and worker processes that any machine may be asked for; those with many cores may be asked for more. OpenMP ends the
+# process where threads cannot be created, and crashes from a few ten thousand on.
+MANY = 256
 # What is trained where no file says anything else: pictures and names of characters, at a batch that two cores' budget pays for.
 EMBEDDED = {
     "data": {"workers": 1},
@@ -45,10 +68,13 @@ class Data:
     x, y: the column, the key or, in shards and folders, the extensions ("jpg;png", "json:key") of each side; None takes the usual
         names. Whether a column holds texts or paths of pictures follows from what the towers take.
     label: the column of the class, for objective "classify".
-    negatives: the column or key of a list of hard negatives of y; they are taken only where this names one.
+    negatives: the column or key of a list of hard negatives of y, or several, as in "negative_1;negative_2"; false leaves them out.
+        None is an error where rows have columns with the usual names: negatives, negative, hard_negatives, neg, negative_1, …
     held_out: what is kept from training and evaluated on: a fraction of the source, or another source of the same kind.
     window: shards are shuffled as a whole, samples within windows of this many; one as long as the data shuffles all of it.
-    max_bad: so many unreadable samples are skipped, each named in the log; one more stops the run.
+    max_bad: how many training samples may be unreadable: they are skipped and named in the log, and one more stops the run. Each
+        counts once, however often the run meets it; those known to be lost in a damaged file count from the start. Held-out samples
+        do not count: the evaluation says how many it could not read.
     max_pixels: larger pictures are refused before they are decoded.
     """
 
@@ -57,7 +83,7 @@ class Data:
     x: str | None = None
     y: str | None = None
     label: str | None = None
-    negatives: str | None = None
+    negatives: str | Literal[False] | None = None
     held_out: float | str = 0.1
     window: int = 65536
     workers: int = 0
@@ -88,6 +114,8 @@ class Tower:
 @dataclass(frozen=True)
 class Loss:
     """What is learnt. Options as in `clip_loss` and `siglip_loss`; `scale` and `bias` are where the learnable ones start.
+
+    scale: multiplies cosine similarities (1 / temperature), at least 1; None starts where the loss's paper does.
 
     duplicates: what pairs with equal captions are to each other: "mask" and "positive" as in the losses; "negative" as any other.
     """
@@ -160,8 +188,8 @@ class Schedule:
 class Compute:
     """device: "cpu", "cuda", …; None: the accelerator if there is one. precision: of autocast; "fp32" is none.
 
-    sharding: over ranks: "ddp" copies the weights, "fsdp2" shards them. tile: working memory of the loss in bytes.
-    threads: of PyTorch on a CPU.
+    sharding: over ranks: "ddp" copies the weights, "fsdp2" shards them. tile: working memory of the loss in bytes,
+        64 KiB or more. threads: of PyTorch on a CPU.
     """
 
     device: str | None = None
@@ -234,16 +262,55 @@ class Run:
     planned: Planned = field(default_factory=Planned)
 
 
+DEFAULTS = Run()
+
+
 def read(path: str | Path, overrides: Iterable[str] = ()) -> Run:
     """The run that a TOML file describes, with "section.key=value" overrides; what the file does not say is the default."""
+    return build(parse_toml(_text_of(path), str(path)), overrides, str(path))
+
+
+def parse_toml(text: str, name: str) -> dict[str, Any]:
+    """Return the table of a TOML text; `name` is the file's, for errors."""
+    too_deep = f"{name}: is nested too deeply; at most {DEEPEST} lists or tables may lie in each other"
+    if len(text) > LARGEST_FILE:
+        raise ValueError(_too_large(name))
+    if LONG_KEY.search(text):
+        raise ValueError(too_deep)
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{name}: is not valid TOML ({error})") from None
+    except RecursionError:
+        raise ValueError(too_deep) from None
+    except ValueError as error:
+        # Python converts no integer of more than 4300 digits; what a date cannot be is a ValueError too.
+        raise ValueError(f"{name}: holds a value that cannot be read ({error})") from None
+
+
+def _text_of(path: str | Path) -> str:
+    """Return the text of a configuration file."""
     try:
         with open(path, "rb") as file:
-            table = tomllib.load(file)
+            content = file.read(LARGEST_FILE + 1)
     except FileNotFoundError:
         raise ValueError(f"{path}: there is no such file; name a run's TOML file, or none for the embedded default") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{path}: is not valid TOML ({error})") from None
-    return build(table, overrides, str(path))
+    except IsADirectoryError:
+        raise ValueError(f"{path}: is a directory; name the TOML file in it, as in {os.path.join(path, 'run.toml')}") from None
+    except ValueError as error:
+        # A path with a NUL character.
+        raise ValueError(f"{str(path)!r}: is not a path ({error}); name a run's TOML file") from None
+    if len(content) > LARGEST_FILE:
+        raise ValueError(_too_large(path))
+    try:
+        # Some editors begin a file with a byte order mark.
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: is not UTF-8 text (byte {error.start:,}); save it as UTF-8") from None
+
+
+def _too_large(path: str | Path) -> str:
+    return f"{path}: is larger than {LARGEST_FILE:,} bytes, which no run's configuration is; name a run's TOML file"
 
 
 def build(table: Mapping[str, Any], overrides: Iterable[str] = (), origin: str = "run") -> Run:
@@ -252,13 +319,15 @@ def build(table: Mapping[str, Any], overrides: Iterable[str] = (), origin: str =
     >>> build({"schedule": {"epochs": 10}}, ["optimizer.lr=3e-4"]).optimizer.lr
     0.0003
     """
-    table = _copy(table)
+    if not isinstance(table, Mapping):
+        raise ValueError(f"{origin} is {_shown(table)}: must be a table of sections")
+    copied: dict[str, Any] = _copied(table, origin)
     overrides = list(overrides)
     for override in overrides:
-        _forget(table, override)
+        _forget(copied, override)
     for override in overrides:
-        _put(table, override)
-    run = _section(Run, table, origin)
+        _put(copied, override)
+    run = _section(Run, copied, origin)
     check(run)
     return run
 
@@ -278,39 +347,118 @@ def as_toml(run: Run) -> str:
     return "\n".join(lines) + "\n"
 
 
+def callables(run: Run) -> dict[str, str]:
+    """Return the keys of a run whose values name code, "package.module:function", with these values.
+
+    Models of libraries ("timm:…") and PyTorch's own optimizers ("torch.optim:NAdam") are chosen from a fixed set and are not code.
+
+    >>> callables(build({"x": {"name": "my.towers:small"}, "y": {"name": "timm:vit_tiny_patch16_224"}, "schedule": {"steps": 1}}))
+    {'x.name': 'my.towers:small'}
+    """
+    towers = {f"{side}.name": tower.name for side, tower in (("x", run.x), ("y", run.y))}
+    named = {key: name for key, name in towers.items() if ":" in name and name.partition(":")[0] not in LIBRARIES}
+    if ":" in run.optimizer.name and not is_torch_optimizer(run.optimizer.name):
+        named["optimizer.name"] = run.optimizer.name
+    return named
+
+
+def is_torch_optimizer(name: str) -> bool:
+    """Return whether an optimizer's name has the form "torch.optim:Class", without a path into other modules."""
+    package, _, kind = name.partition(":")
+    return package == "torch.optim" and kind.isidentifier()
+
+
+def require_trust(run: Run, trust_code: bool) -> None:
+    """Raise ValueError where a run names code and the caller has not said that it may run.
+
+    Call it before anything that the run names is imported. `trust_code` comes from the command line or from the calling program,
+    never from a file: a file must not be able to grant itself the right to execute code.
+    """
+    named = callables(run)
+    if named and not trust_code:
+        key, name = next(iter(named.items()))
+        raise ValueError(
+            f"{key} is {name!r}: it names code, which runs only with --trust-code (trust_code=True in Python); give it if you trust"
+            " whoever wrote the configuration and that code, or name a model or optimizer that is built in"
+        )
+
+
 def check(run: Run) -> None:
     """Raises ValueError where values contradict each other or a rule."""
-    rules = [
-        ("batch.size", run.batch.size, run.batch.size >= 1, "must be at least 1"),
-        ("batch.chunk", run.batch.chunk, run.batch.chunk >= 1, "must be at least 1; lower it when memory runs out"),
+    _check_values(run)
+    for name, value, fine, rule in _rules(run):
+        if not fine:
+            raise ValueError(f"{name} is {_shown(value)}: {rule}")
+    _check_length(run.schedule, run.batch)
+    if isinstance(run.data.held_out, float) and not 0 <= run.data.held_out < 1:
+        raise ValueError(f"data.held_out is {run.data.held_out!r}: a fraction must lie in [0, 1); a path names another source")
+    if run.batch.schedule != "constant" and not 1 <= (run.batch.start or 0) <= run.batch.size:
+        raise ValueError(
+            f"batch.start is {run.batch.start!r}: a batch that grows ({run.batch.schedule}) starts between 1 and"
+            f" batch.size = {run.batch.size}"
+        )
+    _check_used(run)
+    _check_scale(run.loss)
+    if run.batch.schedule == "noise":
+        _check_noise(run)
+
+
+def _rules(run: Run) -> list[tuple[str, Any, bool, str]]:
+    """The rules for single values: name, value, whether it keeps the rule, and the rule in words."""
+    cores = os.cpu_count() or 1
+    many = max(MANY, 4 * cores)
+    pairs = f"must be at least 1, and at most {MOST_PAIRS}"
+    return [
+        ("batch.size", run.batch.size, _within(run.batch.size, 1, MOST_PAIRS), pairs),
+        ("batch.chunk", run.batch.chunk, _within(run.batch.chunk, 1, MOST_PAIRS), f"{pairs}; lower it when memory runs out"),
         ("batch.keep", run.batch.keep, run.batch.keep == "auto" or run.batch.keep >= 0, 'must be "auto" or at least 0'),
         ("batch.ramp", run.batch.ramp, 0 < run.batch.ramp <= 1, "is a fraction of the run: above 0, at most 1"),
-        ("optimizer.lr", run.optimizer.lr, 0 < run.optimizer.lr < math.inf, "must be above 0"),
-        ("optimizer.weight_decay", run.optimizer.weight_decay, run.optimizer.weight_decay >= 0, "must not be negative"),
+        ("optimizer.lr", run.optimizer.lr, 0 < run.optimizer.lr <= LARGEST_RATE,
+         f"must be above 0, and at most {LARGEST_RATE:g}; usual are 1e-4 to 1e-2 for adamw, up to 10 for sgd"),
+        ("optimizer.weight_decay", run.optimizer.weight_decay, 0 <= run.optimizer.weight_decay <= 1000,
+         "must not be negative, and at most 1000; usual are 0 to 0.5"),
         ("optimizer.betas", run.optimizer.betas, all(0 <= b < 1 for b in run.optimizer.betas), "must lie in [0, 1)"),
+        ("optimizer.eps", run.optimizer.eps, 1e-30 <= run.optimizer.eps <= 1, "must lie in [1e-30, 1]; usual is 1e-8"),
+        ("optimizer.momentum", run.optimizer.momentum, 0 <= run.optimizer.momentum < 1, "must lie in [0, 1)"),
         ("optimizer.clip_norm", run.optimizer.clip_norm, _above(run.optimizer.clip_norm, 0), 'must be above 0, or "none"'),
         ("optimizer.ema", run.optimizer.ema, run.optimizer.ema is None or 0 < run.optimizer.ema < 1, "must lie between 0 and 1"),
         ("schedule.warmup", run.schedule.warmup, run.schedule.warmup >= 0, "must not be negative"),
         ("schedule.floor", run.schedule.floor, 0 <= run.schedule.floor <= 1, "is a share of lr: 0 to 1"),
-        ("loss.dim", run.loss.dim, run.loss.dim >= 1, "must be at least 1"),
+        ("loss.dim", run.loss.dim, _within(run.loss.dim, 1, WIDEST), f"must be at least 1, and at most {WIDEST}"),
         ("loss.scale", run.loss.scale, _above(run.loss.scale, 0), "must be above 0"),
         ("loss.max_scale", run.loss.max_scale, run.loss.max_scale > 0, "must be above 0"),
         ("loss.label_smoothing", run.loss.label_smoothing, 0 <= run.loss.label_smoothing < 1, "must lie in [0, 1)"),
+        ("loss.drop_above", run.loss.drop_above, run.loss.drop_above is None or -2 < run.loss.drop_above <= 2,
+         "must lie above -2, where no negative is left, and be at most 2: it is a difference of cosine similarities"),
+        ("loss.bias", run.loss.bias, _within(run.loss.bias, -1000, 1000), "must lie in [-1000, 1000]; usual is -10"),
         ("data.window", run.data.window, run.data.window >= 1, "must be at least 1, which does not shuffle within shards"),
         ("data.workers", run.data.workers, run.data.workers >= 0, "must not be negative; 0 reads in the training process"),
+        ("data.workers", run.data.workers, run.data.workers <= many,
+         f"must be at most {many} processes: this machine has {cores} cores, and each process reads for itself"),
         ("data.max_bad", run.data.max_bad, run.data.max_bad >= 0, "must not be negative"),
         ("data.max_pixels", run.data.max_pixels, run.data.max_pixels >= 1, "must be at least 1"),
         ("checkpoint.every", run.checkpoint.every, _above(run.checkpoint.every, 0), 'must be at least 1, or "none"'),
         ("checkpoint.keep", run.checkpoint.keep, run.checkpoint.keep >= 1, "must be at least 1"),
         ("evaluate.every", run.evaluate.every, _above(run.evaluate.every, 0), 'must be at least 1, or "none"'),
         ("evaluate.limit", run.evaluate.limit, run.evaluate.limit >= 1, "must be at least 1"),
+        ("evaluate.large", run.evaluate.large, all(_within(size, 1, MOST_PAIRS) for size in run.evaluate.large),
+         f"every batch in it {pairs}"),
+        ("evaluate.templates", run.evaluate.templates, all("{}" in each for each in run.evaluate.templates),
+         "each must hold {} where the name of the class goes, as in 'a picture of a {}'"),
+        ("evaluate.templates", run.evaluate.templates, len(run.evaluate.templates) > 0, "must hold at least one, for example '{}'"),
+        ("compute.tile", run.compute.tile, _within(run.compute.tile, SMALLEST_TILE, INT64),
+         f"counts bytes, and must be at least {SMALLEST_TILE}; leave it out for the device's default"),
         ("compute.threads", run.compute.threads, _above(run.compute.threads, 0), "must be at least 1"),
-        ("out", run.out, bool(run.out), "must name the folder of the run"),
+        ("compute.threads", run.compute.threads, _within(run.compute.threads, 1, many),
+         f"must be at most {many}: this machine has {cores} cores, and more threads than that only wait for each other"),
+        ("planned.peak_bytes", run.planned.peak_bytes, _within(run.planned.peak_bytes, 0, INT64), "must not be negative"),
+        ("planned.seconds_a_step", run.planned.seconds_a_step, _above(run.planned.seconds_a_step, 0), "must be above 0"),
     ]  # fmt: skip
-    for name, value, fine, rule in rules:
-        if not fine:
-            raise ValueError(f"{name} is {value!r}: {rule}")
-    lengths = {name: getattr(run.schedule, name) for name in LENGTHS}
+
+
+def _check_length(schedule: Schedule, batch: Batch) -> None:
+    """Raises ValueError unless exactly one length is given, and one that can be counted."""
+    lengths = {name: getattr(schedule, name) for name in LENGTHS}
     given = {name: value for name, value in lengths.items() if value is not None}
     if len(given) > 1:
         raise ValueError(f"schedule has {' and '.join(given)}: give one of samples, epochs, steps")
@@ -319,15 +467,156 @@ def check(run: Run) -> None:
             raise ValueError(f"schedule.{name} is {value!r}: must be above 0")
     if not given:
         raise ValueError("schedule does not say how long to train: give one of samples, epochs, steps")
-    if isinstance(run.data.held_out, float) and not 0 <= run.data.held_out < 1:
-        raise ValueError(f"data.held_out is {run.data.held_out!r}: a fraction must lie in [0, 1); a path names another source")
-    if run.batch.schedule != "constant" and not 1 <= (run.batch.start or 0) <= run.batch.size:
+    if schedule.steps is not None and schedule.steps * batch.size > INT64:
         raise ValueError(
-            f"batch.start is {run.batch.start!r}: a batch that grows ({run.batch.schedule}) starts between 1 and"
-            f" batch.size = {run.batch.size}"
+            f"schedule.steps is {schedule.steps} and batch.size {batch.size}: that is more samples than 64 bits count; train for"
+            " fewer steps"
         )
-    if run.batch.schedule == "noise":
-        _check_noise(run)
+
+
+def _check_values(section: Any, prefix: str = "") -> None:
+    """Raises ValueError where a number is not finite or too large to compute with, or where a text cannot be written to a file."""
+    hints = _hints(type(section))
+    for entry in dataclasses.fields(section):
+        name, value = prefix + entry.name, getattr(section, entry.name)
+        if dataclasses.is_dataclass(value):
+            _check_values(value, f"{name}.")
+        elif isinstance(value, Mapping):
+            _check_option(name, value)
+        else:
+            switch = f'; leave it out, or say "{NONE}"' if type(None) in typing.get_args(hints[entry.name]) else ""
+            for each in value if isinstance(value, tuple) else (value,):
+                _check_value(name, each, switch)
+
+
+def _check_value(name: str, value: Any, remedy: str) -> None:
+    """Raises ValueError where one value of a key is none that can be computed with, or written."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{name} is {value!r}: must be a finite number{remedy}")
+    if isinstance(value, float) and abs(value) > FP32:
+        raise ValueError(f"{name} is {value!r}: must not exceed {FP32:g}, the largest number of fp32{remedy}")
+    if isinstance(value, int) and not -INT64 - 1 <= value <= INT64:
+        raise ValueError(f"{name} is {_shown(value)}: must fit into 64 bits")
+    if isinstance(value, str):
+        if not value:
+            raise ValueError(f"{name} is '': must not be empty{remedy}")
+        if "\0" in value:
+            raise ValueError(f"{name} is {_shown(value)}: must not hold a NUL character, which no file's name and no text has")
+        _check_unicode(name, value)
+
+
+def _check_option(name: str, value: Any, depth: int = 0) -> None:
+    """Raises ValueError where an entry of an `options` table cannot be written to a configuration file or a checkpoint."""
+    if depth > DEEPEST:
+        raise ValueError(f"{name[:80]}: is nested too deeply; at most {DEEPEST} lists or tables may lie in each other")
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise ValueError(f"{name} has the key {_shown(key)}: must be a text")
+            _check_unicode(name, key)
+            _check_option(f"{name}.{key}", item, depth + 1)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _check_option(name, item, depth + 1)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{name} is {value!r}: must be a finite number")
+    elif isinstance(value, int) and not -INT64 - 1 <= value <= INT64:
+        raise ValueError(f"{name} is {_shown(value)}: must fit into 64 bits")
+    elif isinstance(value, str):
+        _check_unicode(name, value)
+    elif value is None:
+        raise ValueError(f"{name} is null: TOML has no such value; leave it out")
+    elif not isinstance(value, (bool, int, float)):
+        raise ValueError(
+            f"{name} is {_shown(value)}: a {type(value).__name__} cannot be kept in a checkpoint; give a text, a number, a list or"
+            " a table"
+        )
+
+
+def _check_unicode(name: str, text: str) -> None:
+    # Command lines and JSON can hold half of a surrogate pair: for example bytes of a file's name that are not UTF-8.
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise ValueError(
+            f"{name} is {_shown(text)}: must be valid Unicode, or it cannot be written to run.toml; rename what it names"
+        )
+
+
+class Use(NamedTuple):
+    """A key that only some choices of another key use. `instead`: where a choice that does not use it takes such a value from."""
+
+    key: str
+    choice: str
+    users: tuple[str, ...]
+    instead: str = ""
+
+
+GROWING = ("linear", "exponential", "steps")
+USES = (
+    Use("loss.label_smoothing", "loss.objective", ("clip", "classify")),
+    Use("loss.drop_above", "loss.objective", ("clip",)),
+    Use("loss.bias", "loss.objective", ("siglip",)),
+    Use("loss.scale", "loss.objective", ("clip", "siglip")),
+    Use("loss.max_scale", "loss.objective", ("clip", "siglip")),
+    Use("loss.duplicates", "loss.objective", ("clip", "siglip")),
+    Use("data.negatives", "loss.objective", ("clip", "siglip")),
+    Use("evaluate.large", "loss.objective", ("clip", "siglip")),
+    Use("batch.start", "batch.schedule", (*GROWING, "noise")),
+    Use("batch.ramp", "batch.schedule", GROWING),
+    Use("batch.lr_rule", "batch.schedule", (*GROWING, "noise")),
+    Use("optimizer.momentum", "optimizer.name", ("sgd",), "optimizer.options"),
+    Use("optimizer.betas", "optimizer.name", ("adamw",), "optimizer.options"),
+    Use("optimizer.eps", "optimizer.name", ("adamw",), "optimizer.options"),
+)
+
+
+def _check_used(run: Run) -> None:
+    """Raises ValueError where a key has been given that what was chosen does not use: something else than meant would be trained.
+
+    The default passes: a run's file that was written whole holds every key.
+    """
+    for use in USES:
+        value, chosen = _get(run, use.key), _get(run, use.choice)
+        # False says outright that nothing is used.
+        if chosen in use.users or value == _get(DEFAULTS, use.key) or value is False:
+            continue
+        users = " and ".join(f'"{user}"' for user in use.users)
+        instead = f", or give it in {use.instead}" if use.instead and ":" in str(chosen) else ""
+        raise ValueError(
+            f'{use.key} is {_shown(value)}: {use.choice} "{chosen}" does not use it, only {users} would; leave it out{instead}'
+        )
+
+
+def without_unused(run: Run) -> Run:
+    """Return the run with every key at its default that what it chooses does not use: after another choice was put into it.
+
+    >>> run = build({"batch": {"schedule": "linear", "start": 64}, "schedule": {"steps": 10}})
+    >>> without_unused(dataclasses.replace(run, batch=dataclasses.replace(run.batch, schedule="constant"))).batch.start
+    """
+    for use in USES:
+        if _get(run, use.choice) not in use.users:
+            section, _, name = use.key.partition(".")
+            changed = dataclasses.replace(getattr(run, section), **{name: _get(DEFAULTS, use.key)})
+            run = dataclasses.replace(run, **{section: changed})
+    return run
+
+
+def _get(run: Run, key: str) -> Any:
+    section, _, name = key.partition(".")
+    return getattr(getattr(run, section), name)
+
+
+def _check_scale(loss: Loss) -> None:
+    """Raises ValueError where a scale cannot be meant. Towers are normalised, so similarities lie in [-1, 1]."""
+    for name, value in (("scale", loss.scale), ("max_scale", loss.max_scale)):
+        if value is not None and value < 1:
+            raise ValueError(
+                f"loss.{name} is {value!r}: it multiplies cosine similarities, and must be at least 1; it looks like a temperature:"
+                f" did you mean {1 / value:.4g}, which is 1/{value:g}?"
+            )
+    if loss.scale is not None and loss.scale > loss.max_scale:
+        raise ValueError(
+            f"loss.scale is {loss.scale!r}: starts above loss.max_scale = {loss.max_scale!r}; lower it, or raise the limit"
+        )
 
 
 def _check_noise(run: Run) -> None:
@@ -356,9 +645,19 @@ def _above(value: float | None, limit: float) -> bool:
     return value is None or value > limit
 
 
+def _within(value: float | None, low: float, high: float) -> bool:
+    return value is None or low <= value <= high
+
+
+# The fields of a section and their types, evaluated once.
+_hints: Callable[[Any], dict[str, Any]] = functools.cache(typing.get_type_hints)
+
+
 def _section(kind: type[Section], table: Mapping[str, Any], where: str) -> Section:
-    hints = typing.get_type_hints(kind)
+    hints = _hints(kind)
     unknown = [key for key in table if key not in hints]
+    if unknown and len(unknown[0]) > 60:
+        raise ValueError(f"{where}: there is no key {_shown(unknown[0])}; known are {', '.join(hints)}")
     if unknown:
         near = difflib.get_close_matches(unknown[0], hints, 1)
         guess = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(hints)}"
@@ -370,7 +669,7 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     """The value as its annotation wants it: sections from tables, floats from integers, tuples from lists."""
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         if not isinstance(value, Mapping):
-            raise ValueError(f"{where} is {value!r}: must be a table")
+            raise ValueError(f"{where} is {_shown(value)}: must be a table")
         return _section(hint, value, where)
     origin, choices = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
@@ -384,10 +683,10 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         literals = [c for c in choices if typing.get_origin(c) is Literal]
         if literals:
             return _value(literals[0], value, where)
-        raise ValueError(f"{where} is {value!r}: must be {_words(hint)}")
+        raise ValueError(f"{where} is {_shown(value)}: must be {_words(hint)}{_remedy(hint, value)}")
     if origin is Literal:
         if value not in choices:
-            raise ValueError(f"{where} is {value!r}: must be one of {', '.join(repr(c) for c in choices)}")
+            raise ValueError(f"{where} is {_shown(value)}: must be one of {', '.join(repr(c) for c in choices)}")
         return value
     if origin is tuple and isinstance(value, (list, tuple)):
         wanted = choices[:1] * len(value) if choices[-1] is Ellipsis else choices
@@ -399,7 +698,13 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         return float(value)
     if isinstance(hint, type) and isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
         return value
-    raise ValueError(f"{where} is {value!r}: must be {_words(hint)}")
+    raise ValueError(f"{where} is {_shown(value)}: must be {_words(hint)}{_remedy(hint, value)}")
+
+
+def _remedy(hint: Any, value: Any) -> str:
+    """What to write where an integer was given as 1e6."""
+    whole = isinstance(value, float) and value.is_integer() and abs(value) <= INT64
+    return f"; write {int(value)}" if whole and int in (hint, *typing.get_args(hint)) else ""
 
 
 def _words(hint: Any) -> str:
@@ -414,36 +719,61 @@ def _words(hint: Any) -> str:
     return names.get(hint, str(hint))
 
 
-def _copy(table: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _copy(value) if isinstance(value, Mapping) else value for key, value in table.items()}
+def _copied(value: Any, where: str, depth: int = 0) -> Any:
+    """Return a copy of nested tables and lists that shares none of them; integers beyond 64 bits are refused."""
+    if depth > DEEPEST:
+        raise ValueError(f"{where[:80]}: is nested too deeply; at most {DEEPEST} lists or tables may lie in each other")
+    if isinstance(value, Mapping):
+        wrong = next((key for key in value if not isinstance(key, str)), None)
+        if wrong is not None:
+            raise ValueError(f"{where} has the key {_shown(wrong)}: must be a text")
+        return {key: _copied(item, f"{where}: {key}" if depth == 0 else f"{where}.{key}", depth + 1) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_copied(item, where, depth + 1) for item in value]
+    if isinstance(value, int) and not -INT64 - 1 <= value <= INT64:
+        raise ValueError(f"{where} is {_shown(value)}: must fit into 64 bits")
+    return value
+
+
+def _shown(value: Any) -> str:
+    """Return the value as an error names it: its repr, cut where it is long."""
+    try:
+        text = repr(value)
+    except ValueError:
+        return "an integer of more than 4300 digits"
+    return text if len(text) <= 80 else f"{text[:64]}… ({len(text):,} characters)"
 
 
 def _forget(table: dict[str, Any], override: str) -> None:
-    """Leaves out what the file says and an override makes void: another length of the run, the options of another tower."""
+    """Leaves out what the file says and an override makes void: another length of the run, the options of another tower, what
+    another objective, schedule of the batch or optimizer does not use."""
     path, _, text = override.partition("=")
-    section, _, key = path.strip().partition(".")
+    path, text = path.strip(), text.strip()
+    section, _, key = path.partition(".")
+    void = [use.key for use in USES if use.choice == path and _parsed(text) not in use.users]
     before = table.get(section)
-    if not isinstance(before, dict):
-        return
-    if section == "schedule" and key in LENGTHS:
-        void: tuple[str, ...] = LENGTHS
-    elif key == "name" and before.get("name") != text.strip():
-        void = ("options", "weights")
-    else:
-        return
-    table[section] = {name: value for name, value in before.items() if name not in void}
+    if isinstance(before, dict):
+        if section == "schedule" and key in LENGTHS:
+            void += [f"schedule.{name}" for name in LENGTHS]
+        elif key == "name" and before.get("name") != _parsed(text):
+            void += [f"{section}.options", f"{section}.weights"]
+    for each in void:
+        section, _, key = each.partition(".")
+        if isinstance(table.get(section), dict):
+            table[section].pop(key, None)
 
 
 def _put(table: dict[str, Any], override: str) -> None:
     path, equals, text = override.partition("=")
     if not equals:
-        raise ValueError(f"override {override!r}: must read section.key=value, as in batch.size=4096")
+        raise ValueError(f"override {_shown(override)}: must read section.key=value, as in batch.size=4096")
     *sections, key = path.strip().split(".")
+    value = _copied(_parsed(text.strip()), path.strip()[:80], len(sections) + 1)
     for section in sections:
         table = table.setdefault(section, {})
         if not isinstance(table, dict):
-            raise ValueError(f"override {override!r}: {section!r} holds a value, not a section")
-    table[key] = _parsed(text.strip())
+            raise ValueError(f"override {_shown(override)}: {_shown(section)} holds a value, not a section")
+    table[key] = value
 
 
 def _parsed(text: str) -> Any:
@@ -452,6 +782,11 @@ def _parsed(text: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError:
         return text
+    except RecursionError:
+        raise ValueError(f"{_shown(text)}: is nested too deeply; at most {DEEPEST} lists or tables may lie in each other") from None
+    except ValueError:
+        # Python converts no integer of more than 4300 digits.
+        raise ValueError(f"{_shown(text)}: must fit into 64 bits") from None
 
 
 def _plain(section: Any) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from ..config import Run
 from .data import open_source
 from .data.loader import Loader
 from .data.order import InOrder, Order
-from .data.source import Kind, Source
+from .data.source import Damage, Kind, Source
 from .data.split import split
 from .launch import Ranks
 from .model import Classifier, build_pair, build_towers
@@ -33,6 +33,11 @@ class Assembly:
     model: nn.Module
     objective: Contrastive | Classification
     classes: dict[str, int]
+
+    @property
+    def damage(self) -> list[Damage]:
+        """The damaged files of both sources, each once: two parts of one source have the same ones."""
+        return list(dict.fromkeys([*self.training.damage, *self.held_out.damage]))
 
     def shuffled(self) -> Loader:
         """The training pairs, an endless stream of epochs."""
@@ -55,7 +60,7 @@ class Assembly:
             ranks=self.ranks.size,
             ids=not self.classes,
             classes=self.classes or None,
-            negatives=not self.classes and self.run.data.negatives is not None,
+            negatives=not self.classes and bool(self.run.data.negatives),
             augment=augment,
             pinned=self.ranks.device.type == "cuda",
         )
@@ -81,9 +86,13 @@ def assemble(run: Run, ranks: Ranks) -> Assembly:
 
 def open_data(run: Run, x: Kind, y: Kind) -> tuple[Source, Source]:
     """The source that a run trains on, and the one it is evaluated on; x and y are what the towers take."""
-    source = open_source(run.data, x=x, y=y)
+    data = run.data
+    if run.loss.objective == "classify" and data.negatives is None:
+        # A classifier has no use for them.
+        data = replace(data, negatives=False)
+    source = open_source(data, x=x, y=y)
     if isinstance(run.data.held_out, str):
-        return source, open_source(run.data, run.data.held_out, x=x, y=y)
+        return source, open_source(data, run.data.held_out, x=x, y=y)
     return split(source, run.data.held_out)
 
 

@@ -10,17 +10,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..files import replacing, write_text
 from .assembly import Assembly
 from .data.source import Sample
 from .evaluate import chance, nearest
-from .held_out import Embedded, measure
+from .held_out import Embedded, evaluated
 from .memory import peak, peak_of_tensors, reset_peak
 from .objective import Contrastive
 from .optimizers import Average, count
 from .report import write_report
 from .report.contact import contact_sheet, read_contact
 from .report.figures import curves
-from .watch import Watch
+from .watch import Watch, memory_text
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -37,9 +38,9 @@ def finish(
     found: dict[str, Any] = {}
     embedded = None
     if sum(parts.held_out.lengths):
-        found, embedded = measure(parts, average)
-        watch.event("evaluation", step=facts["step"], samples=facts["samples"], **found)
+        found, embedded = evaluated(parts, average, watch, step=facts["step"], samples=facts["samples"])
     large = [large_step(parts, pairs, watch) for pairs in parts.run.evaluate.large] if not parts.classes else []
+    large = [step for step in large if step is not None]
     if not parts.ranks.first:
         return
     result = {
@@ -52,6 +53,7 @@ def finish(
         "planned": {"peak_bytes": parts.run.planned.peak_bytes, "seconds_a_step": parts.run.planned.seconds_a_step},
         "parameters": count(parts.model.parameters()),
         "bad": facts["bad"],
+        "damage": [str(damage) for damage in parts.damage],
         "evaluation": found or None,
         "flat": large,
     }
@@ -59,7 +61,7 @@ def finish(
         result["chance"] = {"accuracy": 1 / len(parts.classes)}
     if embedded is not None:
         result["chance"] = {str(k): share for k, share in chance(found["pairs"]).items()}
-    (folder / "result.json").write_text(json.dumps(result, indent=2), encoding="utf-8")
+    write_text(folder / "result.json", json.dumps(result, indent=2))
     if not parts.run.watch.report:
         return
     if embedded is not None:
@@ -71,21 +73,29 @@ def finish(
 
 def planned_peak(parts: Assembly, tensors: dict[str, Tensor]) -> int | None:
     """What the tensors of one more step take on a CPU: the process's own peak holds interpreter, libraries and data too, of which
-    no plan knows. None where a device counts its tensors."""
+    no plan knows. None where a device counts its tensors, or where none of the step's samples can be read."""
     if parts.ranks.device.type != "cpu":
         return None
     (batch,) = parts.shuffled().batches([(0, parts.run.batch.size)])
+    if not parts.ranks.sum(len(batch.keys))[0]:
+        return None
     found = peak_of_tensors(lambda: parts.objective.step(batch), tensors.values())
     parts.model.zero_grad()
     return found
 
 
-def large_step(parts: Assembly, pairs: int, watch: Watch) -> dict[str, Any]:
-    """Time and peak memory of forward and backward at a batch of `pairs`, with the run's chunk and no graph kept."""
+def large_step(parts: Assembly, pairs: int, watch: Watch) -> dict[str, Any] | None:
+    """Time and peak memory of forward and backward at a batch of `pairs`, with the run's chunk and no graph kept.
+
+    None where none of its samples can be read.
+    """
     objective = parts.objective
     assert isinstance(objective, Contrastive)
     watch.say(f"taking one step at {pairs:,} pairs …")
     (batch,) = parts.shuffled().batches([(0, pairs)])
+    if not parts.ranks.sum(len(batch.keys))[0]:
+        watch.note(f"the step at {pairs:,} pairs is left out: none of its samples can be read")
+        return None
     for encode in (objective.encode_x, objective.encode_y):
         encode.stop_keeping()
     parts.model.zero_grad()
@@ -96,7 +106,7 @@ def large_step(parts: Assembly, pairs: int, watch: Watch) -> dict[str, Any]:
     seconds = time.perf_counter() - began
     parts.model.zero_grad()
     found = {"pairs": pairs, "chunk": objective.encode_x.chunk, "seconds": seconds, "peak_bytes": peak(parts.ranks.device)}
-    peaked = f"{found['peak_bytes'] / 2**20:,.0f} MiB"
+    peaked = memory_text(found["peak_bytes"])
     watch.note(f"one step at {pairs:,} pairs, chunk {found['chunk']:,}: {seconds:.1f} s, peak {peaked}, loss {loss:.3f}")
     return found
 
@@ -122,7 +132,7 @@ def _contact(parts: Assembly, embedded: Embedded, folder: Path) -> None:
                     ]
                 }
             )
-    (folder / "contact.json").write_text(json.dumps({"queries": queries}, indent=1), encoding="utf-8")
+    write_text(folder / "contact.json", json.dumps({"queries": queries}, indent=1))
 
 
 def _shown(samples: dict[int, Sample], place: int, side: str, folder: Path) -> dict[str, Any]:
@@ -134,7 +144,8 @@ def _shown(samples: dict[int, Sample], place: int, side: str, folder: Path) -> d
     path = folder / "contact" / f"{place}-{side}.png"
     if not path.exists():
         path.parent.mkdir(exist_ok=True)
-        _small(shown).save(path)
+        with replacing(path) as temporary:
+            _small(shown).save(temporary, "PNG")
     caption = sample.y if side == "x" else sample.x
     return {"text": caption if isinstance(caption, str) else "", "picture": path.relative_to(folder).as_posix()}
 

@@ -2,34 +2,69 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .assembly import Assembly
-from .data.loader import once
+from .data.loader import Batch, once
 from .data.order import Order
+from .data.pieces import Unread
 from .data.source import Source
 from .evaluate import retrieval
 from .objective import Classification, Contrastive
 from .optimizers import Average
+from .watch import Watch
 
 # Pairs that are embedded between two exchanges.
 AT_ONCE = 8192
 
 
 class Embedded(NamedTuple):
-    """Pairs of a source and their embeddings; `at` says where in the source each of them is."""
+    """Pairs of a source and their embeddings; `at` says where in the source each of them is, `bad` which ones could not be read."""
 
     x: Tensor
     y: Tensor
     ids: Tensor
     at: list[tuple[int, int]]
+    bad: list[Unread]
+
+
+class NothingReadable(ValueError):
+    """None of the held-out samples can be read; `bad` are the samples."""
+
+    def __init__(self, bad: list[Unread]) -> None:
+        super().__init__(f"none of {len(bad):,} held-out samples can be read; the first one: {bad[0].key}: {bad[0].reason}")
+        self.bad = bad
+
+
+def evaluated(parts: Assembly, average: Average | None, watch: Watch, **at: int) -> tuple[dict[str, Any], Embedded | None]:
+    """Measure held-out quality and log it, with each sample that cannot be read. `at`: step and samples of the evaluation.
+
+    If nothing can be read, that is said, and the result is empty: the training does not depend on it.
+    """
+    try:
+        found, embedded = measure(parts, average)
+        bad: list[Unread] = found.pop("unreadable")
+    except NothingReadable as error:
+        found, embedded, bad = {}, None, error.bad
+    new = [each for each in bad if watch.bad(each.key, each.reason, split="held-out", **at)]
+    if new:
+        count = f"{len(bad):,} of {len(bad) + found.get('pairs', 0):,} held-out samples"
+        watch.say(f"{count} cannot be read and are not evaluated; log.jsonl names them. One is {new[0].key}: {new[0].reason}")
+    if found:
+        watch.event("evaluation", **at, **found)
+    return found, embedded
 
 
 def measure(parts: Assembly, average: Average | None) -> tuple[dict[str, Any], Embedded | None]:
-    """Held-out quality, as an evaluation event of the log holds it, by the averaged weights if there are any. All ranks call it."""
+    """Held-out quality by the averaged weights if there are any. All ranks call it.
+
+    The result is what an evaluation event of the log holds; "bad" is how many samples could not be read, and "unreadable", which
+    the log does not hold, a list of them. NothingReadable where all of them are.
+    """
     training = parts.model.training
     if average is not None:
         average.swap()
@@ -44,7 +79,8 @@ def measure(parts: Assembly, average: Average | None) -> tuple[dict[str, Any], E
             average.swap()
     device = parts.ranks.device
     found = retrieval(embedded.x.to(device), embedded.y.to(device), ids=embedded.ids.to(device), tile=parts.run.compute.tile)
-    return {"sides": _sides(parts), **found.facts()}, embedded
+    bad = {"bad": len(embedded.bad), "unreadable": embedded.bad}
+    return {"sides": _sides(parts), **found.facts(), **bad}, embedded
 
 
 def _sides(parts: Assembly) -> list[str]:
@@ -56,11 +92,11 @@ def _sides(parts: Assembly) -> list[str]:
 def embed_source(parts: Assembly, source: Source, limit: int) -> Embedded:
     """Embeddings of both sides of at most `limit` pairs of a source, chosen once and for all, on the host of every rank."""
     assert isinstance(parts.objective, Contrastive)
-    order = Order(source.lengths, max(1, sum(source.lengths)), 0)
-    loader = parts.loader(source, order, augment=False)
+    order = _order(source)
     x, y, ids = [], [], []
     at: list[tuple[int, int]] = []
-    for batch in loader.batches(once(min(limit, sum(source.lengths)), AT_ONCE)):
+    bad: list[Unread] = []
+    for batch in evaluation_batches(parts, source, limit, bad):
         assert batch.ids is not None
         rows = len(batch.keys)
         x.append(parts.ranks.gather_rows(parts.objective.embed(batch.x, "x")))
@@ -68,18 +104,40 @@ def embed_source(parts: Assembly, source: Source, limit: int) -> Embedded:
         ids.append(parts.ranks.gather_rows(batch.ids[:rows]))
         places = [order.at(position) for position in batch.positions]
         at += [place for rank in parts.ranks.gather(places) for place in rank]
-    if not at:
-        raise ValueError("none of the held-out samples could be read")
-    return Embedded(torch.cat(x), torch.cat(y), torch.cat(ids), at)
+    return Embedded(torch.cat(x), torch.cat(y), torch.cat(ids), at, bad)
+
+
+def evaluation_batches(parts: Assembly, source: Source, limit: int, bad: list[Unread]) -> Iterator[Batch]:
+    """Batches of at most `limit` samples of a source, always the same ones, without augmentation. All ranks call it.
+
+    Batches without rows on any rank are left out, and NothingReadable is raised if that leaves none. Samples of all ranks that
+    cannot be read are added to `bad`.
+    """
+    loader = parts.loader(source, _order(source), augment=False)
+    found = False
+    for batch in loader.batches(once(min(limit, sum(source.lengths)), AT_ONCE)):
+        ranks = parts.ranks.gather((len(batch.keys), batch.x is not None, batch.bad))
+        bad += [each for _, _, unread in ranks for each in unread]
+        if not any(rows for rows, _, _ in ranks):
+            continue
+        if not all(shaped for _, shaped, _ in ranks):
+            raise ValueError(f"hardly any held-out sample can be read; the last one: {bad[-1].key}: {bad[-1].reason}")
+        found = True
+        yield batch
+    if not found:
+        raise NothingReadable(bad)
+
+
+def _order(source: Source) -> Order:
+    return Order(source.lengths, max(1, sum(source.lengths)), 0)
 
 
 def _accuracy(parts: Assembly, objective: Classification) -> dict[str, Any]:
     right = rows = 0.0
-    order = Order(parts.held_out.lengths, max(1, sum(parts.held_out.lengths)), 0)
-    loader = parts.loader(parts.held_out, order, augment=False)
-    for batch in loader.batches(once(min(parts.run.evaluate.limit, sum(parts.held_out.lengths)), AT_ONCE)):
+    bad: list[Unread] = []
+    for batch in evaluation_batches(parts, parts.held_out, parts.run.evaluate.limit, bad):
         assert batch.labels is not None
         logits = objective.classify(batch.x).cpu()
         here = float((logits.argmax(1) == batch.labels).sum())
         right, rows = (a + b for a, b in zip((right, rows), parts.ranks.sum(here, len(batch.keys)), strict=True))
-    return {"pairs": int(rows), "accuracy": right / rows}
+    return {"pairs": int(rows), "accuracy": right / rows, "bad": len(bad), "unreadable": bad}

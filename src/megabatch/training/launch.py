@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,8 +20,17 @@ from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from ..config import Compute
+from .signals import Stopped
 
 TIMEOUT = timedelta(minutes=30)
+# Seconds between two looks at whether the launcher is still there.
+LOOK = 0.5
+# What gloo, the store and sockets say of a rank that is gone; torch raises it as a plain RuntimeError. Other errors of a
+# collective, as buffers of different sizes, do not mean that.
+LOST = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)( by peer)?|broken pipe|socket (is )?closed|timed out|timeout",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)
@@ -64,6 +76,8 @@ def ranks(compute: Compute) -> Iterator[Ranks]:
     """The ranks of the process group there is, or that torchrun's variables announce; without either, this process alone."""
     device = _device(compute.device, int(os.environ.get("LOCAL_RANK", "0")))
     ours = "RANK" in os.environ and not dist.is_initialized()
+    # Before the ranks meet: if the launcher is gone by then, they do not.
+    launcher = os.getppid()
     if ours:
         _join(device)
     elif compute.sharding == "fsdp2" and not dist.is_initialized():
@@ -71,10 +85,18 @@ def ranks(compute: Compute) -> Iterator[Ranks]:
     threads = torch.get_num_threads()
     if compute.threads is not None:
         torch.set_num_threads(compute.threads)
+    grouped = dist.is_initialized()
+    ended = threading.Event()
+    if ours and "TORCHELASTIC_RUN_ID" in os.environ:
+        threading.Thread(target=_stop_with_launcher, args=(launcher, ended), daemon=True).start()
     try:
-        grouped = dist.is_initialized()
         yield Ranks(device, dist.group.WORLD, dist.get_rank(), dist.get_world_size()) if grouped else Ranks(device)
+    except RuntimeError as error:
+        if grouped and is_lost_rank(error):
+            raise _lost(error) from error
+        raise
     finally:
+        ended.set()
         torch.set_num_threads(threads)
         if ours:
             # Whoever lets go of a gloo group last, be it the garbage collector, waits for its thread under the interpreter's lock,
@@ -83,10 +105,47 @@ def ranks(compute: Compute) -> Iterator[Ranks]:
             dist.destroy_process_group()
 
 
+def _stop_with_launcher(launcher: int, ended: threading.Event) -> None:
+    """Send this process SIGTERM when its parent, torchrun, is gone, as torchrun does when it is told to end.
+
+    A torchrun that is killed cannot tell its ranks. They would go on, seen by nobody, and keep the folder of the run.
+    """
+    while not ended.wait(LOOK):
+        if os.getppid() != launcher:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
+
+
+def _lost(error: RuntimeError) -> Stopped:
+    """Return the sentence on a rank that is gone; what went wrong there, that rank has said itself."""
+    found = LOST.search(str(error))
+    reason = " ".join(str(error).split())[:200] if found is None else found[0]
+    return Stopped(
+        f"rank {os.environ.get('RANK', '0')}: another rank has died or left, and its own output says why; the same command goes on"
+        f" from the last checkpoint ({reason})",
+        1,
+    )
+
+
+def is_lost_rank(error: BaseException) -> bool:
+    """Return whether an exception says that another rank cannot be reached any more."""
+    lost = (dist.DistNetworkError, dist.DistStoreError, dist.DistBackendError) if dist.is_available() else ()
+    return isinstance(error, lost) or (isinstance(error, RuntimeError) and LOST.search(str(error)) is not None)
+
+
 def _join(device: torch.device) -> None:
     """Makes the process group of the ranks that torchrun has started."""
     # The host's exchanges (counts, keys, stop signs) go through gloo, so that they need not wait for the device.
     backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+    try:
+        _meet(backend, device)
+    except RuntimeError as error:
+        if is_lost_rank(error):
+            raise _lost(error) from error
+        raise
+
+
+def _meet(backend: str, device: torch.device) -> None:
     store, rank, size = next(rendezvous("env://", timeout=TIMEOUT))
     if os.environ.get("GROUP_WORLD_SIZE") == "1":
         # On one node torchrun keeps its store over a restart, with the addresses of those that died. (Several nodes get a new one,

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import math
-import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,12 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import config, environment
-from . import checkpoint
+from .. import config, environment, host_memory, packages
+from ..chunks.memory import is_room_known
+from ..files import write_text
+from . import checkpoint, run_folder
 from .assembly import Assembly, assemble
 from .data.loader import Batch
 from .finish import finish
-from .held_out import measure
+from .held_out import evaluated
 from .launch import Ranks, ranks
 from .memory import peak
 from .model import Pair
@@ -28,24 +30,40 @@ from .objective import Outcome
 from .optimizers import Average, build_optimizer, clip_gradients, optimizer_tensors, set_rate
 from .ramp import Ramp
 from .schedules import Step, course
-from .signals import Stopped, StopSign
+from .signals import EmptyBatch, Stopped, StopSign
 from .watch import Watch
 
 # What may change between two parts of one run: how it is computed and watched, not what is computed.
 FREE = {"out", "compute", "checkpoint", "watch", "evaluate", "planned", "data.workers", "data.max_bad", "batch.chunk", "batch.keep"}
+# Damaged files that are named on the terminal.
+MOST_SHOWN = 10
 
 
-def train(run: config.Run, *, fresh: bool = False) -> Path:
+def train(run: config.Run, *, fresh: bool = False, trust_code: bool = False) -> Path:
     """Trains to the end, from the newest checkpoint of the run's folder if there is one, and returns the folder.
 
-    fresh: start over, and delete what an earlier run has left in the folder.
+    fresh: start over, and delete what an earlier run has written into the folder; one that holds anything else is refused.
+    trust_code: whether code that the run names (`config.callables`) may be imported and called.
     """
-    with ranks(run.compute) as here:
-        folder = _folder(run, here, fresh)
+    # One that was put together by hand has not been checked yet.
+    config.check(run)
+    config.require_trust(run, trust_code)
+    # What the end of the run needs is asked for now, before anything is deleted, written or trained.
+    packages.require(*packages.of_run(run, terminal=sys.stderr.isatty()))
+    with ranks(run.compute) as here, contextlib.ExitStack() as held:
+        folder = _folder(run, here, fresh, held)
         training = Training(assemble(run, here), folder)
         training.resume()
-        with Watch(run, folder, training.samples, training.seen, silent=not here.first) as watch, StopSign() as sign:
-            training.run_to_the_end(watch, sign)
+        with Watch(run, folder, training.samples, training.seen, silent=not here.first) as watch:
+            if run.batch.keep == "auto" and not is_room_known(here.device):
+                why = f", since {host_memory.REMEDY}" if here.device.type == "cpu" else ""
+                watch.note(
+                    f'batch.keep is "auto", and the free memory of this {here.device.type} cannot be read{why}: no chunk is kept. '
+                    "A number keeps some all the same"
+                )
+            with StopSign() as sign:
+                training.run_to_the_end(watch, sign)
+            # Without the sign: the last checkpoint is written, and the same command repeats what follows.
             finish(training.parts, folder, watch, training.average, training.facts(), training.tensors())
         return folder
 
@@ -53,8 +71,8 @@ def train(run: config.Run, *, fresh: bool = False) -> Path:
 class Training:
     """A run in progress: its parts, its optimizer, how far it is.
 
-    `callbacks` are called after every step. One that puts another list into `course`, equal up to the present step, changes what
-    follows.
+    `callbacks` are called after every step. One that puts another schedule into `course`, equal up to the present step, changes
+    what follows.
     """
 
     def __init__(self, parts: Assembly, folder: Path) -> None:
@@ -64,13 +82,14 @@ class Training:
         self.ranks = parts.ranks
         self.folder = folder
         self.course = course(run, sum(parts.training.lengths))
-        self.samples = self.course[-1].first + self.course[-1].pairs
+        self.samples = self.course.samples
         self.optimizer = build_optimizer(parts.model, run.optimizer)
         self.average = None if run.optimizer.ema is None else Average(parts.model, run.optimizer.ema)
         self.take = parts.objective.repeated_on_oom(self.optimizer)
         self.number = 0
         self.seconds = 0.0
-        self.bad = 0
+        # Training samples that could not be read, by shard and number; each counts once, however often it is met.
+        self.unread: set[tuple[int, int]] = set()
         self.ramp = Ramp(self) if run.batch.schedule == "noise" else None
         self.callbacks: list[Callable[[Watch], object]] = [] if self.ramp is None else [self.ramp]
 
@@ -78,8 +97,14 @@ class Training:
     def seen(self) -> int:
         return self.course[self.number].first if self.number < len(self.course) else self.samples
 
+    @property
+    def bad(self) -> int:
+        """How many training samples could not be read, with those known to be lost in damaged files."""
+        return len(self.unread) + sum(damage.counted for damage in self.parts.training.damage)
+
     def run_to_the_end(self, watch: Watch, sign: StopSign, last: int | None = None) -> None:
         """Every step that is left, or those up to step `last`, with evaluations and checkpoints between them."""
+        self._report_damage(watch)
         every = self.run.checkpoint.every
         saved = self.number
         self.parts.model.train()
@@ -97,20 +122,28 @@ class Training:
                             f"stopped by signal {stop} after step {self.number}; the same command goes on from there", 128 + stop
                         )
                     if self._is_test_due():
-                        watch.event("evaluation", step=self.number, samples=self.seen, **measure(self.parts, self.average)[0])
+                        evaluated(self.parts, self.average, watch, step=self.number, samples=self.seen)
                     if self.course is not planned:
                         # What was read ahead is of the size before.
                         break
         if saved < self.number:
             self.save(watch)
+        # The last step asked for signals before its checkpoint was written.
+        stop = max(self.ranks.gather(sign.number))
+        if stop:
+            raise Stopped(f"stopped by signal {stop} after the last step; the same command goes on from there", 128 + stop)
 
     def _take_step(self, step: Step, batches: Iterator[Batch], watch: Watch, sign: StopSign) -> int:
         """The next step and what is said of it; returns the signal that wants the run to stop, 0 if none does."""
         began = time.perf_counter()
         batch = next(batches)
         torch.manual_seed(seed_of(self.run.seed, self.number, self.ranks.rank))
-        outcome, norm = self.step(step, batch)
-        stop = self.report(step, batch, outcome, norm, began, watch, sign)
+        try:
+            outcome, norm = self.step(step, batch)
+        except EmptyBatch:
+            stop = self._report_skipped(step, batch, began, watch, sign)
+        else:
+            stop = self.report(step, batch, outcome, norm, began, watch, sign)
         self.number += 1
         for callback in self.callbacks:
             callback(watch)
@@ -123,10 +156,15 @@ class Training:
         return due and sum(self.parts.held_out.lengths) > 0
 
     def step(self, step: Step, batch: Batch) -> tuple[Outcome, float]:
-        """One optimizer step: forward and backward at the step's batch, clipping, the update, the averages."""
-        rows = self.ranks.sum(len(batch.keys))[0]
+        """One optimizer step: forward and backward at the step's batch, clipping, the update, the averages.
+
+        EmptyBatch on every rank, and nothing is changed, where none of its samples can be read.
+        """
+        rows, shapeless = self.ranks.sum(len(batch.keys), float(batch.x is None))
         if not rows:
-            raise Stopped(f"step {self.number}: none of its {step.pairs} samples could be read; see log.jsonl", 1)
+            raise EmptyBatch(f"step {self.number + 1}: none of its {step.pairs:,} samples can be read", 1)
+        if shapeless:
+            raise Stopped("hardly any training sample can be read: check data.source, data.x and data.y", 1)
         set_rate(self.optimizer, self.run.optimizer.lr * step.rate)
         outcome = self.take(batch)
         scaler, parameters = self.parts.objective.scaler, list(self.parts.model.parameters())
@@ -168,6 +206,21 @@ class Training:
         if isinstance(self.parts.model, Pair):
             fields["scale"] = float(self.parts.model.scale().detach())
         watch.event("step", **fields)
+        return self._after_step(batch, bool(bad), bool(asked), watch, sign)
+
+    def _report_skipped(self, step: Step, batch: Batch, began: float, watch: Watch, sign: StopSign) -> int:
+        """Say that a step had nothing to learn from: it counts, and the weights stay as they are. Returns as `report` does."""
+        seconds = time.perf_counter() - began
+        self.seconds += seconds
+        samples = step.first + step.pairs
+        watch.event("skipped", step=self.number + 1, samples=samples, pairs=step.pairs, seconds=seconds)
+        watch.say(f"step {self.number + 1}: none of its {step.pairs:,} samples can be read; the weights were not updated")
+        (asked,) = self.ranks.sum(float(sign.number > 0))
+        return self._after_step(batch, True, bool(asked), watch, sign)
+
+    def _after_step(self, batch: Batch, bad: bool, asked: bool, watch: Watch, sign: StopSign) -> int:
+        """Count unreadable samples and return the signal that wants the run to stop, 0 if none does. `bad`, `asked`: whether any
+        rank has met such a sample, or a signal."""
         if bad:
             self._count_bad(batch, watch)
         numbers = self.ranks.gather(sign.number) if asked else [0]
@@ -187,6 +240,7 @@ class Training:
             "samples": self.seen,
             "seconds": self.seconds,
             "bad": self.bad,
+            "unread": sorted(self.unread),
             "ranks": self.ranks.size,
             "run": config.as_table(self.run),
         }
@@ -209,29 +263,51 @@ class Training:
         facts = checkpoint.load(path, tensors)
         if "scaler" in tensors:
             _set_scaler(self.parts.objective.scaler, tensors["scaler"])
-        self.number, self.seconds, self.bad = facts["step"], facts["seconds"], facts["bad"]
+        self.number, self.seconds = facts["step"], facts["seconds"]
+        self.unread = {(shard, number) for shard, number in facts.get("unread", [])}
         if self.ramp is not None and "ramp" in facts:
             self.ramp.load(facts["ramp"])
 
     def _count_bad(self, batch: Batch, watch: Watch) -> None:
-        found = [each for rank in self.ranks.gather(batch.bad) for each in rank]
-        for key, reason in found:
-            watch.event("bad", step=self.number + 1, key=key, reason=reason)
-        self.bad += len(found)
-        if self.bad > self.run.data.max_bad:
+        """Log the unreadable samples of a step that were not met before, on any rank; Stopped where there are too many."""
+        last = ""
+        for each in (each for rank in self.ranks.gather(batch.bad) for each in rank):
+            if (each.shard, each.number) not in self.unread:
+                self.unread.add((each.shard, each.number))
+                watch.event("bad", step=self.number + 1, key=each.key, reason=each.reason)
+                last = f"the last one: {each.key}: {each.reason}. log.jsonl names them all"
+        if last:
+            self._check_bad(last)
+
+    def _report_damage(self, watch: Watch) -> None:
+        """Say which files of the data are damaged; Stopped where more samples are lost than may be."""
+        damage = self.parts.damage
+        for each in damage:
+            watch.event("damage", text=str(each), **each._asdict())
+        for each in damage[:MOST_SHOWN]:
+            watch.say(f"damaged: {each}")
+        if len(damage) > MOST_SHOWN:
+            watch.say(f"… and {len(damage) - MOST_SHOWN:,} more damaged files; log.jsonl names them all")
+        if self.parts.training.damage:
+            self._check_bad(f"damaged: {self.parts.training.damage[-1]}. log.jsonl names all damaged files")
+
+    def _check_bad(self, last: str) -> None:
+        allowed = self.run.data.max_bad
+        if self.bad > allowed:
             raise Stopped(
-                f"{self.bad} samples could not be read, data.max_bad allows {self.run.data.max_bad}; the last one: {found[-1][0]}: "
-                f"{found[-1][1]}. log.jsonl names them all: mend or remove them, or raise data.max_bad",
+                f"{self.bad:,} training samples cannot be read, data.max_bad allows {allowed:,}; {last}: mend or remove them, or"
+                " raise data.max_bad",
                 1,
             )
+        if len(self.unread) >= sum(self.parts.training.lengths):
+            raise Stopped(f"none of the {len(self.unread):,} training samples can be read; {last}", 1)
 
     def _stop_at_nonfinite(self, loss: float, norm: float, batch: Batch) -> None:
         keys = [key for rank in self.ranks.gather(batch.keys) for key in rank]
         path = self.folder / f"nonfinite-step-{self.number + 1}.json"
         if self.ranks.first:
-            path.write_text(
-                json.dumps({"step": self.number + 1, "loss": str(loss), "grad_norm": str(norm), "keys": keys}, indent=1)
-            )
+            facts = {"step": self.number + 1, "loss": str(loss), "grad_norm": str(norm), "keys": keys}
+            write_text(path, json.dumps(facts, indent=1))
         newest = checkpoint.newest(self.folder / "checkpoints")
         raise Stopped(
             f"step {self.number + 1}: loss {loss}, norm of the gradient {norm}; the weights were not updated. {path} names the "
@@ -246,21 +322,24 @@ def seed_of(*parts: int) -> int:
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=7).digest(), "big")
 
 
-def _folder(run: config.Run, here: Ranks, fresh: bool) -> Path:
-    """The run's folder, with its configuration and machine written down; one rank does it, all hear of what goes wrong."""
+def _folder(run: config.Run, here: Ranks, fresh: bool, held: contextlib.ExitStack) -> Path:
+    """The run's folder, with its configuration and machine written down; one rank does it, all hear of what goes wrong.
+
+    held: what that rank holds until the run ends, so that no other process writes to the folder.
+    """
     folder = Path(run.out)
 
     def prepare() -> None:
-        if fresh and (folder / "run.toml").exists():
-            shutil.rmtree(folder)
-        if folder.exists() and not (folder / "run.toml").exists() and any(folder.iterdir()):
-            raise ValueError(f"out is {run.out!r}: the folder holds something that is no run; name another one")
-        folder.mkdir(parents=True, exist_ok=True)
+        run_folder.check_not_data(run)
+        held.enter_context(run_folder.claimed(folder, "train"))
+        if fresh:
+            run_folder.check_not_read(run)
+            run_folder.clear(folder)
         newest = checkpoint.newest(folder / "checkpoints")
         if newest is not None:
             _check_same(checkpoint.read_facts(newest)["run"], config.as_table(run), newest)
-        (folder / "run.toml").write_text(config.as_toml(run), encoding="utf-8")
-        (folder / "environment.json").write_text(json.dumps(environment.describe(), indent=2))
+        run_folder.write_configuration(folder, run)
+        write_text(folder / "environment.json", json.dumps(environment.describe(), indent=2))
 
     checkpoint.agree(lambda: prepare() if here.first else None)
     return folder
@@ -268,6 +347,9 @@ def _folder(run: config.Run, here: Ranks, fresh: bool) -> Path:
 
 def _check_same(saved: dict[str, Any], asked: dict[str, Any], path: Path) -> None:
     before, now = _flat(saved), _flat(asked)
+    for settings in (before, now):
+        # False leaves hard negatives out, and so does None where there are none.
+        settings["data.negatives"] = settings.get("data.negatives") or None
     changed = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
     changed = [key for key in changed if not {key, key.partition(".")[0]} & FREE]
     if changed:

@@ -2,40 +2,34 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ..chunks.memory import peak_bytes
+from .. import host_memory
 
 
-def peak(device: torch.device) -> int:
-    """The highest use so far, since the last `reset_peak`: bytes in tensors; on a CPU the resident set of this process."""
-    if device.type != "cpu":
-        return peak_bytes(device)
-    status = Path("/proc/self/status")
-    if status.exists():
-        fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
-        return int(fields["VmHWM"].split()[0]) * 1024
-    import resource
-    import sys
+def peak(device: torch.device) -> int | None:
+    """Return the highest use since `reset_peak`: bytes in tensors; on a CPU the resident set of this process.
 
-    # macOS counts bytes, others KiB; there the mark cannot be reset.
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    None where the device does not tell (mps), or the system (Windows without psutil).
+    """
+    if device.type == "cpu":
+        return host_memory.peak_resident()
+    read = getattr(torch.get_device_module(device), "max_memory_allocated", None)
+    return None if read is None else int(read(device))
 
 
 def reset_peak(device: torch.device) -> None:
-    """Lets the peak begin anew at what is in use now, where that can be done."""
-    if device.type != "cpu":
-        torch.get_device_module(device).reset_peak_memory_stats(device)
+    """Let the peak begin again at what is in use now, where the device or the system can do that."""
+    if device.type == "cpu":
+        host_memory.reset_peak()
         return
-    with contextlib.suppress(OSError):
-        # "5" resets VmHWM to the present resident set (see proc_pid_clear_refs(5)).
-        Path("/proc/self/clear_refs").write_text("5")
+    reset = getattr(torch.get_device_module(device), "reset_peak_memory_stats", None)
+    if reset is not None:
+        reset(device)
 
 
 def peak_of_tensors(work: Callable[[], object], held: Iterable[Tensor]) -> int:

@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..chunks import accumulate, cached, repeat_on_oom
+from ..chunks.memory import is_room_known
 from ..chunks.rows import map_tensors, rows_of, split
+from ..chunks.wrappers import least_rows
 from ..config import Run
 from ..losses import clip_loss, siglip_loss
 from .data.loader import Batch
@@ -92,7 +94,9 @@ class Contrastive:
         return clip_loss(x, y, self.model.scale(), symmetric=batch.negatives is None, **shared)
 
     def _cached(self, encoder: nn.Module) -> Any:
-        return cached(encoder, self.run.batch.chunk, keep=self.run.batch.keep, device=self.ranks.device)
+        # "auto" is a run's default, so that it must work on every device; `train` says so where nothing is kept for this reason.
+        keep = 0 if self.run.batch.keep == "auto" and not is_room_known(self.ranks.device) else self.run.batch.keep
+        return cached(encoder, self.run.batch.chunk, keep=keep, device=self.ranks.device)
 
 
 class Classification:
@@ -142,7 +146,7 @@ class Classification:
             # Of an attempt that ran out of memory, nothing counts.
             self.noise.forget()
             rows = max(1, min(rows, -(-len(batch.keys) * self.ranks.size // MICRO_BATCHES)))
-        loss = self._accumulate.over(split(((batch.x, batch.labels), {}), rows))
+        loss = self._accumulate.over(split(((batch.x, batch.labels), {}), rows, least_rows([self._shared])))
         if self.noise is not None:
             self.noise.close()
         return Outcome(loss.detach(), self._right.clone(), len(batch.keys))

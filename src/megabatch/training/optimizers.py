@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import pkgutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..config import Optimizer
+from ..config import Optimizer, is_torch_optimizer
 
 
 def build_optimizer(model: nn.Module, options: Optimizer) -> torch.optim.Optimizer:
@@ -22,24 +23,78 @@ def build_optimizer(model: nn.Module, options: Optimizer) -> torch.optim.Optimiz
     groups = [group for group in groups if group["params"]]
     if not groups:
         raise ValueError("no parameter learns: both towers are locked and nothing else is left; unlock one (x.locked=false)")
+    kind = _named(options.name)
+    set_elsewhere: dict[str, Any] = {"lr": options.lr}
     if options.name == "adamw":
-        return torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps, **options.options)
-    if options.name == "sgd":
-        return torch.optim.SGD(groups, lr=options.lr, momentum=options.momentum, **options.options)
-    optimizer = _named(options.name)(groups, lr=options.lr, **options.options)
+        set_elsewhere |= {"betas": options.betas, "eps": options.eps}
+    elif options.name == "sgd":
+        set_elsewhere |= {"momentum": options.momentum}
+    _check_options(kind, options.options, set_elsewhere)
+    try:
+        optimizer = kind(groups, **set_elsewhere, **options.options)
+        if kind.__module__.startswith("torch.optim."):
+            _try_step(kind, learning[0].device, set_elsewhere | dict(options.options))
+    except Exception as error:
+        raise _unusable_options(kind, options.options, f"{type(error).__name__}: {error}") from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(f"optimizer.name is {options.name!r}: gives a {type(optimizer).__name__}, must be a torch Optimizer")
     return optimizer
 
 
 def _named(name: str) -> Any:
-    """The class that "package.module:Class" names in the user's configuration."""
+    """Return the class that optimizer.name names: "adamw", "sgd", or "package.module:Class"."""
+    built_in = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+    if name in built_in:
+        return built_in[name]
     if ":" not in name:
         raise ValueError(f'optimizer.name is {name!r}: must be adamw, sgd, or "package.module:Class"')
     try:
-        return pkgutil.resolve_name(name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"optimizer.name is {name!r}: cannot be imported ({error})") from error
+        found = pkgutil.resolve_name(name)
+    except Exception as error:
+        raise ValueError(f"optimizer.name is {name!r}: cannot be imported ({type(error).__name__}: {error})") from error
+    is_class = isinstance(found, type) and issubclass(found, torch.optim.Optimizer)
+    # Names of this form need no trust, so that nothing but an optimizer may be called by them.
+    if not callable(found) or (is_torch_optimizer(name) and not is_class):
+        raise ValueError(f"optimizer.name is {name!r}: it names no optimizer class; choose one as in torch.optim:NAdam")
+    return found
+
+
+def _check_options(kind: Callable[..., Any], options: Mapping[str, Any], set_elsewhere: Mapping[str, Any]) -> None:
+    """Raise ValueError where an option is unknown to the class, is a key of its own, or has another type than its default."""
+    try:
+        parameters = inspect.signature(kind).parameters
+    except (TypeError, ValueError):
+        # Some callables have no signature to inspect; calling them tells.
+        return
+    known = {name: entry.default for name, entry in list(parameters.items())[1:] if entry.kind is not entry.VAR_KEYWORD}
+    takes_any = any(entry.kind is entry.VAR_KEYWORD for entry in parameters.values())
+    for name, value in options.items():
+        if name in set_elsewhere or name == "weight_decay":
+            raise ValueError(f"optimizer.options has {name!r}: set it as optimizer.{name}")
+        if name not in known and not takes_any:
+            free = [each for each in known if each not in set_elsewhere and each != "weight_decay"]
+            raise _unusable_options(kind, options, f"there is no {name!r}; it takes {', '.join(free) or 'none'}")
+        default = known.get(name)
+        # PyTorch would take any text for true, and fail at an unsuitable number only when it computes with it.
+        if isinstance(default, bool) and not isinstance(value, bool):
+            raise _unusable_options(kind, options, f"{name} must be true or false")
+        if type(default) in (int, float) and (isinstance(value, bool) or not isinstance(value, (int, float))):
+            raise _unusable_options(kind, options, f"{name} must be a number")
+
+
+def _try_step(kind: Callable[..., Any], device: torch.device, arguments: Mapping[str, Any]) -> None:
+    """Take two steps on a parameter that nobody uses: some options fail no earlier, such as capturable on a CPU."""
+    parameter = nn.Parameter(torch.zeros(2, 2, device=device))
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer = kind([parameter], **arguments)
+    # The second step is the first that finds state.
+    for _ in range(2):
+        optimizer.step()
+
+
+def _unusable_options(kind: Callable[..., Any], options: Mapping[str, Any], reason: str) -> ValueError:
+    name = getattr(kind, "__name__", repr(kind))
+    return ValueError(f"optimizer.options is {dict(options)!r}: {name} cannot be built with it ({reason})")
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

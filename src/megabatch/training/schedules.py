@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, overload
 
-from ..config import Batch, Run, Schedule
+from ..config import INT64, Batch, Run, Schedule
+
+# Sizes that a growing batch may take. One entry for each is kept, and found before the first step: in about a second for so many.
+MOST_PLATEAUS = 2**17
 
 
 class Step(NamedTuple):
@@ -18,8 +22,8 @@ class Step(NamedTuple):
     rate: float
 
 
-def course(run: Run, length: int, doubled: Sequence[int] = ()) -> list[Step]:
-    """Every step of a run over a source of `length` samples.
+def course(run: Run, length: int, doubled: Sequence[int] = ()) -> StepSchedule:
+    """Every step of a run over a source of `length` samples, computed when it is asked for.
 
     doubled: of a batch that follows the noise, the steps from which on it was twice as large; it stays as it is after the last.
 
@@ -27,33 +31,183 @@ def course(run: Run, length: int, doubled: Sequence[int] = ()) -> list[Step]:
     >>> [step.pairs for step in course(config.build({"schedule": {"samples": 3000}}), length=500)]
     [1024, 1024, 952]
     """
-    pairs = batch_sizes(run.batch, run.schedule, length, doubled)
-    first = list(itertools.accumulate(pairs, initial=0))
-    # Doublings make the run shorter, and must not shorten a warm-up that has begun.
-    steps = math.ceil(first[-1] / size_after(run.batch, 0)) if run.batch.schedule == "noise" else len(pairs)
-    rates = rate_factors(run.schedule, first, steps)
-    follow = {"linear": lambda share: share, "sqrt": math.sqrt, "none": lambda share: 1.0}[run.batch.lr_rule]
-    # A last batch that is cut short is no smaller batch by plan: only a schedule of the batch changes the rate.
-    grown = [1.0] * len(pairs) if run.batch.schedule == "constant" else [follow(size / run.batch.size) for size in pairs]
-    return [Step(*step) for step in zip(first, pairs, map(math.prod, zip(rates, grown, strict=True)), strict=False)]
+    return StepSchedule(run, _plateaus(run.batch, run.schedule, length, doubled))
 
 
-def batch_sizes(batch: Batch, schedule: Schedule, length: int, doubled: Sequence[int] = ()) -> list[int]:
-    """The pairs of each step; with a budget of samples they add up to it."""
-    if schedule.steps is not None:
-        return [size_at(batch, step / schedule.steps) for step in range(schedule.steps)]
-    budget = schedule.samples if schedule.epochs is None else round(schedule.epochs * length)
-    assert budget is not None
-    sizes: list[int] = []
-    seen = 0
-    while seen < budget:
+class Plateaus(NamedTuple):
+    """The steps of a run in runs of equal batches: the first step of each, its first sample, and its pairs.
+
+    steps, samples: of the whole run. The last step takes what is left of the samples, which may be less than its plateau's pairs.
+    """
+
+    step: array[int]
+    first: array[int]
+    pairs: array[int]
+    steps: int
+    samples: int
+
+    def seen_before(self, step: int) -> int:
+        """The samples that all steps before this one have taken; of the number of steps itself, those of the run."""
+        if step == self.steps:
+            return self.samples
+        at = bisect_right(self.step, step) - 1
+        return self.first[at] + (step - self.step[at]) * self.pairs[at]
+
+    def pairs_of(self, step: int) -> int:
+        return min(self.pairs[bisect_right(self.step, step) - 1], self.samples - self.seen_before(step))
+
+
+class LazySteps(Sequence[Step]):
+    """A sequence of steps that are computed when they are asked for; slices are such sequences too."""
+
+    def __init__(self, step_at: Callable[[int], Step], numbers: range) -> None:
+        self._step_at = step_at
+        self._numbers = numbers
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    @overload
+    def __getitem__(self, index: int) -> Step: ...
+    @overload
+    def __getitem__(self, index: slice) -> LazySteps: ...
+    def __getitem__(self, index: int | slice) -> Step | LazySteps:
+        if isinstance(index, slice):
+            return LazySteps(self._step_at, self._numbers[index])
+        return self._step_at(self._numbers[index])
+
+    def __iter__(self) -> Iterator[Step]:
+        return map(self._step_at, self._numbers)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, LazySteps):
+            return NotImplemented
+        return len(self) == len(other) and all(mine == its for mine, its in zip(self, other, strict=True))
+
+
+class StepSchedule(LazySteps):
+    """All steps of a run. Memory does not depend on their number, and neither does the time until the first."""
+
+    def __init__(self, run: Run, plateaus: Plateaus) -> None:
+        super().__init__(self._compute, range(plateaus.steps))
+        self._batch, self._schedule = run.batch, run.schedule
+        self._plateaus = plateaus
+        # Doublings make the run shorter, and must not shorten a warm-up that has begun.
+        planned = -(-plateaus.samples // size_after(run.batch, 0)) if run.batch.schedule == "noise" else plateaus.steps
+        warmup = run.schedule.warmup
+        self._warmup = min(plateaus.steps, round(warmup * planned if warmup < 1 else warmup))
+        self._warm = plateaus.seen_before(self._warmup)
+
+    @property
+    def samples(self) -> int:
+        """The samples of all steps together."""
+        return self._plateaus.samples
+
+    def largest(self) -> Step:
+        """The first of the steps with the most pairs."""
+        # Only the last step of all can be smaller than others of its plateau.
+        return max((self[step] for step in self._plateaus.step), key=lambda step: step.pairs)
+
+    def _compute(self, number: int) -> Step:
+        first, pairs = self._plateaus.seen_before(number), self._plateaus.pairs_of(number)
+        rate = self._rate_factor(number, first)
+        # A last batch that is cut short is no smaller batch by plan: only a schedule of the batch changes the rate.
+        if self._batch.schedule != "constant":
+            rate *= _follow(self._batch.lr_rule, pairs / self._batch.size)
+        return Step(first, pairs, rate)
+
+    def _rate_factor(self, number: int, first: int) -> float:
+        """The factor of the learning rate by the schedule alone.
+
+        Warm-up counts steps, since it is there for the optimizer's averages; what follows counts samples, so that it ends with
+        them.
+        """
+        begin, end, floor = self._warm, self._plateaus.samples, self._schedule.floor
+        progress = max(0.0, (first - begin) / (end - begin)) if end > begin else 1.0
+        rise = min(1.0, (number + 1) / self._warmup) if self._warmup else 1.0
+        return rise * (floor + (1 - floor) * _fall(self._schedule.shape, progress))
+
+
+def samples_of(schedule: Schedule, length: int) -> int:
+    """The samples of a schedule in samples, or in epochs of `length` samples."""
+    if schedule.epochs is None:
+        assert schedule.samples is not None
+        return schedule.samples
+    # A float: what does not fit into 64 bits may be infinite.
+    samples = schedule.epochs * length
+    if samples > INT64:
+        raise ValueError(
+            f"schedule.epochs is {schedule.epochs!r}: of the {length:,} samples there are, that is more than 64 bits count;"
+            " train for fewer"
+        )
+    if round(samples) < 1:
+        raise ValueError(
+            f"schedule.epochs is {schedule.epochs!r}: less than one sample of the {length:,} there are; train for more, or give"
+            " schedule.samples or schedule.steps"
+        )
+    return round(samples)
+
+
+def _plateaus(batch: Batch, schedule: Schedule, length: int, doubled: Sequence[int]) -> Plateaus:
+    """The batches of a run; with a budget of samples they add up to it.
+
+    Sizes never shrink, so that the end of a plateau is found by bisection: whatever the number of steps, the work is in proportion
+    to the number of sizes.
+    """
+    starts, firsts, sizes = array("q"), array("q"), array("q")
+    budget = samples_of(schedule, length) if schedule.steps is None else 0
+
+    def size_of(step: int, seen: int) -> int:
+        if schedule.steps is not None:
+            return size_at(batch, step / schedule.steps)
         if batch.schedule == "noise":
-            size = size_after(batch, sum(step <= len(sizes) for step in doubled))
+            return size_after(batch, sum(at <= step for at in doubled))
+        return size_at(batch, seen / budget)
+
+    def steps_of(size: int, step: int, seen: int) -> int:
+        end = _end_of_size(batch, size)
+        if schedule.steps is None:
+            most, guess = -(-(budget - seen) // size), (end * budget - seen) / size
         else:
-            size = size_at(batch, seen / budget)
-        sizes.append(min(size, budget - seen))
-        seen += sizes[-1]
-    return sizes
+            most, guess = schedule.steps - step, end * schedule.steps - step
+        return _first(lambda ahead: size_of(step + ahead, seen + ahead * size) != size, most, guess=max(1, math.ceil(guess)))
+
+    step = seen = 0
+    while (seen < budget) if schedule.steps is None else (step < schedule.steps):
+        size = size_of(step, seen)
+        steady = steps_of(size, step, seen)
+        for column, value in ((starts, step), (firsts, seen), (sizes, size)):
+            column.append(value)
+        if len(starts) > MOST_PLATEAUS:
+            raise ValueError(
+                f"batch.start is {batch.start} and batch.size {batch.size}: over so many steps the batch would take more than"
+                f' {MOST_PLATEAUS:,} different sizes; choose batch.schedule "steps", which doubles it'
+            )
+        step, seen = step + steady, seen + steady * size
+    return Plateaus(starts, firsts, sizes, step, budget if schedule.steps is None else seen)
+
+
+def _first(holds: Callable[[int], bool], most: int, guess: int) -> int:
+    """The smallest number from 1 on for which a condition holds, or `most` where it holds for none below.
+
+    The condition, once it holds, holds for all larger numbers. It is asked about few numbers if `guess` is near.
+
+    >>> _first(lambda number: number >= 7, 100, guess=2), _first(lambda number: False, 100, guess=1)
+    (7, 100)
+    """
+    # The answer lies above `low` and is `high` at most.
+    low, high, stride = 0, most, 1
+    probe = min(guess, most - 1)
+    while probe > low and probe < high:
+        if holds(probe):
+            high, probe = probe, probe - stride
+        else:
+            low, probe = probe, probe + stride
+        stride *= 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
 
 
 def size_at(batch: Batch, progress: float) -> int:
@@ -71,6 +225,18 @@ def size_at(batch: Batch, progress: float) -> int:
     return min(batch.size, batch.start * 2 ** int(share * (doublings + 1) + 1e-9))
 
 
+def _end_of_size(batch: Batch, size: int) -> float:
+    """About where in the run, between 0 and 1, a batch grows beyond a size: the inverse of `size_at`, but for rounding."""
+    if size >= batch.size or batch.start is None:
+        return 1.0
+    if batch.schedule == "linear":
+        return batch.ramp * (size + 0.5 - batch.start) / (batch.size - batch.start)
+    if batch.schedule == "exponential":
+        return batch.ramp * math.log((size + 0.5) / batch.start) / math.log(batch.size / batch.start)
+    # Doublings are few.
+    return 0.0
+
+
 def size_after(batch: Batch, doublings: int) -> int:
     """The pairs of a step after so many doublings of the start.
 
@@ -80,21 +246,11 @@ def size_after(batch: Batch, doublings: int) -> int:
     return min(batch.size, (batch.start or batch.size) * 2**doublings)
 
 
-def rate_factors(schedule: Schedule, first: Sequence[int], planned: int) -> list[float]:
-    """The factor of the learning rate at each step. `first` holds the samples seen before each, and at last those of the run;
-    `planned` is the number of steps that a warm-up below 1 is a share of.
-
-    Warm-up counts steps, since it is there for the optimizer's averages; what follows counts samples, so that it ends with them.
-    """
-    steps = len(first) - 1
-    warmup = min(steps, round(schedule.warmup * planned if schedule.warmup < 1 else schedule.warmup))
-    begin, end = first[warmup], first[-1]
-    factors = []
-    for step in range(steps):
-        progress = max(0.0, (first[step] - begin) / (end - begin)) if end > begin else 1.0
-        rise = min(1.0, (step + 1) / warmup) if warmup else 1.0
-        factors.append(rise * (schedule.floor + (1 - schedule.floor) * _fall(schedule.shape, progress)))
-    return factors
+def _follow(rule: str, share: float) -> float:
+    """The factor of the learning rate at a share of the largest batch."""
+    if rule == "sqrt":
+        return math.sqrt(share)
+    return share if rule == "linear" else 1.0
 
 
 def _fall(shape: str, progress: float) -> float:

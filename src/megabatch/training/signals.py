@@ -20,6 +20,10 @@ class Stopped(Exception):
         self.status = status
 
 
+class EmptyBatch(Stopped):
+    """None of a step's samples can be read. A run goes on with the next step; whoever wants this very step stops."""
+
+
 class StopSign:
     """Inside it signals are noted instead of obeyed. `number` is that of the first, 0 without one.
 

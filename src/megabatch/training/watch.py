@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from .. import config
+from .. import config, packages
 
 # How often a line is printed where there is no terminal to draw a bar on, in seconds.
 LINE_EVERY = 15.0
@@ -23,6 +24,7 @@ class Watch:
     def __init__(self, run: config.Run, folder: Path, samples: int, seen: int, *, silent: bool) -> None:
         self._silent = silent
         self._samples = samples
+        self._bad: set[tuple[str, str]] = set()
         self._bar: Any = None
         self._task: Any = None
         self._writers: list[Any] = []
@@ -36,6 +38,7 @@ class Watch:
         if run.watch.wandb is not None:
             self._writers.append(_Wandb(run, folder))
         self._lines = run.watch.bar and self._bar is None
+        _cut_torn_line(folder / "log.jsonl")
         # Last, since nothing after it may fail: it stays open as long as the run.
         self._log = open(folder / "log.jsonl", "a", encoding="utf-8")  # noqa: SIM115
 
@@ -62,6 +65,14 @@ class Watch:
         if event == "step":
             self._show(fields)
 
+    def bad(self, key: str, reason: str, **fields: Any) -> bool:
+        """Log a sample that cannot be read, unless it was logged for that reason before; return whether it was not."""
+        new = (key, reason) not in self._bad
+        if new:
+            self._bad.add((key, reason))
+            self.event("bad", **fields, key=key, reason=reason)
+        return new
+
     def note(self, text: str) -> None:
         """A sentence for the log and for whoever watches."""
         self.event("note", text=text)
@@ -81,20 +92,40 @@ class Watch:
             print(f"{seen:>11,} of {self._samples:,} pairs · {_words(fields)} · {left:,.0f} s left", file=sys.stderr, flush=True)
 
 
+def _cut_torn_line(log: Path) -> None:
+    """Cut off a last line without an end, which a killed process or a full disk leaves: the next event begins a line of its own."""
+    if not log.exists():
+        return
+    with open(log, "rb+") as stream:
+        size = begin = stream.seek(0, os.SEEK_END)
+        kept = 0
+        while begin and not kept:
+            end, begin = begin, max(0, begin - (1 << 16))
+            stream.seek(begin)
+            newline = stream.read(end - begin).rfind(b"\n")
+            kept = 0 if newline < 0 else begin + newline + 1
+        if kept < size:
+            stream.truncate(kept)
+
+
 def _words(fields: Mapping[str, Any]) -> str:
     quality = "recall" if "recall" in fields else "accuracy"
     return (
         f"loss {fields['loss']:.3f} · {quality} {fields[quality]:.1%} · {fields['pairs_per_s']:,.0f} pairs/s"
-        f" · {fields['memory_bytes'] / 2**20:,.0f} MiB"
+        f" · {memory_text(fields['memory_bytes'])}"
     )
 
 
+def memory_text(size: int | None) -> str:
+    """Return a size in MiB, or "memory unknown" for None: some systems do not tell it."""
+    return "memory unknown" if size is None else f"{size / 2**20:,.0f} MiB"
+
+
 def _bar(samples: int, seen: int) -> tuple[Any, Any]:
-    try:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-    except ModuleNotFoundError:
-        raise ValueError("watch.bar needs rich: pip install 'megabatch[train]', or watch.bar=false") from None
+    packages.require(packages.BAR)
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
     columns = (
         BarColumn(),
         TaskProgressColumn(),
@@ -108,10 +139,9 @@ def _bar(samples: int, seen: int) -> tuple[Any, Any]:
 
 class _TensorBoard:
     def __init__(self, folder: Path) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ModuleNotFoundError:
-            raise ValueError("watch.tensorboard needs tensorboard: pip install 'megabatch[train]'") from None
+        packages.require(packages.TENSORBOARD_LOG)
+        from torch.utils.tensorboard import SummaryWriter
+
         self._writer = SummaryWriter(str(folder))
 
     def put(self, event: str, fields: Mapping[str, Any]) -> None:
@@ -124,12 +154,9 @@ class _TensorBoard:
 
 class _Wandb:
     def __init__(self, run: config.Run, folder: Path) -> None:
-        try:
-            import wandb
-        except ModuleNotFoundError:
-            raise ValueError(
-                f"watch.wandb is {run.watch.wandb!r}: it needs wandb (pip install wandb); leave it out for none"
-            ) from None
+        packages.require(packages.WANDB_LOG)
+        import wandb
+
         self._run = wandb.init(project=run.watch.wandb, dir=str(folder), config=config.as_table(run), resume="allow")
 
     def put(self, event: str, fields: Mapping[str, Any]) -> None:
@@ -144,7 +171,7 @@ class _Wandb:
 def _numbers(event: str, fields: Mapping[str, Any]) -> dict[str, float]:
     """The curves that an event adds a point to."""
     if event == "step":
-        return {f"train/{name}": fields[name] for name in SCALARS if name in fields}
+        return {f"train/{name}": fields[name] for name in SCALARS if fields.get(name) is not None}
     if event != "evaluation":
         return {}
     flat = {f"held-out/{side}@{k}": v for side in ("x_to_y", "y_to_x") for k, v in fields.get(side, {}).items()}

@@ -15,6 +15,8 @@ from megabatch.training.checkpoint import manifest
 # and counts where a crash came between the two. What is to be deleted becomes PARTIAL first, as deleting takes several calls too.
 PARTIAL, OLD = ".partial", ".old"
 COMPLETE = re.compile(rf"step-(\d{{8,}})({re.escape(OLD)})?")
+# Every name that a save gives to a folder; others are not deleted.
+NAMES = re.compile(rf"{COMPLETE.pattern}({re.escape(PARTIAL)})*")
 
 
 def place(folder: Path, step: int) -> Path:
@@ -62,7 +64,7 @@ def begin(target: Path) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     for path in target.parent.iterdir():
         superseded = path.name.endswith(OLD) and path not in available(target.parent)
-        if path.name.startswith("step-") and (superseded or path.name.endswith(PARTIAL)):
+        if NAMES.fullmatch(path.name) and (superseded or path.name.endswith(PARTIAL)):
             shutil.rmtree(path, ignore_errors=True)
     partial = target.with_name(target.name + PARTIAL)
     partial.mkdir()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
+from ...files import write_text
 from .folder import Folder, read_folder
 from .markup import document, text
 from .opening import opening
@@ -19,10 +19,7 @@ def write_report(run: Path) -> Path:
         raise ValueError(f"{run}: there is no such folder; name the folder that `megabatch train` wrote to")
     page = _page(read_folder(run))
     path = run / "report.html"
-    # An interrupted write leaves the report that was there.
-    part = path.with_suffix(".part")
-    part.write_text(page, encoding="utf-8")
-    os.replace(part, path)
+    write_text(path, page)
     return path
 
 

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from megabatch import packages
+from megabatch.files import replacing
+
 from .history import number
 from .wording import plain
 
@@ -47,10 +50,9 @@ def contact_sheet(questions: Sequence[Question], out: Path | str) -> None:
     """Draws the sheet as PNG: a row for each question; right answers are framed green and ticked, wrong ones red and crossed."""
     if not questions:
         raise ValueError("a contact sheet of no questions: give at least one")
-    try:
-        from PIL import Image, ImageDraw
-    except ModuleNotFoundError:
-        raise ValueError("contact sheets need pillow: pip install 'megabatch[train]'") from None
+    packages.require(packages.CONTACT_SHEET)
+    from PIL import Image, ImageDraw
+
     columns = 1 + max(len(question.answers) for question in questions)
     height = CELL + CAPTION_LINES * LINE + 2 * GAP
     sheet = Image.new("RGB", (columns * (CELL + GAP) + 2 * GAP, len(questions) * height + GAP), PAPER)
@@ -61,7 +63,8 @@ def contact_sheet(questions: Sequence[Question], out: Path | str) -> None:
         for place, answer in enumerate(question.answers):
             # Twice the space between the question and its answers.
             _cell(sheet, draw, font, answer, (2 * GAP + (place + 1) * (CELL + GAP), top), framed=True)
-    sheet.save(out, "PNG")
+    with replacing(out) as temporary:
+        sheet.save(temporary, "PNG")
 
 
 def read_contact(run: Path) -> list[Question]:
@@ -179,9 +182,7 @@ def _pieces(word: str, font: FreeTypeFont, width: int) -> list[str]:
 
 def _font() -> FreeTypeFont:
     """DejaVu Sans, which comes with matplotlib; a character that it lacks is drawn as a box."""
-    try:
-        import matplotlib
-        from PIL import ImageFont
-    except ModuleNotFoundError:
-        raise ValueError("contact sheets need matplotlib and pillow: pip install 'megabatch[train]'") from None
+    import matplotlib
+    from PIL import ImageFont
+
     return ImageFont.truetype(str(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"), LETTERS)

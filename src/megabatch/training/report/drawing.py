@@ -8,6 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, NamedTuple
 
+from megabatch import packages
+from megabatch.files import replacing
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -32,10 +35,9 @@ DARK = Theme("#e6e6ea", "#9a9aa5", "#34343b", "#1d1d21", ("#4cc29a", "#ec8a72", 
 
 def sheet(width: float, height: float, theme: Theme) -> Figure:
     """An empty figure of so many inches."""
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise ValueError("pictures need matplotlib: pip install 'megabatch[train]'") from None
+    packages.require(packages.FIGURES)
+    from matplotlib.figure import Figure
+
     return Figure(figsize=(width, height), layout="constrained", facecolor=theme.paper)
 
 
@@ -53,4 +55,9 @@ def dress(axes: Axes, theme: Theme, title: str, *, grid: bool = True) -> None:
 
 
 def save(figure: Figure, out: Out) -> None:
-    figure.savefig(out, format="png", dpi=DPI, facecolor=figure.get_facecolor())
+    """Write the figure as PNG to an open file, or to a path whose file is replaced whole."""
+    if not isinstance(out, (str, Path)):
+        figure.savefig(out, format="png", dpi=DPI, facecolor=figure.get_facecolor())
+        return
+    with replacing(out) as temporary:
+        figure.savefig(temporary, format="png", dpi=DPI, facecolor=figure.get_facecolor())

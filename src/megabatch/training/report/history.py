@@ -42,7 +42,7 @@ def read_history(log: Path) -> History:
             history.evaluations.append(row)
         elif row["event"] == "bad":
             history.bad.append(row)
-        elif row["event"] == "note":
+        elif row["event"] in ("note", "damage"):
             history.notes.append(row)
     return history._replace(unread=unread)
 

@@ -100,17 +100,20 @@ def machine(folder: Folder) -> str:
 def bad_samples(folder: Folder) -> str:
     """Which samples were skipped and why; one that was met in several epochs is named once."""
     found = Counter((str(row.get("key")), str(row.get("reason"))) for row in folder.history.bad)
-    total = max(number(folder.result, "bad") or 0, len(found))
-    if not total:
+    held_out = {(str(row.get("key")), str(row.get("reason"))) for row in folder.history.bad if row.get("split") == "held-out"}
+    total = max(number(folder.result, "bad") or 0, len(found) - len(held_out))
+    if not total and not held_out:
         return ""
     named = [(key, reason) for (key, reason), _ in found.most_common(MOST_NAMED)]
     more = f'<p class="faint">and {len(found) - len(named):,} more in log.jsonl</p>\n' if len(found) > len(named) else ""
     count = "1 sample was" if total == 1 else f"{total:,.0f} samples were"
-    return section("Bad samples", f"<p>{count} skipped.</p>\n", pairs(named) if named else "", more)
+    tested = f" {len(held_out):,} held-out samples could not be read and were not evaluated." if held_out else ""
+    return section("Bad samples", f"<p>{count} skipped.{tested}</p>\n", pairs(named) if named else "", more)
 
 
 def notes(folder: Folder) -> str:
-    texts = [text(row.get("text", "")) for row in folder.history.notes]
+    # A run that was resumed has said some of it several times.
+    texts = list(dict.fromkeys(text(row.get("text", "")) for row in folder.history.notes))
     if folder.history.unread:
         texts.append(f"{folder.history.unread:,} lines of log.jsonl could not be read, as after a run that was killed.")
     return section("Notes", "<ul>\n" + "".join(f"<li>{note}</li>\n" for note in texts) + "</ul>\n") if texts else ""

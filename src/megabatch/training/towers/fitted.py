@@ -8,6 +8,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from megabatch import packages
+
 from .pixels import Pixels
 from .tower import Tower
 
@@ -69,10 +71,9 @@ def fit(
 
 
 def _blank() -> Any:
-    try:
-        from PIL import Image
-    except ModuleNotFoundError as error:
-        raise ValueError("towers for pictures need pillow: pip install 'megabatch[train]'") from error
+    packages.require(packages.IMAGES)
+    from PIL import Image
+
     return Image.new("RGB", (EDGE, EDGE))
 
 

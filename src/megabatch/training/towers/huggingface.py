@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import without_torchvision
 from .fitted import State, fit
 from .library import PICTURE_OPTIONS, normalise, split, unusable
 from .pixels import Pixels, PreparePicture
@@ -22,6 +22,8 @@ from .tower import Tower
 
 POOLS = ("pooler", "mean", "class")
 LOCAL = {"local_files_only": True, "trust_remote_code": False}
+# Implementations of attention that come with transformers and PyTorch; any other name can be a kernel to download and execute.
+ATTENTION = (None, "eager", "sdpa")
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.txt")
 # Where neither the options nor the model say them.
 LENGTH, SIZE = 77, 224
@@ -38,7 +40,7 @@ def from_transformers(name: str, dim: int, options: Mapping[str, Any], *, checkp
     pool = options.get("pool")
     if pool is not None and pool not in POOLS:
         raise ValueError(f"pool is {pool!r}: must be one of {', '.join(POOLS)}, or left out")
-    with no_broken_torchvision():
+    with _importing():
         config, model = _load(name)
         if checkpointing:
             _checkpoint_inside(model, name)
@@ -59,32 +61,17 @@ def _own_weights(state: State) -> State:
 
 
 @contextmanager
-def no_broken_torchvision() -> Iterator[None]:
-    """Hides a torchvision that is installed but cannot be imported beside this torch: transformers would import it all the same.
-
-    No text or picture model needs it. transformers asks once and remembers the answer.
-    """
-    hidden = False
+def _importing() -> Iterator[None]:
+    """Import transformers, and build its models, without a torchvision that cannot be imported: text and image models need none."""
     try:
-        import torchvision  # type: ignore[import-untyped]  # noqa: F401
-    except ModuleNotFoundError:
-        pass
-    except Exception:
-        # The way in which Python says that a module is not to be imported.
-        hidden = True
-        sys.modules["torchvision"] = None  # type: ignore[assignment]
-    try:
-        from transformers.utils.import_utils import is_torchvision_available
+        with without_torchvision.hidden():
+            import transformers  # noqa: F401
 
-        is_torchvision_available()
-        yield
+            yield
     except ModuleNotFoundError as error:
         if error.name != "transformers":
             raise
         raise unusable("transformers", error) from error
-    finally:
-        if hidden:
-            del sys.modules["torchvision"]
 
 
 def _load(name: str) -> tuple[Any, nn.Module]:
@@ -94,23 +81,52 @@ def _load(name: str) -> tuple[Any, nn.Module]:
     if folder.is_dir():
         name = str(folder)
     try:
-        config = AutoConfig.from_pretrained(name, **LOCAL)
+        with _offline():
+            config = AutoConfig.from_pretrained(name, **LOCAL)
     except (OSError, ValueError) as error:
         raise ValueError(f"transformers:{name} is neither a folder with a config.json nor a name in the cache ({error})") from error
     if hasattr(config, "vision_config") and hasattr(config, "text_config"):
         raise ValueError(f"transformers:{name} holds two towers; save its vision or its text model in a folder of its own")
+    _refuse_code(name, config)
     fresh = folder.is_dir() and not any(folder.glob("*.safetensors"))
     if fresh and any(folder.glob("*.bin")):
         raise ValueError(f"transformers:{name} holds pickled weights, which are not read; save them as safetensors")
     try:
-        if fresh:
-            model = AutoModel.from_config(config)
-        else:
-            model = AutoModel.from_pretrained(name, config=config, use_safetensors=True, **LOCAL)
+        with _offline():
+            if fresh:
+                model = AutoModel.from_config(config)
+            else:
+                model = AutoModel.from_pretrained(name, config=config, use_safetensors=True, **LOCAL)
     except (OSError, ValueError, ImportError) as error:
         raise ValueError(f"transformers:{name} cannot be loaded ({error})") from error
     # Weights that are stored in half precision are trained in whole.
     return config, (model.get_encoder() if config.is_encoder_decoder else model).float()
+
+
+def _refuse_code(name: str, config: Any) -> None:
+    """Raise ValueError where a model's configuration asks for kernels of somebody else, or for quantized weights."""
+    for part in (config, *(getattr(config, key, None) for key in getattr(config, "sub_configs", ()))):
+        wanted = getattr(part, "_attn_implementation", None)
+        if wanted not in ATTENTION:
+            raise ValueError(
+                f"transformers:{name} asks for the attention {wanted!r} in its config.json, which can be code from the network; set"
+                ' attn_implementation to "sdpa" or "eager" there'
+            )
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(f"transformers:{name} holds quantized weights, which cannot be trained; save it in fp32 or bf16")
+
+
+@contextmanager
+def _offline() -> Iterator[None]:
+    """Keep the libraries of Hugging Face from downloading anything, whatever a configuration refers to."""
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
 
 
 def _checkpoint_inside(model: nn.Module, name: str) -> None:
@@ -158,10 +174,11 @@ class ByteTokens:
 
 @functools.lru_cache(maxsize=2)
 def _folder_tokenizer(name: str) -> Any:
-    with no_broken_torchvision():
+    with _importing():
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(name, **LOCAL)
+        with _offline():
+            tokenizer = AutoTokenizer.from_pretrained(name, **LOCAL)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

@@ -7,12 +7,14 @@ import functools
 import inspect
 import logging
 import pkgutil
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from torch import Tensor, nn
 
+from . import without_torchvision
 from .fitted import State, fit
 from .pixels import Pixels, PreparePicture
 from .tokenizer import ByteTokenizer
@@ -21,25 +23,29 @@ from .tower import Tower
 PICTURE_OPTIONS = tuple(field.name for field in fields(PreparePicture))
 # What a Module of your own may be given, and the options of its preparation.
 PREPARATIONS = {None: (), "picture": PICTURE_OPTIONS, "text": ("length",)}
+# Options by which timm and OpenCLIP would read a file, unpickle it or download: weights come from the tower's `weights` alone.
+LOADING_OPTIONS = re.compile(r"pretrained|^hf_|^(checkpoint_path|cache_dir|load_weights|load_weights_only|weights_only|file|url)$")
+LOADING_VALUES = re.compile(r"^(hf[-_]hub|local-dir|https?|file):")
 
 
 def from_timm(name: str, dim: int, options: Mapping[str, Any], *, checkpointing: bool) -> Tower:
     """A timm model, with its own size, mean and deviation. Options: those of `PreparePicture`, and of `timm.create_model`."""
     try:
-        import timm
+        timm = without_torchvision.import_timm()
     except Exception as error:
         raise unusable("timm", error) from error
     if not timm.is_model(name):
         raise unknown("timm", name, timm.list_models())
+    refuse_loading(f"timm:{name}", options)
     ours, theirs = split(options, PICTURE_OPTIONS)
     # Only models that do not take any size have an argument for it.
     if "size" in ours and getattr(timm.get_pretrained_cfg(name), "fixed_input_size", False):
         theirs["img_size"] = ours["size"]
     try:
         encoder: Any = timm.create_model(name, num_classes=0, in_chans=ours.get("channels", 3), **theirs)
-    except (TypeError, AssertionError) as error:
+    except (TypeError, AssertionError, ImportError) as error:
         raise ValueError(f"timm:{name} does not take the options {dict(options)!r} ({error})") from error
-    config = timm.data.resolve_model_data_config(encoder)  # type: ignore[attr-defined]
+    config = timm.data.resolve_model_data_config(encoder)
     ours.setdefault("size", config["input_size"][-1])
     prepare = PreparePicture(**ours)
     if checkpointing:
@@ -60,11 +66,12 @@ def from_open_clip(name: str, dim: int, options: Mapping[str, Any], *, side: str
     Options: those of `PreparePicture`, and of `open_clip.create_model`; part = "picture" or "text" overrules the side.
     """
     try:
-        import open_clip
+        open_clip = without_torchvision.import_open_clip()
     except Exception as error:
         raise unusable("open_clip", error) from error
     if name not in open_clip.list_models():
         raise unknown("open_clip", name, open_clip.list_models())
+    refuse_loading(f"open_clip:{name}", options)
     ours, theirs = split(options, (*PICTURE_OPTIONS, "part"))
     part = ours.pop("part", "picture" if side == "x" else "text")
     if part not in ("picture", "text"):
@@ -105,9 +112,7 @@ def _create_open_clip(create: Callable[..., nn.Module], name: str, size: int | N
 
 @functools.lru_cache(maxsize=2)
 def _open_clip_tokenizer(name: str) -> Callable[[str], Tensor]:
-    import open_clip
-
-    return open_clip.get_tokenizer(name)
+    return without_torchvision.import_open_clip().get_tokenizer(name)
 
 
 @dataclass(frozen=True)
@@ -160,6 +165,20 @@ def split(options: Mapping[str, Any], names: Iterable[str]) -> tuple[dict[str, A
     return ours, {key: value for key, value in options.items() if key not in ours}
 
 
+def refuse_loading(model: str, options: Any) -> None:
+    """Raise ValueError where an option, also one inside a table, would have the library read a file or download."""
+    for key, value in options.items() if isinstance(options, Mapping) else enumerate(options):
+        if isinstance(key, str) and LOADING_OPTIONS.search(key):
+            raise ValueError(
+                f"option {key!r} of {model} is refused: with it the library itself would load weights, from pickles or the network;"
+                " name a local file with the tower's key `weights` instead"
+            )
+        if isinstance(value, str) and LOADING_VALUES.search(value):
+            raise ValueError(f"option {key!r} of {model} is {value!r}, which would be downloaded; name a local file with `weights`")
+        if isinstance(value, (Mapping, list, tuple)):
+            refuse_loading(model, value)
+
+
 def normalise(mean: Sequence[float], std: Sequence[float], channels: int) -> Pixels:
     """As the library wants it; grey takes the means of the colours' numbers."""
     if channels == 1:
@@ -191,7 +210,8 @@ def unusable(library: str, error: Exception) -> ValueError:
     if isinstance(error, ModuleNotFoundError) and error.name == library:
         package = {"open_clip": "open_clip_torch"}.get(library, library)
         return ValueError(f"{library} is not installed: pip install {package}; the towers vit, cnn and text need no package")
+    broken = without_torchvision.error_of_import()
+    mend = "" if broken is None else f"; nor can torchvision, which it uses. {without_torchvision.remedy()}"
     return ValueError(
-        f"{library} cannot be imported ({type(error).__name__}: {error}); it needs a torchvision that was built for the installed"
-        " torch. The towers vit, cnn and text need no package"
+        f"{library} cannot be imported ({type(error).__name__}: {error}){mend}. The towers vit, cnn and text need no package"
     )

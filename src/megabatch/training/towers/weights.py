@@ -41,7 +41,10 @@ def load_weights(module: nn.Module, path: str | Path) -> None:
     if any(wrong.values()):
         found = "; ".join(f"{what}: {_some(names)}" for what, names in wrong.items() if names)
         raise ValueError(f"weights {path} do not fit the tower: {found}. Give the name and the options that they were saved with")
-    module.load_state_dict(state)
+    try:
+        module.load_state_dict(state)
+    except RuntimeError as error:
+        raise ValueError(f"weights {path} cannot be copied into the tower ({error})") from error
 
 
 def _some(names: list[str]) -> str:
@@ -57,23 +60,29 @@ def _read(path: Path) -> dict[str, Tensor]:
         if isinstance(state, dict) and isinstance(state.get(nest), dict):
             state = state[nest]
             break
-    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise ValueError(f"weights {path}: holds no state dict, which is a dict of tensors")
+    if not isinstance(state, dict) or not all(isinstance(name, str) and _is_dense(value) for name, value in state.items()):
+        raise ValueError(f"weights {path}: holds no state dict, which is a dict of dense tensors by name")
     # Saved from inside DistributedDataParallel.
     wrapped = bool(state) and all(name.startswith("module.") for name in state)
     return {name.removeprefix("module."): value for name, value in state.items()} if wrapped else state
 
 
+def _is_dense(value: Any) -> bool:
+    if not isinstance(value, Tensor) or value.layout is not torch.strided:
+        return False
+    return not (value.is_nested or value.is_quantized or value.is_meta)
+
+
 def _read_safetensors(path: Path) -> Any:
     try:
-        from safetensors import SafetensorError
         from safetensors.torch import load_file
     except ModuleNotFoundError as error:
         raise ValueError(f"weights {path} needs safetensors: pip install 'megabatch[train]'") from error
     try:
         return load_file(path)
-    except SafetensorError as error:
-        raise ValueError(f"weights {path}: cannot be read as safetensors ({error})") from error
+    except Exception as error:
+        # What a damaged file raises depends on where the damage is: SafetensorError, OSError, KeyError for an unknown dtype.
+        raise ValueError(f"weights {path}: cannot be read as safetensors ({type(error).__name__}: {error})") from error
 
 
 def _read_torch(path: Path) -> Any:
@@ -81,8 +90,12 @@ def _read_torch(path: Path) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ValueError(
-            f"weights {path}: holds more than tensors and is refused, since reading it could execute code;"
-            " save the state_dict() alone, best as safetensors"
+            f"weights {path}: is no file of torch.save, or holds more than tensors and is refused, since reading it could execute"
+            " code; save the state_dict() alone, best as safetensors"
         ) from error
-    except (RuntimeError, EOFError, OSError, KeyError) as error:
-        raise ValueError(f"weights {path}: cannot be read ({type(error).__name__}: {error})") from error
+    except Exception as error:
+        # The unpickler raises whatever a damaged file leads it into: RuntimeError, EOFError, OSError, UnicodeDecodeError, KeyError.
+        raise ValueError(
+            f"weights {path}: cannot be read as a state dict of torch.save ({type(error).__name__}: {error});"
+            " name a .safetensors or .pt file"
+        ) from error
