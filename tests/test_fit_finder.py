@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import megabatch
-from megabatch import measured
-from megabatch.chunks.memory import host_available_bytes
+from megabatch import host_memory, measured
 from megabatch.measuring.fit import finder
 from megabatch.measuring.fit.finder import find_chunk
 from megabatch.measuring.fit.limits import limit_of
@@ -282,13 +281,13 @@ def test_copies_of_the_state_do_not_count_to_the_step():
 
 def test_without_a_budget_half_of_what_the_host_has_is_one():
     limit = limit_of(torch.device("cpu"), None, 0.0)
-    assert limit.bytes == pytest.approx(resident_bytes() + host_available_bytes() / 2, rel=0.05) and limit.how == "measured"
+    assert limit.bytes == pytest.approx(resident_bytes() + host_memory.available() / 2, rel=0.05) and limit.how == "measured"
     shared = limit_of(torch.device("cpu"), None, 0.0, ranks=4)
-    assert shared.bytes == pytest.approx(resident_bytes() + host_available_bytes() / 8, rel=0.05)
+    assert shared.bytes == pytest.approx(resident_bytes() + host_memory.available() / 8, rel=0.05)
 
 
 def test_peaks_are_seen_also_where_the_kernels_mark_cannot_be_reset(monkeypatch):
-    monkeypatch.setattr("megabatch.measuring.fit.resident.reset_peak", lambda device: None)
+    monkeypatch.setattr(host_memory, "reset_peak", lambda: False)
     torch.ones(64 * MIB)
     with Highest() as seen:
         before = resident_bytes()

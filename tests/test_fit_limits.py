@@ -91,6 +91,6 @@ def test_a_device_that_tells_nothing(monkeypatch):
 
 
 def test_a_system_that_tells_nothing(monkeypatch):
-    monkeypatch.setattr("megabatch.measuring.fit.resident.is_measurable", lambda: False)
-    with pytest.raises(ValueError, match="do it on Linux, or on an accelerator"):
+    monkeypatch.setattr("megabatch.host_memory.resident", lambda: None)
+    with pytest.raises(ValueError, match="pip install psutil, or use an accelerator"):
         limit_of(torch.device("cpu"), None, 0.0)

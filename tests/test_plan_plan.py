@@ -170,6 +170,17 @@ def test_sigmoid_stops_where_its_negatives_stop_paying():
     assert (found.batch, found.run.loss.objective, found.run.loss.label_smoothing) == (32_768, "siglip", 0.0)
 
 
+def test_a_plan_writes_only_keys_that_its_loss_and_optimizer_use():
+    few = {**MEDICAL, "data": "500k"}
+    clip, siglip = (plan("ViT-L/14", tools=TOOLS, loss=loss, **few) for loss in ("clip", "siglip"))
+    assert "label smoothing" in [number.name for number in clip.numbers] and clip.run.loss.label_smoothing == 0.1
+    assert "label smoothing" not in [number.name for number in siglip.numbers] and siglip.run.loss.label_smoothing == 0.0
+    sgd = plan("ViT-L/14", tools=TOOLS, optimizer="sgd", **few).run
+    assert (sgd.optimizer.name, sgd.optimizer.betas) == ("sgd", config.DEFAULTS.optimizer.betas)
+    adamw = plan(config.build({"optimizer": {"name": "sgd", "momentum": 0.5}, "schedule": {"steps": 9}}), tools=TOOLS, **few).run
+    assert (adamw.optimizer.name, adamw.optimizer.momentum) == ("adamw", config.DEFAULTS.optimizer.momentum)
+
+
 @given(st.sampled_from(["T4", "8xV100", "2xL4", "64xH100", "3xA100-40GB"]), st.integers(10_000, 10**9), st.floats(0.5, 50))
 @settings(max_examples=40, deadline=None)
 def test_every_plan_is_consistent_and_comes_back_from_its_files(gpu, data, epochs):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import re
@@ -11,11 +12,15 @@ import torch
 
 from megabatch import config, measured
 from megabatch.measuring.predicted import Predicted
-from megabatch.measuring.profile import knee, profile, show
+from megabatch.measuring.profile import curve as profile_curve
+from megabatch.measuring.profile import knee, show
 from megabatch.measuring.profile.curve import Size, curve, judge, point, sizes_of
 from megabatch.measuring.profile.page import page, sentences
 from megabatch.measuring.profile.steps import Bench, Timed, median_and_spread, time_steps
 from megabatch.training.launch import Ranks, ranks
+
+# The runs here name towers of the tests: they are trusted.
+profile = functools.partial(profile_curve.profile, trust_code=True)
 
 WORDS = ["red", "green", "blue", "round", "square", "large", "small", "old", "new", "odd"]
 RISING = [(64, 100.0), (128, 180.0), (256, 195.0), (512, 200.0), (1024, 190.0)]

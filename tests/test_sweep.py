@@ -34,6 +34,7 @@ from megabatch.measuring.sweep.verdict import verdict
 from megabatch.training.data.order import Order
 from megabatch.training.data.source import Sample
 from megabatch.training.data.split import Part
+from megabatch.training.run_folder import MARK
 from megabatch.training.signals import Stopped
 
 EVIL = "</ul><script>document.title='owned'</script>"
@@ -536,6 +537,7 @@ def test_a_file_that_is_no_outcome_is_named(tmp_path):
     folder = tmp_path / "runs" / "256-0.001-0"
     folder.mkdir(parents=True)
     (folder / "outcome.json").write_text("[]")
+    (tmp_path / MARK).touch()
     with pytest.raises(ValueError, match=r"outcome.json: holds no outcome of a run"):
         sweep(base_run(), batches=[256], out=tmp_path, train=Planted(), say=lambda line: None)
 

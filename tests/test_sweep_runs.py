@@ -17,6 +17,7 @@ from PIL import Image
 from megabatch import config, measured
 from megabatch.measuring.sweep import results, sweep
 from megabatch.measuring.sweep.show import verdict_of
+from megabatch.training import run_folder
 
 SMALL = ["x.options.width=4", "x.options.hidden=32", "y.options.width=16", "y.options.buckets=512", "loss.dim=16", "data.workers=0"]
 SMALL += ["evaluate.limit=200", "batch.size=32", "batch.chunk=64", "optimizer.lr=0.01", "schedule.samples=640"]
@@ -37,7 +38,7 @@ SWEEP = """
 import sys
 from megabatch import config
 from megabatch.measuring.sweep import sweep
-sweep(config.read(sys.argv[1]), batches=[8], rates=(1,), seeds=2, out=sys.argv[2])
+sweep(config.read(sys.argv[1]), batches=[8], rates=(1,), seeds=2, out=sys.argv[2], trust_code=True)
 """
 
 
@@ -52,16 +53,17 @@ def test_the_embedded_default_is_swept_and_a_run_that_fails_is_a_row(tmp_path):
     said = []
     run = config.build(config.EMBEDDED, SMALL)
     # No network survives the second rate.
-    result = sweep(run, batches=[32, 128], rates=(1, 1e30), seeds=1, extend=0, jobs=2, out=tmp_path, say=said.append)
+    result = sweep(run, batches=[32, 128], rates=(1, 5e4), seeds=1, extend=0, jobs=2, out=tmp_path, say=said.append)
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    assert [(row["batch"], row["lr"]) for row in rows] == [(32, 0.01), (32, 1e28), (128, 0.02), (128, 2e28)]
+    assert [(row["batch"], row["lr"]) for row in rows] == [(32, 0.01), (32, 500), (128, 0.02), (128, 1000)]
     ended, failed = rows[::2], rows[1::2]
     assert [(row["steps"], row["samples"]) for row in ended] == [(20, 640), (5, 640)]
     for row in ended:
         assert row["error"] is None and row["apart"] and 80 < row["pairs"] < 120
         assert row["seconds"] > 0 and row["pairs_per_s"] > 0 and 0 <= row["quality"] <= 1 and 0 <= row["training"] <= 1
         assert row["loss"] > 1 and row["gap"] == pytest.approx(row["training"] - row["quality"])
-    assert all(row["quality"] is None and "the weights were not updated" in row["error"] for row in failed)
+    # Some end at a step, some with embeddings that are not finite.
+    assert all(row["quality"] is None and re.search("the weights were not updated|not finite", row["error"]) for row in failed)
     assert [(row["lr"], row["mean"], row["edge"]) for row in result.found.rows] == [
         (row["lr"], row["quality"], "lowest") for row in ended
     ]
@@ -72,6 +74,7 @@ def test_the_embedded_default_is_swept_and_a_run_that_fails_is_a_row(tmp_path):
     # Each is a run that the other verbs know, without what nobody looks at.
     folder = tmp_path / "runs" / "128-0.02-0"
     assert config.read(folder / "run.toml").batch.size == 128 and not (folder / "report.html").exists()
+    assert (folder / "outcome.json").exists() and run_folder.foreign(folder) == []
     assert json.loads((folder / "result.json").read_text())["evaluation"]["pairs"] == 200
     assert len(said) == 4 and re.match(r"\[4 of 4, \d+ s\] batch \d+, lr \S+, seed 0: ", said[-1])
 
@@ -127,7 +130,7 @@ def test_killed_in_the_middle_it_goes_on_without_repeating_what_was_finished(tmp
     monkeypatch.setattr(results, "picture", lambda subject, out: None)
     monkeypatch.setattr(results, "page", lambda found, rows: "")
     said = []
-    result = sweep(run, batches=[8], rates=(1,), seeds=2, out=out, say=said.append)
+    result = sweep(run, batches=[8], rates=(1,), seeds=2, out=out, say=said.append, trust_code=True)
     assert kept == {name: (first / name).stat().st_mtime_ns for name in kept}
     steps = events(second, "step")
     assert steps[: len(before)] == before

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import json
 import math
+import types
+import typing
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from .files import write_text
+
 Kind = Literal["fit", "profile", "noise", "sweep"]
 NOT_FINITE = ("inf", "-inf", "nan")
+# Larger numbers in a file are damage, and arithmetic on them would overflow.
+LARGEST = 1e18
+# What counts things, where it is given: at least one. What takes time or room is above zero.
+COUNTS = ("batch", "best", "branch", "chunk", "enough", "knee", "ranks", "size", "soonest")
+BYTES = ("limit_bytes", "peak_bytes", "reserved_bytes", "predicted_bytes", "predicted_reserved")
+QUANTITIES = ("lr", "pairs_per_s", "seconds", "predicted_seconds", *BYTES)
 
 
 @dataclass(frozen=True)
@@ -92,7 +102,7 @@ def write(measured: Measured, path: str | Path) -> Path:
     """The file of a measurement; its folder is made where it is missing."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(as_json(measured) + "\n", encoding="utf-8")
+    write_text(path, as_json(measured) + "\n")
     return path
 
 
@@ -108,12 +118,56 @@ def read(path: str | Path) -> Measured:
         table = json.loads(Path(path).read_text("utf-8"))
         made = KINDS[table.pop("measured")]
         found = {key: tuple(value) if isinstance(value, list) else value for key, value in _loose(table.pop("found")).items()}
-        return Measured(made(**found), **table)
+        measured = Measured(made(**found), **table)
+        check_types(measured)
+        check_types(measured.found)
+        _check_numbers(asdict(measured.found))
+        return measured
     except FileNotFoundError:
         raise ValueError(f"{path}: there is no such file; name one that fit, profile, noise or sweep has written") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         known = ", ".join(get_args(Kind))
         raise ValueError(f"{path}: holds no measurement of {known} ({error!r}); write it anew") from None
+
+
+def check_types(record: Any) -> None:
+    """Raise ValueError where a field of a dataclass, read from a file, does not hold what its annotation says."""
+    for name, hint in typing.get_type_hints(type(record)).items():
+        value = getattr(record, name)
+        if not _fits(value, hint):
+            raise ValueError(f"{name} is {value!r:.80}, not {hint.__name__ if isinstance(hint, type) else hint}")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin, choices = typing.get_origin(hint), get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, choice) for choice in choices)
+    if origin is Literal:
+        return isinstance(value, str) and value in choices
+    if origin is tuple:
+        return isinstance(value, tuple) and all(_fits(each, choices[0]) for each in value)
+    if origin is not None and issubclass(origin, Mapping):
+        return isinstance(value, Mapping) and all(isinstance(key, str) and _fits(each, choices[1]) for key, each in value.items())
+    if hint is Any:
+        return True
+    if hint in (int, float):
+        # True is an int to Python.
+        is_number = isinstance(value, (int, float) if hint is float else int) and not isinstance(value, bool)
+        return is_number and not (abs(value) > LARGEST and abs(value) != math.inf)
+    return isinstance(value, hint)
+
+
+def _check_numbers(table: Mapping[str, Any]) -> None:
+    """Raise ValueError where a number of a measurement, also in its rows, is none that could have been measured."""
+    for name, value in table.items():
+        for row in value if isinstance(value, (list, tuple)) else ():
+            if isinstance(row, Mapping):
+                _check_numbers(row)
+        if value is None or name not in COUNTS + QUANTITIES:
+            continue
+        if not _fits(value, int if name in COUNTS else float) or not (1 if name in COUNTS else 0) <= value < math.inf:
+            rule = "must be a whole number of at least 1" if name in COUNTS else "must be a finite number, not negative"
+            raise ValueError(f"{name} is {value!r:.80}: {rule}")
 
 
 def _strict(value: Any) -> Any:
@@ -131,4 +185,4 @@ def _loose(value: Any) -> Any:
         return {key: _loose(each) for key, each in value.items()}
     if isinstance(value, list):
         return [_loose(each) for each in value]
-    return float(value) if value in NOT_FINITE else value
+    return float(value) if isinstance(value, str) and value in NOT_FINITE else value

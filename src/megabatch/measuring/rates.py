@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .. import host_memory
 from ..config import Compute
-from ..environment import device_name, main_memory
+from ..environment import device_name
 from ..planning.counting import count_work
 from ..planning.rates import Rates
 from ..training.launch import ranks
@@ -50,7 +51,10 @@ def measure_here(seconds: float = SECONDS) -> Rates:
 
 def _memory(device: torch.device) -> int:
     if device.type == "cpu":
-        return main_memory() or 0
+        total = host_memory.total()
+        if total is None:
+            raise ValueError(f"the memory of this machine cannot be read, since {host_memory.REMEDY}")
+        return total
     if device.type == "mps":
         return torch.mps.recommended_max_memory()
     return int(torch.get_device_module(device).get_device_properties(device).total_memory)

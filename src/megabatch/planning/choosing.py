@@ -50,6 +50,11 @@ def _soonest(planner: Planner) -> batches.Choice:
     critical, said = question.critical or batches.critical_batch(kind, data), None
     source = FACTS["lm critical batch" if kind == "lm" else "imagenet"].source
     if question.critical is None and noise is not None and not noise.coupled:
+        if not noise.critical < math.inf:
+            raise ValueError(
+                f"the measured noise has no finite critical batch ({noise.critical}): no gradient was seen above it; measure more"
+                " steps, give the critical batch itself (critical=…), or leave the file out"
+            )
         critical, source = max(1, round(noise.critical)), "megabatch noise"
         said = f"the critical batch is {critical:,} ({noise.low:,.0f} to {noise.high:,.0f}), {planner.known.said['noise']}"
     rows = max(1, critical // question.length) if kind == "lm" else critical

@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 
-from ..environment import main_memory
+from .. import host_memory
 from .kinds import Kind
 from .shares import BYTES, FLOPS, IN_TF32, WITHOUT_TENSOR_CORES, bytes_shares
 
@@ -162,7 +162,9 @@ def like_device(name: str) -> Device:
 def cpu_device() -> Device:
     """This machine's CPU, by assumption."""
     threads = torch.get_num_threads()
-    memory = main_memory() or 8 * GIB
+    memory = host_memory.total()
     rates = MappingProxyType({"fp32": 30e9 * threads})
     source = "30 GFLOP/s and 8 GB/s a thread, assumed: CPUs differ widely, measure"
+    if memory is None:
+        memory, source = 8 * GIB, f"8 GiB of memory, {source}"
     return Device("cpu", memory, rates, 8e9 * threads, 10e9, source, Shares.uniform(1.0, 1.0, host_s=5e-6, step_s=0.0))

@@ -14,6 +14,8 @@ import torch
 from .devices import Device, Shares, cpu_device, find_device, like_device
 from .rates import Rates, read_rates
 
+# More than any machine has; arithmetic on larger numbers would overflow.
+MOST_BYTES, MOST_DEVICES = 1e18, 10**7
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {f"{letter}IB": 2 ** (10 * power) for power, letter in enumerate("KMGT", start=1)}
 # Large products and copies, which are measured, already stay below the peaks: on an H200 by a quarter and an eighth.
@@ -30,8 +32,10 @@ class Machine:
     network: float = 25e9
 
     def __post_init__(self) -> None:
-        if self.gpus < 1:
-            raise ValueError(f"gpus is {self.gpus}: must be at least 1; a CPU counts as one")
+        if not 1 <= self.gpus <= MOST_DEVICES:
+            raise ValueError(
+                f"gpus is {str(self.gpus)[:40]}: must be at least 1, and at most {MOST_DEVICES:,}; a CPU counts as one"
+            )
 
     @property
     def link(self) -> float:
@@ -52,10 +56,10 @@ def parse_bytes(text: str | int) -> int:
     unit = UNITS.get(found[2].upper()) if found else None
     if found is None or unit is None or found[1].count(".") > 1:
         raise ValueError(f"memory is {text!r}: must read like 80GiB or 24GB")
-    size = int(float(found[1]) * unit)
-    if size <= 0:
-        raise ValueError(f"memory is {text!r}: must be above 0")
-    return size
+    size = float(found[1]) * unit
+    if not 1 <= size <= MOST_BYTES:
+        raise ValueError(f"memory is {str(text)[:40]!r}: must be above 0, and at most {MOST_BYTES:g} bytes")
+    return int(size)
 
 
 def find_machine(

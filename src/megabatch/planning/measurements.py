@@ -106,9 +106,18 @@ def _steps(points: Iterable[Mapping[str, Any]], run: config.Run, said: str, mach
         # On another device, how far its prediction was off is all that carries over.
         if seconds is None or not (here or predicted):
             continue
-        how = how_of(run, point.get("ranks", 1), point["batch"], point["chunk"], point.get("keep", 0))
+        if point.get("batch") is None or point.get("chunk") is None:
+            raise ValueError(f"a point of the profile has no batch or no chunk ({dict(point)!r:.80}); measure anew")
+        how = how_of(run, point.get("ranks") or 1, point["batch"], point["chunk"], _kept(point))
         memory = point.get("peak_bytes" if machine.device.type == "cpu" else "reserved_bytes")
         yield Step(how, seconds, memory, None if here else seconds / predicted, said)
+
+
+def _kept(point: Mapping[str, Any]) -> int:
+    kept = point.get("keep") or 0
+    if type(kept) is not int or kept < 0:
+        raise ValueError(f"keep is {kept!r:.80} in a point of the profile: must be a whole number, from 0; measure anew")
+    return kept
 
 
 def _is_here(name: str, machine: Machine) -> bool:

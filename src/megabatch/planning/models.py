@@ -80,7 +80,8 @@ def function_module(name: str) -> nn.Module:
         with Uncomputed():
             module = make()
     except Exception as error:
-        raise ValueError(f"model is {name!r}: cannot be built ({type(error).__name__}: {error})") from error
+        hint = "; --trust-code imports from the current folder too" if isinstance(error, ModuleNotFoundError) else ""
+        raise ValueError(f"model is {name!r}: cannot be built ({type(error).__name__}: {error}){hint}") from error
     if not isinstance(module, nn.Module):
         raise ValueError(f"model is {name!r}: returned a {type(module).__name__}, must be a torch.nn.Module")
     return module

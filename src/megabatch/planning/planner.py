@@ -35,11 +35,15 @@ class Tools(NamedTuple):
     predict: Callable[[Question, config.Run, Workload, Machine], Predict] = traced
 
 
-def plan(model: str | config.Run | None = None, *, tools: Tools | None = None, **asked: Any) -> Plan:
+def plan(model: str | config.Run | None = None, *, tools: Tools | None = None, trust_code: bool = False, **asked: Any) -> Plan:
     """The plan for a model, data and machine; see `Question` for what can be asked.
 
     Without arguments: the embedded default on this machine.
+    trust_code: whether code that a Run names (`config.callables`) may be imported and called. A function that `model` itself names,
+        "package.module:function", is named by the caller and needs no further word.
     """
+    if isinstance(model, config.Run):
+        config.require_trust(model, trust_code)
     try:
         question = Question(model, **asked)
     except TypeError as error:
@@ -164,7 +168,15 @@ class Planner:
             given = (self.base.optimizer.lr, self.base.batch.size)
         base = settings.base_for(question.objective, parameters, question.optimizer, given, fact)._replace(ema=question.ema)
         objective = "contrastive" if question.pairs and question.objective != "finetune" else question.objective
-        return settings.follow(batch, self.budget.seen, self.budget.data, base, optimizer=question.optimizer, objective=objective)
+        return settings.follow(
+            batch,
+            self.budget.seen,
+            self.budget.data,
+            base,
+            optimizer=question.optimizer,
+            objective=objective,
+            smoothed=self.task.loss != "siglip",
+        )
 
     def notes(self, batch: int, follows: settings.Settings) -> list[str]:
         said = []
@@ -192,18 +204,20 @@ class Planner:
         optimizer = replace(base.optimizer, name=self.question.optimizer, lr=follows.lr, betas=betas, weight_decay=decay)
         optimizer = replace(optimizer, ema=follows.ema)
         length: dict[str, Any] = {"samples": self.budget.seen, "epochs": None, "steps": None}
-        run = replace(
+        planned = replace(
             base,
             out=self.question.out or base.out,
             x=replace(base.x, checkpointing=how.checkpointing),
             y=replace(base.y, checkpointing=how.checkpointing and base.y.name != "x"),
-            loss=replace(base.loss, label_smoothing=0.0 if self.task.loss == "siglip" else follows.label_smoothing),
+            loss=replace(base.loss, label_smoothing=follows.label_smoothing),
             batch=replace(base.batch, size=how.batch, chunk=how.chunk, keep=how.keep),
             optimizer=optimizer,
             schedule=replace(base.schedule, **length, warmup=float(follows.warmup)),
             compute=replace(base.compute, precision=how.precision, sharding=how.sharding),
             planned=config.Planned(found.peak, found.seconds),
         )
+        # Another optimizer than the base's does not use all that the base says.
+        run = config.without_unused(planned)
         config.check(run)
         return run
 

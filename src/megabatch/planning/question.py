@@ -13,6 +13,8 @@ from ..measured import Measured
 from .batch import Start
 from .rates import Rates
 
+# More samples than anybody has; arithmetic on larger numbers would overflow.
+MOST = 1e15
 COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 OBJECTIVES = ("contrastive", "supervised", "lm", "finetune")
 # Training pairs of the embedded default, pictures of characters: what it has when a tenth is held out.
@@ -79,8 +81,10 @@ class Question:
             raise ValueError(f"share is {self.share}: the part of the memory that may be used lies above 0, up to 1")
         if self.seen is not None and self.epochs is not None:
             raise ValueError(f"seen is {self.seen} and epochs is {self.epochs}: give one of the two")
-        if self.epochs is not None and self.epochs <= 0:
-            raise ValueError(f"epochs is {self.epochs}: must be above 0")
+        numbers = [("epochs", self.epochs), ("price", self.price), ("critical", self.critical), ("gpus", self.gpus)]
+        for name, number in numbers:
+            if number is not None and not 0 < number <= MOST:
+                raise ValueError(f"{name} is {str(number)[:40]}: must be above 0, and at most {MOST:g}")
         if isinstance(self.measured, (str, Path)):
             raise ValueError(
                 f"measured is {str(self.measured)!r}: must be a list of files, as in measured=[{str(self.measured)!r}]"
@@ -110,10 +114,12 @@ def parse_count(value: int | str | None, name: str) -> int | None:
     found = re.fullmatch(r"\s*(-?\d+(?:\.\d+)?)\s*([kKMBGT]?)\s*", str(value).replace(",", "").replace("_", ""))
     if found is None:
         raise ValueError(f"{name} is {value!r}: must be a number of samples, as 10000000 or 10M")
-    count = round(float(found[1]) * COUNTS[found[2].upper()])
-    if count < 1:
+    number = float(found[1]) * COUNTS[found[2].upper()]
+    if not number <= MOST:
+        raise ValueError(f"{name} is {str(value)[:40]!r}: must be at most {MOST:g}")
+    if round(number) < 1:
         raise ValueError(f"{name} is {value!r}: must be at least 1")
-    return count
+    return round(number)
 
 
 def parse_base(value: tuple[float, int] | str | None) -> tuple[float, int] | None:
@@ -126,7 +132,7 @@ def parse_base(value: tuple[float, int] | str | None) -> tuple[float, int] | Non
         return value
     rate, at, batch = value.partition("@")
     try:
-        if not at:
+        if not at or not 1e-30 <= float(rate) <= 1e15:
             raise ValueError
         return float(rate), parse_count(batch, "base_lr") or 0
     except ValueError:
@@ -184,6 +190,8 @@ def budget(question: Question, base: config.Run) -> Budget:
             # Where nothing is said: 30 epochs, as CLIPs on tens of millions of pairs are trained; 3 to fine-tune; 1 for text.
             usual = {"finetune": 3.0, "lm": 1.0, "supervised": 90.0}.get(question.objective, 30.0)
             seen = round(data * (epochs or usual))
+            if not 1 <= seen <= config.INT64:
+                raise ValueError(f"epochs is {epochs}: of {data:,} samples, that is less than one, or more than 64 bits count")
     unique = parse_count(question.unique, "unique") or data
     if question.objective == "lm":
         data, unique, seen = (max(1, count // question.length) for count in (data, unique, seen))

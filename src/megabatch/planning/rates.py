@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from ..files import write_text
+from ..measured import check_types
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ def write_rates(rates: Rates, path: str | Path) -> Path:
     """The file that `plan --rates` reads."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"measured": "rates", **asdict(rates)}, indent=1) + "\n", encoding="utf-8")
+    write_text(path, json.dumps({"measured": "rates", **asdict(rates)}, indent=1) + "\n")
     return path
 
 
@@ -62,10 +66,15 @@ def read_rates(path: str | Path) -> Rates:
         if table.pop("measured") != "rates":
             raise ValueError("another measurement")
         rates = Rates(**table)
-        if not rates.products or min(*rates.products.values(), rates.bandwidth, 1.0 if rates.host is None else rates.host) <= 0:
-            raise ValueError("rates must be above 0")
+        check_types(rates)
+        numbers = {"bandwidth": rates.bandwidth, "copy": rates.copy, "link": rates.link, "host": rates.host, **rates.products}
+        wrong = {name: number for name, number in numbers.items() if number is not None and not 0 < number < math.inf}
+        if wrong or not rates.products:
+            raise ValueError(f"rates must be above 0 and finite, for one precision at least; {wrong or 'there are none'}")
+        if min(rates.memory, rates.gpus, rates.ranks) < 1:
+            raise ValueError("memory, gpus and ranks must be at least 1")
         return rates
     except FileNotFoundError:
         raise ValueError(f"{path}: there is no such file; write one with megabatch env --measure --out {path}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: holds no rates ({error!r}); write them anew with megabatch env --measure --out …") from None

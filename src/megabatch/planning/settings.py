@@ -69,14 +69,16 @@ def follow(
     *,
     optimizer: Literal["adamw", "sgd"] = "adamw",
     objective: str = "contrastive",
+    smoothed: bool = True,
 ) -> Settings:
-    """Everything that follows from a batch, with its reasons."""
+    """Everything that follows from a batch, with its reasons. smoothed: whether the loss has label smoothing."""
     steps = math.ceil(seen / batch)
     betas = (0.9, _beta2(batch, objective))
     lr, sweep = _rate(batch, base, optimizer, objective)
     warmup = _warmup(steps, betas[1], batch, data, optimizer)
     ema = None if base.ema is None else base.ema[0] ** (batch / base.ema[1])
-    smoothing = 0.1 if objective == "supervised" or (objective == "contrastive" and data < 1_000_000) else 0.0
+    small = objective == "supervised" or (objective == "contrastive" and data < 1_000_000)
+    smoothing = 0.1 if smoothed and small else 0.0
     numbers = [
         _rate_number(lr, sweep, batch, base, optimizer, objective),
         _warmup_number(warmup, steps, betas[1], optimizer),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import config
+from ..files import check_file, write_text
+from ..terminal import print_table, print_text
 from ..training.report.wording import bytes_text, seconds_text
 from .plan import Plan
 
@@ -52,26 +54,15 @@ def way_rows(plan: Plan, currency: str | None = None) -> list[list[str]]:
 
 def show(plan: Plan, console: Console | None = None, currency: str | None = None) -> None:
     """Prints the plan as tables."""
-    try:
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-    except ModuleNotFoundError:
-        raise ValueError("plans on a terminal need rich: pip install 'megabatch[plan]', or print them as JSON") from None
-    console = console or Console()
-    # Names and reasons are data, not markup: Text is printed as it is.
-    console.print(Text(headline(plan), style="bold"))
-    console.print(Text(plan.machine))
+    print_text(headline(plan), bold=True, console=console)
+    print_text(plan.machine, console=console)
     for columns, rows in ((NUMBERS, number_rows(plan)), (WAYS, way_rows(plan, currency))):
-        table = Table(*columns, show_lines=columns is NUMBERS)
-        for row in rows:
-            table.add_row(*(Text(cell) for cell in row))
-        console.print(table)
+        print_table(columns, rows, lines=columns is NUMBERS, console=console)
     for title, lines in (("notes", plan.notes), ("what would change the answer", plan.changes)):
         if lines:
-            console.print(Text(title, style="bold"))
+            print_text(title, bold=True, console=console)
             for line in lines:
-                console.print(Text(f"  · {line}"))
+                print_text(line, item=True, console=console)
 
 
 def as_markdown(plan: Plan, currency: str | None = None) -> str:
@@ -93,13 +84,24 @@ def as_toml(plan: Plan) -> str:
 def write(plan: Plan, path: str | Path) -> Path:
     """Writes the plan where `path` says: .toml the run, .json all of it, .html a page with pictures, .md tables."""
     path = Path(path)
-    writers = {".toml": as_toml, ".json": Plan.as_json, ".md": as_markdown, ".html": _page}
-    if path.suffix not in writers:
-        raise ValueError(f"{path}: the name must end in one of {', '.join(writers)}, which says what to write")
+    writers = _writers(path)
     text = writers[path.suffix](plan)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    write_text(path, text)
     return path
+
+
+def check_target(path: str | Path, name: str) -> None:
+    """Raise ValueError where `write` could not write a plan to `path`; `name` is what the path is called in the message."""
+    _writers(Path(path))
+    check_file(path, name, make_folder=True)
+
+
+def _writers(path: Path) -> dict[str, Callable[[Plan], str]]:
+    writers: dict[str, Callable[[Plan], str]] = {".toml": as_toml, ".json": Plan.as_json, ".md": as_markdown, ".html": _page}
+    if path.suffix not in writers:
+        raise ValueError(f"{path}: the name must end in one of {', '.join(writers)}, which says what to write")
+    return writers
 
 
 def _page(plan: Plan) -> str:

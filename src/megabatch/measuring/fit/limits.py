@@ -8,7 +8,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from ...chunks.memory import host_available_bytes, release
+from ... import host_memory
+from ...chunks.memory import release
 from ...training.report.wording import bytes_text
 from . import resident
 
@@ -91,12 +92,7 @@ class Peak:
 
 def _host_bytes() -> int:
     """What this process has and may still take."""
-    if not resident.is_measurable():
-        raise ValueError(
-            "this system does not tell how much memory a process takes (there is no /proc): what fits on its CPU cannot be "
-            "measured; do it on Linux, or on an accelerator"
-        )
-    return resident.resident_bytes() + host_available_bytes()
+    return resident.resident_bytes() + resident.known(host_memory.available())
 
 
 def _is_enforceable(device: torch.device) -> bool:

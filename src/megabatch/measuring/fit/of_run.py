@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
-from ... import config, measured
+from ... import config, measured, packages
 from ...ring import Ring
 from ...training.assembly import assemble
 from ...training.data.loader import Batch
 from ...training.launch import Ranks, ranks
 from ...training.loop import Training
+from ...training.run_folder import claimed_by_ranks
 from ...training.schedules import Step
 from ...training.signals import Stopped
 from ..predicted import Predict, Predicted, predictions
@@ -39,6 +40,7 @@ def fit(
     cap: int | None = None,
     start: int | None = None,
     out: Path,
+    trust_code: bool = False,
 ) -> measured.Measured:
     """The largest chunk with which a run's steps fit: measured, at its own batch, on its own data; measured.json and fit.png in
     `out` say so. The run itself is not touched.
@@ -46,8 +48,11 @@ def fit(
     budget: bytes that may be used; on a CPU by the whole process. margin: share of them that is left free. cap: as in
     `find_chunk`; the rows of a rank are one anyway. start: the first chunk tried; None is what is predicted to fit.
     No chunk is kept while it is searched: `keep="auto"` fills what is left.
+    trust_code: whether code that the run names (`config.callables`) may be imported and called.
     """
-    with ranks(run.compute) as here:
+    config.require_trust(run, trust_code)
+    packages.require(packages.FIGURES)
+    with ranks(run.compute) as here, claimed_by_ranks(out, "fit", here.first):
         bench = Bench(run, here, out)
         limit = limit_of(here.device, budget, margin, here.size)
         cap = bench.rows if cap is None else min(cap, bench.rows)
@@ -71,7 +76,7 @@ class Bench:
         # A trial that runs out of memory has its answer: it does not go on in smaller chunks.
         self.training.take = self.training.parts.objective.step
         self.here = here
-        self.at: Step = max(self.training.course, key=lambda step: step.pairs)
+        self.at: Step = self.training.course.largest()
         self.rows = -(-self.at.pairs // here.size)
         self.training.parts.model.train()
         with contextlib.closing(self.training.parts.shuffled().batches([(self.at.first, self.at.pairs)])) as batches:

@@ -7,30 +7,27 @@ import ctypes
 import sys
 import threading
 import time
-from pathlib import Path
 from types import TracebackType
 
 import torch
 
-from ...training.memory import reset_peak
+from ... import host_memory
 
-STATUS = Path("/proc/self/status")
 SAMPLE_S = 0.002
 # What mimalloc waits before it returns pages, and sizes at which it looks for them; nothing of them is written to.
 DELAY_S, SIZES = 0.11, (2**18, 2**22, 2**26)
-# The kernel counts pages of a process in portions for each of its threads, and is so far behind at times.
-INEXACT = 2**22
 
 
-def resident_bytes(field: str = "VmRSS") -> int:
-    """The resident set of this process; with "VmHWM" its highest."""
-    fields = dict(line.split(":", 1) for line in STATUS.read_text().splitlines())
-    return int(fields[field].split()[0]) * 1024
+def resident_bytes() -> int:
+    """Return the resident set size of this process; ValueError where this system does not tell it."""
+    return known(host_memory.resident())
 
 
-def is_measurable() -> bool:
-    """Whether this system tells."""
-    return STATUS.exists()
+def known(size: int | None) -> int:
+    """Return a size that the system told; ValueError where it did not."""
+    if size is None:
+        raise ValueError(f"what fits on this CPU cannot be measured, since {host_memory.REMEDY}, or use an accelerator")
+    return size
 
 
 def give_back() -> None:
@@ -41,7 +38,7 @@ def give_back() -> None:
             trim(0)
     # mimalloc, which PyTorch brings along on ARM, does so in its own time, and only when it is called.
     before, now = sys.maxsize, resident_bytes()
-    while now < before - INEXACT:
+    while now < before - host_memory.INEXACT:
         time.sleep(DELAY_S)
         for size in SIZES:
             # Where not even that is to be had, there is little to give back.
@@ -53,7 +50,7 @@ def give_back() -> None:
 class Highest:
     """A context; afterwards `bytes` is the highest resident set within it.
 
-    By the kernel's own mark where it can be reset, else by looking every two milliseconds.
+    The kernel's own mark where it can be reset, else samples of every two milliseconds.
     """
 
     def __enter__(self) -> Highest:
@@ -61,9 +58,7 @@ class Highest:
         self._done = threading.Event()
         self._watcher: threading.Thread | None = None
         give_back()
-        reset_peak(torch.device("cpu"))
-        # Some sandboxes take the reset and do nothing.
-        if resident_bytes("VmHWM") - resident_bytes() > INEXACT:
+        if not host_memory.reset_peak():
             self._watcher = threading.Thread(target=self._watch, daemon=True)
             self._watcher.start()
         return self
@@ -71,7 +66,7 @@ class Highest:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.bytes = max(self.bytes, resident_bytes())
         if self._watcher is None:
-            self.bytes = max(self.bytes, resident_bytes("VmHWM"))
+            self.bytes = max(self.bytes, host_memory.peak_resident() or 0)
             return
         self._done.set()
         self._watcher.join()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...measured import Fit, Measured
+from ...terminal import print_table, print_text
 from ...training.report.drawing import LIGHT, Theme, dress, save, sheet
 from ...training.report.wording import bytes_text, seconds_text
 from .trial import REASONS, REFUSED
@@ -22,18 +23,13 @@ WIDER, APART = 1.25, 0.08
 
 def show(result: Measured, console: Console | None = None) -> None:
     """Prints the trials in their order, and what follows from them."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = console or Console()
-    table = Table("chunk", "", "peak memory", "predicted", "a step")
+    rows = []
     for trial in _fit(result).trials:
         seen = [_bytes(trial.get(name)) for name in ("peak_bytes", "predicted_bytes")]
-        table.add_row(f"{trial['size']:,}", trial["why"] or "ran", *seen, seconds_text(trial["seconds"]))
-    console.print(table)
+        rows.append([f"{trial['size']:,}", trial["why"] or "ran", *seen, seconds_text(trial["seconds"])])
+    print_table(["chunk", "", "peak memory", "predicted", "a step"], rows, console=console)
     for number, sentence in enumerate(sentences(result)):
-        console.print(Text(sentence, style="" if number else "bold"))
+        print_text(sentence, bold=not number, console=console)
 
 
 def sentences(result: Measured) -> list[str]:

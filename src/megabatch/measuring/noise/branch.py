@@ -15,7 +15,7 @@ import torch
 from ...training.loop import Training, seed_of
 from ...training.objective import Classification
 from ...training.schedules import Step
-from ...training.signals import Stopped
+from ...training.signals import EmptyBatch, Stopped
 from .held_out import held_out_loss
 from .verdict import TOLERANCE, Branch, judge
 
@@ -81,6 +81,8 @@ def _trained(training: Training, steps: Sequence[Step], pairs: int) -> float:
             torch.manual_seed(seed_of(training.run.seed, training.number + number, training.ranks.rank))
             try:
                 training.step(step, next(batches))
+            except EmptyBatch:
+                continue
             except Stopped:
                 training.optimizer.zero_grad()
                 return math.inf

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import torch
 
-from ... import config
+from ... import config, packages
 from ...environment import device_name
+from ...files import write_text
 from ...measured import Measured, Noise, write
 from ...training.assembly import assemble
 from ...training.checkpoint.folder import place
@@ -22,6 +23,7 @@ from ...training.loop import Training
 from ...training.noise.collect import WINDOW
 from ...training.noise.estimator import LEAST, Moments, estimate
 from ...training.objective import Classification
+from ...training.run_folder import claimed_by_ranks
 from ...training.signals import StopSign
 from ...training.watch import Watch
 from . import branch as branching
@@ -45,6 +47,7 @@ def noise(
     tolerance: float = TOLERANCE,
     checkpoint: Path | None = None,
     out: Path,
+    trust_code: bool = False,
 ) -> Measured:
     """The critical batch that the noise of the run's gradient implies, after `steps` steps and on the way there.
 
@@ -54,7 +57,13 @@ def noise(
         held-out loss, after `updates` of the largest batch and as many samples at the others, `repeats` times.
     checkpoint: of this run or a like one, to begin with.
     out: the folder for measured.json, noise.png, report.html, log.jsonl and the last checkpoint; branches.json and branches.png.
+    trust_code: whether code that the run names (`config.callables`) may be imported and called.
     """
+    config.require_trust(run, trust_code)
+    if checkpoint is not None and checkpoint.resolve().is_relative_to(out.resolve()):
+        raise ValueError(
+            f"checkpoint is {str(checkpoint)!r}, inside out: the next one that is saved would replace it; choose another out"
+        )
     run = replace(
         run,
         out=str(out),
@@ -62,7 +71,8 @@ def noise(
         evaluate=replace(run.evaluate, every=None, large=()),
         watch=replace(run.watch, report=False),
     )
-    with ranks(run.compute) as here:
+    packages.require(packages.FIGURES)
+    with ranks(run.compute) as here, claimed_by_ranks(out, "noise", here.first):
         training = Training(assemble(run, here), out)
         if checkpoint is not None:
             training.load(checkpoint)
@@ -152,6 +162,6 @@ def _write(result: Measured, branches: Sequence[Branch], out: Path) -> None:
     course_picture(result, out / "noise.png")
     if branches:
         rows = [each._asdict() for each in branches]
-        (out / "branches.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        write_text(out / "branches.json", json.dumps(rows, indent=1) + "\n")
         branch_picture(branches, out / "branches.png")
-    (out / "report.html").write_text(page(result, branches), encoding="utf-8")
+    write_text(out / "report.html", page(result, branches))

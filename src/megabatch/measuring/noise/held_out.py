@@ -9,9 +9,7 @@ import torch.nn.functional as F
 
 from ...losses import clip_loss, siglip_loss
 from ...training.assembly import Assembly
-from ...training.data.loader import once
-from ...training.data.order import Order
-from ...training.held_out import AT_ONCE, Embedded, embed_source
+from ...training.held_out import Embedded, embed_source, evaluation_batches
 from ...training.model import Pair
 from ...training.objective import Classification
 
@@ -49,10 +47,8 @@ def _contrastive(parts: Assembly, found: Embedded, pairs: int) -> float:
 
 
 def _cross_entropy(parts: Assembly, objective: Classification) -> float:
-    order = Order(parts.held_out.lengths, max(1, sum(parts.held_out.lengths)), 0)
-    loader = parts.loader(parts.held_out, order, augment=False)
     loss = rows = 0.0
-    for batch in loader.batches(once(min(parts.run.evaluate.limit, sum(parts.held_out.lengths)), AT_ONCE)):
+    for batch in evaluation_batches(parts, parts.held_out, parts.run.evaluate.limit, []):
         assert batch.labels is not None
         logits = objective.classify(batch.x).float().cpu()
         here = F.cross_entropy(logits, batch.labels, label_smoothing=parts.run.loss.label_smoothing, reduction="sum")

@@ -60,7 +60,7 @@ class Probes(AbstractContextManager["Probes"]):
                 first += pairs
 
     def _probe(self) -> Moments | None:
-        """What the batches of one probe tell; None where gradients overflowed."""
+        """What the batches of one probe tell; None where gradients overflowed, or where nothing of a batch could be read."""
         training = self.training
         parameters = [p for p in training.parts.model.parameters() if p.requires_grad]
         scaler, ranks = training.parts.objective.scaler, training.ranks
@@ -70,10 +70,13 @@ class Probes(AbstractContextManager["Probes"]):
         for number in range(BATCHES):
             batch = next(self._batches)
             rows = ranks.sum(len(batch.keys))[0]
+            micros.append(Micro(math.nan, rows, 1 / BATCHES))
+            if not rows:
+                continue
             torch.manual_seed(seed_of(training.run.seed, training.number, number, ranks.rank))
             training.take(batch)
             norm = float(clip_gradients(parameters, None)) / scaler.get_scale()
-            micros.append(Micro(norm**2, rows, 1 / BATCHES))
+            micros[-1] = micros[-1]._replace(square=norm**2)
             sums = [_added(total, p.grad) for total, p in zip(sums, parameters, strict=True)]
             training.optimizer.zero_grad()
         for p, total in zip(parameters, sums, strict=True):

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from ...measured import Measured, Noise
+from ...terminal import print_table, print_text
 from ...training.noise.estimator import number, sentence
 
 if TYPE_CHECKING:
@@ -60,21 +61,11 @@ def point_rows(result: Measured, most: int = 12) -> list[list[str]]:
 
 def show(result: Measured, console: Console | None = None) -> None:
     """Prints the noise as a table and sentences."""
-    try:
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-    except ModuleNotFoundError:
-        raise ValueError("noise on a terminal needs rich: pip install 'megabatch[train]'; measured.json holds it all") from None
-    console = console or Console()
-    console.print(Text(headline(result), style="bold"))
-    console.print(Text(f"{result.device} · {result.date}"))
-    table = Table(*POINTS)
-    for row in point_rows(result):
-        table.add_row(*row)
-    console.print(table)
+    print_text(headline(result), bold=True, console=console)
+    print_text(f"{result.device} · {result.date}", console=console)
+    print_table(POINTS, point_rows(result), console=console)
     for line in sentences(result):
-        console.print(Text(f"  · {line}"))
+        print_text(line, item=True, console=console)
 
 
 def _beside(found: Noise) -> str:

@@ -9,11 +9,13 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from ... import config
+from ... import config, packages
 from ...environment import device_name
+from ...files import write_text
 from ...measured import Measured, Profile, write
 from ...planning.search import chunk_sizes
 from ...training.launch import Ranks, ranks
+from ...training.run_folder import claimed_by_ranks
 from ..predicted import Predict, Predicted, predictions
 from . import knee
 from .page import page
@@ -41,6 +43,7 @@ def profile(
     steps: int = 5,
     critical: float | None = None,
     out: Path,
+    trust_code: bool = False,
 ) -> Measured:
     """Samples a second, seconds a step and peak memory at several sizes.
 
@@ -48,10 +51,13 @@ def profile(
         the usual ones. Without either: batches from an eighth to four times the run's.
     steps: timed at each size, after two that warm up. critical: the critical batch, where it is known.
     out: the folder of measured.json, profile.png and report.html.
+    trust_code: whether code that the run names (`config.callables`) may be imported and called.
     """
+    config.require_trust(run, trust_code)
     _check(batches, chunks, steps, critical)
+    packages.require(packages.FIGURES)
     against: Literal["batch", "chunk"] = "batch" if chunks is None else "chunk"
-    with ranks(run.compute) as here:
+    with ranks(run.compute) as here, claimed_by_ranks(out, "profile", here.first):
         bench = Bench(run, here, Path(out))
         sizes = sizes_of(run.batch, bench.length, here.size, batches, chunks)
         reading = bench.reading_per_s()
@@ -63,7 +69,7 @@ def profile(
         if here.first:
             write(measured, Path(out) / "measured.json")
             picture(measured, Path(out) / "profile.png")
-            (Path(out) / "report.html").write_text(page(measured), encoding="utf-8")
+            write_text(Path(out) / "report.html", page(measured))
     return measured
 
 

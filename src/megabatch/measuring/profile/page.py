@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...measured import Measured, Profile
 from ...planning.batch import steps_factor
+from ...terminal import print_table, print_text
 from ...training.report.markup import LONG, document, figure, section, table, text
 from ...training.report.wording import bytes_text, percent_text, seconds_text
 from .picture import picture
@@ -40,8 +41,11 @@ def sentences(measured: Measured) -> Iterator[str]:
     best, least = ran[found.best], ran[found.enough]
     yield f"the best rate is at {size} {found.best:,}: {best['pairs_per_s']:,.0f} samples/s, {seconds_text(best['seconds'])} a step"
     if found.enough != found.best:
-        peaks = f"{bytes_text(least['peak_bytes'])} instead of {bytes_text(best['peak_bytes'])}"
-        yield f"{size} {found.enough:,} is within 5 % of it, and takes {peaks}"
+        yield f"{size} {found.enough:,} is within 5 % of it" + (
+            f", and takes {bytes_text(least['peak_bytes'])} instead of {bytes_text(best['peak_bytes'])}"
+            if "peak_bytes" in least and "peak_bytes" in best
+            else ""
+        )
     if found.knee is not None:
         yield f"the curve bends at {found.knee:,}: up to there the rate grows with the {size}, from there on hardly"
     if found.soonest is not None and found.critical is not None:
@@ -61,22 +65,12 @@ def sentences(measured: Measured) -> Iterator[str]:
 
 def show(measured: Measured, console: Console | None = None) -> None:
     """Prints the table and the sentences."""
-    from rich.box import SIMPLE
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = console or Console()
-    console.print(Text(_title(measured), style="bold"))
-    console.print(Text(_machine(measured)))
-    shown = Table(box=SIMPLE, padding=(0, 1, 0, 0))
-    for name in columns(_found(measured), brief=True):
-        shown.add_column(name, justify="right", no_wrap=True)
-    for row in rows(_found(measured), brief=True):
-        shown.add_row(*(Text(cell) for cell in row))
-    console.print(shown)
+    print_text(_title(measured), bold=True, console=console)
+    print_text(_machine(measured), console=console)
+    found = _found(measured)
+    print_table(columns(found, brief=True), rows(found, brief=True), justify="right", compact=True, wrap=False, console=console)
     for sentence in sentences(measured):
-        console.print(Text(f"  · {sentence}"))
+        print_text(sentence, item=True, console=console)
 
 
 def page(measured: Measured) -> str:

@@ -30,6 +30,13 @@ def picture(measured: Measured, out: Out, theme: Theme = LIGHT) -> None:
     _mark(rates, found, theme)
     held = "reserved_bytes" if all("reserved_bytes" in row for row in _ran(found)) else "peak_bytes"
     title = "memory reserved of the device" if held == "reserved_bytes" else "peak memory of tensors"
+    if not all(held in row for row in _ran(found)):
+        # Some devices, such as mps, do not tell it.
+        memory.set_axis_off()
+        memory.set_title("memory is not known on this device", loc="left", fontsize=10.5, color=theme.faint)
+        _dress(rates, found, theme, count_text)
+        save(figure, out)
+        return
     _draw(memory, found, theme, title, held, bytes_text)
     key = "predicted_reserved" if held == "reserved_bytes" else "predicted_bytes"
     _dashed(memory, [(row[found.against], row[key]) for row in _ran(found) if key in row], theme)

@@ -31,10 +31,11 @@ READING_S = 1.0
 
 class Timed(NamedTuple):
     """Steps at one size. seconds: of each, on the slowest rank. peak_bytes: of tensors; reserved_bytes: what the allocator has
-    asked of the device for them, None on a CPU. keep: chunks that were not computed twice."""
+    asked of the device for them, None on a CPU; both are None on a device that does not tell. keep: chunks that were not computed
+    twice."""
 
     seconds: tuple[float, ...]
-    peak_bytes: int
+    peak_bytes: int | None
     reserved_bytes: int | None
     keep: int
 
@@ -117,7 +118,8 @@ class Bench:
         if _chunk(training) < chunk:
             return None
         slowest = tuple(max(each) for each in zip(*self.here.gather(seconds), strict=True))
-        reserved = None if device.type == "cpu" else torch.get_device_module(device).max_memory_reserved(device)
+        read = None if device.type == "cpu" else getattr(torch.get_device_module(device), "max_memory_reserved", None)
+        reserved = None if read is None else read(device)
         return Timed(slowest, tensors or peak(device), reserved, _kept(training))
 
     def _at(self, batch: int, chunk: int) -> Training:

@@ -45,7 +45,7 @@ def length_of(base: config.Run, same: Same, batch: int, pairs: float = 0.0) -> d
         return {"steps": len(steps)}
     if same == "time":
         return {"samples": batch * max(1, round(pairs / batch))}
-    return {"samples": steps[-1].first + steps[-1].pairs}
+    return {"samples": steps.samples}
 
 
 def derived(base: config.Run, case: Case, length: Mapping[str, int], folder: Path) -> config.Run:
@@ -54,7 +54,7 @@ def derived(base: config.Run, case: Case, length: Mapping[str, int], folder: Pat
     size = replace(base.batch, size=case.batch, start=start and max(1, round(start * case.batch / base.batch.size)))
     if size.schedule == "noise":
         # A batch that changes by itself cannot be compared with others.
-        size = replace(size, schedule="constant", start=None)
+        size = replace(size, schedule="constant")
     schedule = replace(base.schedule, samples=length.get("samples"), steps=length.get("steps"))
     run = replace(
         base,
@@ -68,6 +68,7 @@ def derived(base: config.Run, case: Case, length: Mapping[str, int], folder: Pat
         evaluate=replace(base.evaluate, every=None, large=()),
         planned=config.Planned(),
     )
+    run = config.without_unused(run)
     run = replace(run, schedule=replace(schedule, warmup=_warmup(base, case.batch, len(course(run, 0)))))
     config.check(run)
     return run

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ... import config
+from ...files import write_text
+from ...measured import check_types
 
 FILE = "outcome.json"
 # What may differ without making it another run: where and how it is computed, kept and watched.
@@ -46,9 +47,12 @@ def finished(run: config.Run) -> Outcome | None:
     try:
         record = json.loads(path.read_text("utf-8"))
         before, outcome = record["run"], Outcome(**record["outcome"])
+        check_types(outcome)
+        if not isinstance(before, dict):
+            raise ValueError(f"run is {before!r:.80}, not a table")
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path}: holds no outcome of a run ({error!r}); delete the folder, and it is trained again") from None
     now = _settings(run)
     changed = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
@@ -64,11 +68,9 @@ def record(run: config.Run, outcome: Outcome) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file; whoever reads it while this is killed finds the one before."""
+    """Writes a file, and its folder where that is missing; whoever reads it while this is killed finds the one before."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
+    write_text(path, text)
 
 
 def _settings(run: config.Run) -> dict[str, Any]:

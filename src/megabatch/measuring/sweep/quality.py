@@ -31,11 +31,11 @@ UNSTEADY = 2
 Places = list[tuple[int, int]]
 
 
-def assess(folder: Path, device: str | None = None) -> Outcome:
-    """The outcome of the run that has come to its end in a folder."""
+def assess(folder: Path, device: str | None = None, *, trust_code: bool = False) -> Outcome:
+    """The outcome of the run that has come to its end in a folder; `trust_code` as in `train`."""
     result = json.loads((folder / "result.json").read_text("utf-8"))
     steps = read_history(folder / "log.jsonl").steps
-    with opened(folder, device) as parts:
+    with opened(folder, device, trust_code=trust_code) as parts:
         if not sum(parts.held_out.lengths):
             raise ValueError("nothing is held out: a sweep compares held-out quality; raise data.held_out, or name another source")
         found = _qualities(parts, result["samples"])

@@ -13,6 +13,7 @@ import torch
 from ... import config
 from ...training.assembly import open_data
 from ...training.model import build_towers
+from ...training.schedules import samples_of
 from .cases import Space, rate
 from .derive import Same, middle_rate
 from .runner import Place
@@ -81,5 +82,5 @@ def _in_samples(run: config.Run) -> config.Run:
         return run
     x, y = build_towers(run)
     training, _ = open_data(run, x.kind, y.kind)
-    samples = round(run.schedule.epochs * sum(training.lengths))
+    samples = samples_of(run.schedule, sum(training.lengths))
     return replace(run, schedule=replace(run.schedule, epochs=None, samples=samples))

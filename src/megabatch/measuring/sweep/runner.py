@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, NamedTuple, TypeVar
 
 from ... import config
+from ...training import run_folder
 from ...training.signals import Stopped, StopSign
 from .outcome import Outcome, finished, record
 
@@ -31,16 +32,21 @@ class Place(NamedTuple):
 
 
 class Processes:
-    """Trains a run in a process of its own, from its checkpoint if it has one; whatever happens there comes back as an outcome."""
+    """Trains a run in a process of its own, from its checkpoint if it has one; whatever happens there comes back as an outcome.
 
-    def __init__(self) -> None:
+    trust_code: whether the processes may import and call code that the run names.
+    """
+
+    def __init__(self, *, trust_code: bool = False) -> None:
+        self._switches = ["--trust-code"] if trust_code else []
         self._running: set[subprocess.Popen[str]] = set()
         self._stopped = False
 
     def __call__(self, run: config.Run) -> Outcome:
         folder = Path(run.out)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "run.toml").write_text(config.as_toml(run), encoding="utf-8")
+        # Released at once: the worker claims the folder for the run itself.
+        with run_folder.claimed(folder, "train"):
+            run_folder.write_configuration(folder, run)
         with open(folder / "stderr.txt", "w", encoding="utf-8") as errors:
             process = self._start(folder, errors)
             assert process.stdin is not None and process.stdout is not None
@@ -60,10 +66,12 @@ class Processes:
             process.terminate()
 
     def _start(self, folder: Path, errors: IO[str]) -> subprocess.Popen[str]:
-        # What can be imported here can be there: towers may lie beside the script that called.
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        # The worker imports from where this process does, and from nowhere else: towers may lie beside the script that called, but
+        # `python -m` alone would put the current folder first, whoever wrote what lies there.
+        paths = [path or os.getcwd() for path in sys.path]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
         process = subprocess.Popen(
-            [sys.executable, "-m", f"{__package__}.worker", str(folder)],
+            [sys.executable, "-m", f"{__package__}.worker", *self._switches, str(folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ... import config
 from ...measured import Measured, Sweep
+from ...terminal import print_table, print_text
 from ...training.report.wording import count_text, seconds_text
 from .derive import rule_in_words
 from .spread import difference
@@ -72,25 +73,12 @@ def batch_rows(result: Measured) -> list[list[str]]:
 
 def show(result: Measured, console: Console | None = None) -> None:
     """Prints the verdict, the table and what they rest on."""
-    try:
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-    except ModuleNotFoundError:
-        raise ValueError("a sweep on a terminal needs rich: pip install 'megabatch[train]', or read measured.json") from None
-    console = console or Console()
     told = verdict_of(result)
-    console.print(Text(told.headline, style="bold"))
+    print_text(told.headline, bold=True, console=console)
     title = f"{LENGTH[sweep_of(result).same]} at every batch; gap and differences in points"
-    table = Table(title=title, box=box.SIMPLE, padding=0)
-    for name in columns(result):
-        table.add_column(name, justify="right")
-    for row in batch_rows(result):
-        table.add_row(*(Text(cell) for cell in row))
-    console.print(table)
+    print_table(columns(result), batch_rows(result), title=title, justify="right", compact=True, console=console)
     for sentence in told.sentences:
-        console.print(Text(f"  · {sentence}"))
+        print_text(sentence, item=True, console=console)
 
 
 def _against(each: Summary, best: Summary) -> str:

@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ... import config
+from ... import config, packages
 from ...measured import Measured
 from ...training.report.wording import seconds_text
+from ...training.run_folder import claimed
 from .cases import Case, left, wanted
 from .derive import Same, derived, length_of, pilot
 from .outcome import Outcome
@@ -34,6 +35,7 @@ def sweep(
     out: str | Path,
     train: Train | None = None,
     say: Callable[[str], None] | None = None,
+    trust_code: bool = False,
 ) -> Measured:
     """Trains `run` at several batches and says which one to take; the same call goes on where an earlier one was stopped.
 
@@ -44,14 +46,18 @@ def sweep(
     same: what all runs have equal. "time": each takes `seconds` (None: what the run as it is would take), by a pilot's speed.
     jobs: runs at a time on each of the `devices` (None: on the run's own).
     train: what trains a run, by default `megabatch train` in a process of its own; say: is told of each run that ended.
+    trust_code: whether code that the run names (`config.callables`) may be imported and called, here and in these processes.
 
     Writes measured.json, rows.jsonl, sweep.png and report.html into `out`, and each run into a folder under out/runs. Runs that
     have come to their end there are not repeated, the others go on from their checkpoints, those that failed are tried again.
     """
+    config.require_trust(run, trust_code)
+    packages.require(packages.FIGURES)
     request = requested(run, batches, rates, seeds, same, decays, extend, seconds)
-    study = _Study(request, Path(out), places(run, jobs, devices), train or Processes(), say or _print)
-    outcomes = study.outcomes()
-    return write_results(request, outcomes, study.out, study.places[0].device or run.compute.device, len(study.places))
+    study = _Study(request, Path(out), places(run, jobs, devices), train or Processes(trust_code=trust_code), say or _print)
+    with claimed(out, "sweep"):
+        outcomes = study.outcomes()
+        return write_results(request, outcomes, study.out, study.places[0].device or run.compute.device, len(study.places))
 
 
 class _Study:

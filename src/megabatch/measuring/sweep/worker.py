@@ -1,4 +1,5 @@
-"""One run of a sweep in a process of its own: `python -m megabatch.measuring.sweep.worker FOLDER` trains FOLDER/run.toml.
+"""One run of a sweep in a process of its own: `python -m megabatch.measuring.sweep.worker [--trust-code] FOLDER` trains
+FOLDER/run.toml.
 
 The last line that it prints is the outcome as JSON. It ends when whoever started it does: a run must not go on in a folder in which
 the next sweep is going to take it up.
@@ -22,14 +23,14 @@ from ...training.signals import Stopped
 from .quality import assess
 
 
-def main(folder: str) -> int:
+def main(folder: str, *, trust_code: bool = False) -> int:
     """The exit status: 0; 128 and the signal's number where the run was stopped with a checkpoint; 1 where it failed."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         run = config.read(Path(folder) / "run.toml")
         _take_device(run.compute.device)
-        train(run)
-        outcome = assess(Path(folder))
+        train(run, trust_code=trust_code)
+        outcome = assess(Path(folder), trust_code=trust_code)
     except Stopped as stopped:
         print(stopped, file=sys.stderr)
         return stopped.status
@@ -57,4 +58,4 @@ def _take_device(name: str | None) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1]))
+    raise SystemExit(main(sys.argv[-1], trust_code="--trust-code" in sys.argv[1:-1]))

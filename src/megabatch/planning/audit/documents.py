@@ -6,17 +6,13 @@ import difflib
 import json
 import re
 import shlex
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .training import Training
+from megabatch import config
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from .training import Training
 
 # What an edit of a flag can be beside a value: the flag alone, or no flag.
 PRESENT, ABSENT = object(), object()
@@ -69,10 +65,7 @@ def edit_toml(text: str, edits: Mapping[str, str]) -> str:
 
 def table_of(text: str, name: str) -> dict[str, Any]:
     """The table of a TOML text."""
-    try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{name}: is not valid TOML ({error})") from None
+    return config.parse_toml(text.removeprefix("\ufeff"), name)
 
 
 def _set_line(lines: list[str], section: str, key: str, value: str) -> None:
@@ -103,7 +96,9 @@ def edit_json(text: str, edits: Mapping[str, Any]) -> str:
         *sections, key = path.split(".")
         place = table
         for section in sections:
-            place = place.setdefault(section, {})
+            if not isinstance(place.get(section), dict):
+                place[section] = {}
+            place = place[section]
         place[key] = value
     indent = re.search(r"\{\n([ \t]+)\"", text)
     return json.dumps(table, indent=indent[1] if indent else None, ensure_ascii=False) + "\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 import types
 import typing
@@ -80,9 +81,8 @@ class Training:
     held_out: bool | None = None
 
     def __post_init__(self) -> None:
-        hints = typing.get_type_hints(Training)
-        for entry in dataclasses.fields(self):
-            _check(entry.name, hints[entry.name], getattr(self, entry.name))
+        for name, hint in _hints().items():
+            _check(name, hint, getattr(self, name))
 
     @property
     def contrastive(self) -> bool:
@@ -155,6 +155,13 @@ def with_known(training: Training, known: Mapping[str, Any]) -> Training:
 
 # Of these, zero is a value; of all other numbers it is nonsense.
 FROM_ZERO = ("warmup", "beta2", "weight_decay", "clip_norm")
+# Numbers beyond these are mistakes, and rules that multiply and divide them would overflow.
+SMALLEST, LARGEST = 1e-30, 1e15
+
+
+@functools.cache
+def _hints() -> dict[str, Any]:
+    return typing.get_type_hints(Training)
 
 
 def _check(name: str, hint: Any, value: Any) -> None:
@@ -170,9 +177,12 @@ def _check(name: str, hint: Any, value: Any) -> None:
         if not isinstance(value, bool):
             raise ValueError(f"{name} is {value!r}: must be true or false")
         return
-    if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else int) or math.isnan(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else int) or value != value:
         raise ValueError(f"{name} is {value!r}: must be {'an integer' if kind is int else 'a number'}")
     if value < 0 or (value == 0 and name not in FROM_ZERO):
         raise ValueError(f"{name} is {value!r}: must be above 0")
+    # A scale without limit is a fact of its own.
+    if (value > LARGEST and not (name == "max_scale" and value == math.inf)) or 0 < value < SMALLEST:
+        raise ValueError(f"{name} is {value!r:.40}: must be between {SMALLEST:g} and {LARGEST:g}")
     if name in ("beta2", "ema") and value >= 1:
         raise ValueError(f"{name} is {value!r}: must be below 1")

@@ -13,6 +13,9 @@ from . import open_clip as command_line
 
 __all__ = ["read_any"]
 
+# Settings of these tools have four levels; what is much deeper could be read but not written again.
+DEEPEST = 50
+
 
 def read_any(source: str | Path, **known: Any) -> Reading:
     """What can be audited of a file or a command line, with facts that it does not tell (ranks=8, data=10_000_000, …).
@@ -49,11 +52,22 @@ def _text(source: str | Path) -> tuple[str, str]:
         raise ValueError(f"{source}: is not a text file") from None
 
 
+def _is_deep(value: Any) -> bool:
+    """Return whether lists and tables are nested more than DEEPEST levels deep."""
+    level = [value]
+    for _ in range(DEEPEST):
+        inner = [entry.values() if isinstance(entry, dict) else entry for entry in level if isinstance(entry, (dict, list))]
+        level = [each for entries in inner for each in entries]
+    return any(isinstance(entry, (dict, list)) for entry in level)
+
+
 def _json(name: str, text: str) -> Reading:
     try:
         table = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{name}: is not valid JSON ({error})") from None
+    if _is_deep(table):
+        raise ValueError(f"{name}: is nested more than {DEEPEST} levels deep; no tool's settings are")
     if not isinstance(table, dict):
         raise ValueError(f"{name}: holds a {type(table).__name__}, must be an object with settings")
     for reader in (transformers, deepspeed):

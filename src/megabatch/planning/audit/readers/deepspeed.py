@@ -68,7 +68,7 @@ def _facts(name: str, table: Mapping[str, Any]) -> Training:
         lr=number("optimizer.params.lr", float),
         beta2=betas[1] if isinstance(betas, list) and len(betas) == 2 else 0.999 if optimizer == "adam" and betas is None else None,
         weight_decay=number("optimizer.params.weight_decay", float),
-        warmup=_warmup(number, _at(table, "scheduler.type"), "warmup_num_steps" in (_at(table, "scheduler.params") or {})),
+        warmup=_warmup(number, _at(table, "scheduler.type"), _has(table, "scheduler.params", "warmup_num_steps")),
         steps=number("scheduler.params.total_num_steps"),
         clip_norm=number("gradient_clipping", float),
         clip_at="step",
@@ -94,6 +94,11 @@ def _at(table: Mapping[str, Any], path: str) -> Any:
     return place
 
 
+def _has(table: Mapping[str, Any], path: str, key: str) -> bool:
+    place = _at(table, path)
+    return isinstance(place, dict) and key in place
+
+
 def _number(name: str, table: Mapping[str, Any], path: str, kind: type) -> Any:
     value = _at(table, path)
     if value is None or value == "auto":
@@ -117,7 +122,8 @@ def _translate(changes: Mapping[str, Any], training: Training, table: Mapping[st
         if fact in ("decays_gains", "gather", "token_mean") or fact not in KEYS:
             return None
         if fact == "beta2":
-            value = [(_at(table, KEYS[fact]) or [0.9])[0], value]
+            betas = _at(table, KEYS[fact])
+            value = [betas[0] if isinstance(betas, list) and betas else 0.9, value]
         elif fact == "loss_scaling":
             value = 0
         elif fact == "optimizer":

@@ -74,7 +74,7 @@ def _facts(values: Mapping[str, Any], table: Mapping[str, Any]) -> Training:
     tokens = values.get("average_tokens_across_devices")
     steps = values["max_steps"] if (values["max_steps"] or -1) > 0 else None
     sampler = table.get("batch_sampler")
-    optimizer = optimizer_of(values["optim"])
+    optimizer = optimizer_of(values["optim"] or DEFAULTS["optim"])
     return Training(
         micro=values["per_device_train_batch_size"],
         accumulation=values["gradient_accumulation_steps"],
