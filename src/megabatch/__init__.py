@@ -1,18 +1,35 @@
-"""megabatch: which batch size a training needs, and the means to train at it on the hardware at hand."""
+"""megabatch: which batch size a training needs, and the means to train at it on the hardware at hand.
 
-from typing import Any
+Public names are imported when they are first used, so that `import megabatch` and `megabatch --help` do not import torch.
+"""
 
-from . import reference
-from .chunks import accumulate, cached, repeat_on_oom
-from .losses import ClipLoss, Diagnostics, SigLipLoss, clip_loss, siglip_loss
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from . import reference
+    from .chunks.accumulate import accumulate
+    from .chunks.cached import cached
+    from .chunks.repeat import repeat_on_oom
+    from .losses import ClipLoss, Diagnostics, SigLipLoss, clip_loss, siglip_loss
+    from .measuring import NoiseScale, find_chunk, fitted, micro_batches
+    from .planning.audit import audit
+    from .planning.memory import predict_memory
+    from .planning.planner import plan
 
 __all__ = [
     "ClipLoss",
     "Diagnostics",
+    "NoiseScale",
     "SigLipLoss",
     "accumulate",
+    "audit",
     "cached",
     "clip_loss",
+    "find_chunk",
+    "fitted",
+    "micro_batches",
+    "plan",
+    "predict_memory",
     "reference",
     "repeat_on_oom",
     "siglip_loss",
@@ -20,23 +37,31 @@ __all__ = [
 
 __version__ = "0.1.0"
 
+# Type checkers read the imports above: a module-level __getattr__ would give every misspelt name the type Any.
+if not TYPE_CHECKING:
 
-def __getattr__(name: str) -> Any:
-    """What plans and measures, imported when it is asked for: losses need none of what that imports."""
-    if name in ("NoiseScale", "find_chunk", "fitted", "micro_batches"):
-        from . import measuring
+    def __getattr__(name):
+        """Import a public name when it is first used; `losses` and `chunks` are attributes without an import of their own too."""
+        # Not `from . import losses`: that statement looks for the attribute first, and would call this function again.
+        if name in ("losses", "ClipLoss", "Diagnostics", "SigLipLoss", "clip_loss", "siglip_loss"):
+            import megabatch.losses as module
+        elif name in ("chunks", "accumulate", "cached", "repeat_on_oom"):
+            import megabatch.chunks as module
+        elif name == "reference":
+            import megabatch.reference as module
+        elif name in ("NoiseScale", "find_chunk", "fitted", "micro_batches"):
+            import megabatch.measuring as module
+        elif name == "plan":
+            import megabatch.planning.planner as module
+        elif name == "audit":
+            import megabatch.planning.audit as module
+        elif name == "predict_memory":
+            import megabatch.planning.memory as module
+        else:
+            raise AttributeError(f"module 'megabatch' has no attribute {name!r}")
+        # Stored, so that the next access does not call this function.
+        value = globals()[name] = module if module.__name__ == f"megabatch.{name}" else getattr(module, name)
+        return value
 
-        return getattr(measuring, name)
-    if name == "plan":
-        from .planning.planner import plan
-
-        return plan
-    if name == "audit":
-        from .planning.audit import audit
-
-        return audit
-    if name == "predict_memory":
-        from .planning.memory import predict_memory
-
-        return predict_memory
-    raise AttributeError(f"module 'megabatch' has no attribute {name!r}")
+    def __dir__():
+        return sorted({*globals(), *__all__})

@@ -8,66 +8,119 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .. import config
+from .. import config, packages
+from ..terminal import visible
+from .words import add_overwrite, add_trust, check_output
 
 
 def add(verbs: Any) -> None:
-    plan = verbs.add_parser("plan", help="which batch size, why, and a file that runs", description=_plan.__doc__)
-    plan.add_argument("model", nargs="?", help='open_clip:ViT-L-14, "timm:NAME + text", "vit + text", package.module:function')
-    plan.add_argument("--objective", choices=("contrastive", "supervised", "lm", "finetune"))
-    plan.add_argument("--loss", choices=("clip", "siglip"))
-    plan.add_argument("--data", help="samples there are: 10M")
-    plan.add_argument("--unique", help="different ones among them")
-    plan.add_argument("--seen", help="samples that training sees")
-    plan.add_argument("--epochs", type=float, help="the same in passes over the data")
-    plan.add_argument("--start", choices=("scratch", "pretrained", "locked"), help="the picture tower at the start")
-    plan.add_argument("--gpu", help="H200, A100-80GB, 8xH100, …; by default this machine")
-    plan.add_argument("--gpus", type=int)
-    plan.add_argument("--memory", help="of one device: 80GiB")
-    plan.add_argument("--share", type=float, help="of the memory that may be used (0.8)")
-    plan.add_argument("--price", type=float, help="of a device for an hour")
-    plan.add_argument("--batch", help="where it is decided already")
-    plan.add_argument("--critical", type=int, help="the critical batch, measured")
-    plan.add_argument("--priority", choices=("accuracy", "speed"))
-    plan.add_argument("--base-lr", help="rate@batch to scale from: 1e-3@256")
-    plan.add_argument("--optimizer", choices=("adamw", "sgd"))
-    plan.add_argument("--precision", choices=("fp32", "bf16", "fp16"))
-    plan.add_argument("--source", help="data.source of the run's file")
-    measured = "what fit, profile, noise or sweep wrote: measured.json"
-    plan.add_argument("--measured", type=Path, action="extend", nargs="+", metavar="FILE", help=measured)
-    plan.add_argument("--rates", type=Path, metavar="FILE", help="what `megabatch env --measure --out FILE` wrote")
-    plan.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    plan.add_argument("--out", type=Path, help="write run.toml, which `megabatch train` runs; or .json, .md, .html")
-    plan.add_argument("--html", type=Path, help="write a page with pictures")
+    plan = verbs.add_parser(
+        "plan", help="Choose the batch size, say why, and write a file that `megabatch train` runs.", description=_plan.__doc__
+    )
+    plan.add_argument(
+        "model",
+        nargs="?",
+        help='Model to plan for: ViT-L/14, open_clip:NAME, "timm:NAME + text", "vit + text", package.module:function or a run.toml;'
+        " by default the embedded default.",
+    )
+    plan.add_argument(
+        "--objective",
+        choices=("contrastive", "supervised", "lm", "finetune"),
+        help="Kind of training: contrastive pairs (default), supervised classes, a language model, or fine-tuning.",
+    )
+    plan.add_argument(
+        "--loss", choices=("clip", "siglip"), help="Contrastive loss: softmax (clip, the default) or sigmoid (siglip)."
+    )
+    plan.add_argument("--data", metavar="N", help="Number of training samples, as 10M; tokens for a language model.")
+    plan.add_argument("--unique", metavar="N", help="Number of distinct samples among them; by default all of them.")
+    plan.add_argument("--seen", metavar="N", help="Number of samples that training sees, repetitions included; excludes --epochs.")
+    plan.add_argument("--epochs", type=float, help="Number of passes over the data; excludes --seen.")
+    plan.add_argument(
+        "--start",
+        choices=("scratch", "pretrained", "locked"),
+        help="Image tower at the start: random weights (scratch, the default), pretrained, or pretrained and frozen (locked).",
+    )
+    plan.add_argument("--gpu", metavar="NAME", help="Device to plan for, as H200, A100-80GB or 8xH100; by default this machine.")
+    plan.add_argument(
+        "--gpus", type=int, metavar="N", help="Number of devices; by default as many as --gpu names, or this machine has."
+    )
+    plan.add_argument("--memory", help="Memory of one device, as 80GiB; by default that of the device named.")
+    plan.add_argument("--share", type=float, help="Fraction of the device's memory that may be used, up to 1 (default 0.8).")
+    plan.add_argument("--price", type=float, help="Price of one device per hour; adds cost to every alternative.")
+    plan.add_argument("--batch", metavar="N", help="Batch size that is decided already; the plan says how to reach it.")
+    plan.add_argument("--critical", type=int, metavar="N", help="Critical batch size, in samples, where it was measured.")
+    plan.add_argument(
+        "--priority", choices=("accuracy", "speed"), help="What decides between batch sizes: final accuracy (default) or speed."
+    )
+    plan.add_argument(
+        "--base-lr", metavar="RATE@BATCH", help="Learning rate known to be good at a batch size, to scale from: 1e-3@256."
+    )
+    plan.add_argument("--optimizer", choices=("adamw", "sgd"), help="Optimizer of the training (default adamw).")
+    plan.add_argument(
+        "--precision", choices=("fp32", "bf16", "fp16"), help="Precision of the encoders; by default the device's best."
+    )
+    plan.add_argument("--source", help="Training data to write into the run's file as data.source.")
+    plan.add_argument(
+        "--measured",
+        type=Path,
+        action="extend",
+        nargs="+",
+        metavar="FILE",
+        help="Files measured.json of fit, profile, noise or sweep; what was measured replaces predictions.",
+    )
+    plan.add_argument(
+        "--rates", type=Path, metavar="FILE", help="Rates of the device, as `megabatch env --measure --out FILE` wrote them."
+    )
+    plan.add_argument("--json", action="store_true", help="Print JSON instead of tables.")
+    plan.add_argument(
+        "--out", type=Path, metavar="FILE", help="File to write: .toml for `megabatch train`, or the plan as .json, .md or .html."
+    )
+    plan.add_argument("--html", type=Path, metavar="FILE", help="File for a web page with figures, ending in .html.")
+    add_trust(plan)
+    add_overwrite(plan)
     plan.set_defaults(run=_plan)
 
-    audit = verbs.add_parser("audit", help="mistakes in a training's settings, with their fixes", description=_audit.__doc__)
-    audit.add_argument(
-        "files", nargs="+", metavar="FILE", help="run.toml, TrainingArguments or DeepSpeed JSON, an OpenCLIP command line"
+    audit = verbs.add_parser(
+        "audit", help="Find mistakes in the settings of a training, with their fixes.", description=_audit.__doc__
     )
-    audit.add_argument("--data", help="samples of an epoch, where the file does not tell: 10M")
-    audit.add_argument("--unique", help="different samples among them")
-    audit.add_argument("--ranks", type=int, help="processes of the launch")
-    audit.add_argument("--base-lr", help="rate@batch that is known to be good: 5e-4@32768")
-    audit.add_argument("--objective", choices=("clip", "siglip", "supervised", "lm"), help="where the file does not tell")
-    audit.add_argument("--finetune", action="store_true", default=None, help="training goes on from pretrained weights")
     audit.add_argument(
-        "--fail-on", choices=("error", "warning", "note"), default="error", help="from which severity on the status is 1"
+        "files", nargs="+", metavar="FILE", help="A run.toml, TrainingArguments or DeepSpeed JSON, or an OpenCLIP command line."
     )
-    audit.add_argument("--json", action="store_true", help="print JSON instead of text")
+    audit.add_argument("--data", metavar="N", help="Number of samples in an epoch, as 10M, where the file does not say.")
+    audit.add_argument("--unique", metavar="N", help="Number of distinct samples among them.")
+    audit.add_argument("--ranks", type=int, metavar="N", help="Number of processes that the training is launched with.")
+    audit.add_argument("--base-lr", metavar="RATE@BATCH", help="Learning rate known to be good at a batch size: 5e-4@32768.")
+    audit.add_argument(
+        "--objective", choices=("clip", "siglip", "supervised", "lm"), help="Kind of training, where the file does not say."
+    )
+    audit.add_argument("--finetune", action="store_true", default=None, help="State that training starts from pretrained weights.")
+    audit.add_argument(
+        "--fail-on",
+        choices=("error", "warning", "note"),
+        default="error",
+        help="Lowest severity that makes the exit status 1 (default error).",
+    )
+    audit.add_argument("--json", action="store_true", help="Print JSON instead of text.")
     audit.set_defaults(run=_audit)
 
 
 def _plan(arguments: argparse.Namespace) -> None:
-    """Which batch a training needs, how to reach it, what follows from it, each number with its reason. Without arguments: for this
-    machine and the embedded default."""
+    """Choose the batch size that a training needs, say how to reach it and what follows from it, each number with its reason.
+    Without arguments, plan the embedded default on this machine."""
     from ..planning.planner import plan
-    from ..planning.show import show, write
+    from ..planning.show import check_target, show, write
 
+    for name in ("out", "html"):
+        path = getattr(arguments, name)
+        if path is not None:
+            check_target(path, f"--{name}")
+        check_output(path, f"--{name}", arguments.overwrite, make_folder=True)
     if arguments.model is not None and arguments.model.endswith(".toml"):
         arguments.model = config.read(arguments.model)
-    shown = {"verb", "run", "json", "out", "html"}
+    shown = {"verb", "run", "json", "out", "html", "overwrite"}
     asked = {key: value for key, value in vars(arguments).items() if key not in shown and value is not None}
+    if any(path is not None and path.suffix == ".html" for path in (arguments.out, arguments.html)):
+        packages.require(packages.PLAN_PAGE)
     found = plan(**asked)
     print(found.as_json()) if arguments.json else show(found)
     for path in (arguments.out, arguments.html):
@@ -76,8 +129,8 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 
 def _audit(arguments: argparse.Namespace) -> int:
-    """The classic mistakes of batch size and what goes with it: what is wrong, where, why, and the fix as a diff. The status is 1
-    from a severity on, so that it can stand before a launch."""
+    """Find the classic mistakes of batch size and what goes with it: what is wrong, where, why, and the fix as a diff. The exit
+    status is 1 from a severity on, so that the audit can stand before a launch."""
     from ..planning.audit import audit, audit_together, exit_code, read_any
     from ..planning.question import parse_base, parse_count
 
@@ -100,6 +153,8 @@ def _audit(arguments: argparse.Namespace) -> int:
         print(json.dumps([finding._asdict() for finding in findings], indent=2))
     else:
         for finding in findings:
-            print(f"{finding.severity}: {finding.where}: {finding.why} ({finding.code})\n{finding.fix.rstrip()}\n")
+            # Values of the file are quoted: they must not reach the terminal as control sequences.
+            lines = f"{finding.severity}: {finding.where}: {finding.why} ({finding.code})\n{finding.fix.rstrip()}\n"
+            print("\n".join(map(visible, lines.split("\n"))))
         print(f"{len(findings)} findings" if findings else "nothing found")
     return exit_code(findings, arguments.fail_on)

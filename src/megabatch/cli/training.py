@@ -10,75 +10,113 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import config
-from .words import SETTINGS_HELP, settings_of, table
+from ..terminal import print_table, visible
+from .words import SETTINGS_HELP, add_overwrite, add_trust, check_output, settings_of
 
 if TYPE_CHECKING:
     from ..training.answers import Answer
 
+# Unreadable samples and damaged files that are named on the terminal.
+MOST_NAMED = 10
+
 
 def add(verbs: Any) -> None:
-    train = verbs.add_parser("train", help="train a contrastive model, or go on with it", description=_train.__doc__)
+    train = verbs.add_parser("train", help="Train a contrastive model, or resume its training.", description=_train.__doc__)
     train.add_argument("settings", nargs="*", metavar="run.toml | key=value", help=SETTINGS_HELP)
-    train.add_argument("--fresh", action="store_true", help="start over, deleting what an earlier run left in the folder")
-    train.add_argument("--show", action="store_true", help="print the whole configuration as TOML, and do not train")
+    train.add_argument("--fresh", action="store_true", help="Start over: delete what an earlier run wrote into the folder.")
+    train.add_argument("--show", action="store_true", help="Print the whole configuration as TOML and do not train.")
+    add_trust(train)
     train.set_defaults(run=_train)
 
-    evaluate = verbs.add_parser("evaluate", help="held-out quality of a run", description=_evaluate.__doc__)
-    evaluate.add_argument("--classes", action="store_true", help="also classify pictures by the names of their labels (zero-shot)")
-    evaluate.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    embed = verbs.add_parser("embed", help="embeddings of pictures and texts, as safetensors", description=_embed.__doc__)
-    search = verbs.add_parser("search", help="the nearest pictures or texts", description=_search.__doc__)
+    evaluate = verbs.add_parser("evaluate", help="Measure the held-out quality of a run.", description=_evaluate.__doc__)
+    evaluate.add_argument("--classes", action="store_true", help="Also classify images by the names of their labels (zero-shot).")
+    evaluate.add_argument("--json", action="store_true", help="Print JSON instead of a table.")
+    embed = verbs.add_parser(
+        "embed", help="Write embeddings of images and texts to a safetensors file.", description=_embed.__doc__
+    )
+    search = verbs.add_parser(
+        "search", help="Find the held-out samples nearest to a text or an image.", description=_search.__doc__
+    )
     for verb, run in ((evaluate, _evaluate), (embed, _embed), (search, _search)):
-        verb.add_argument("folder", metavar="RUN", help="the folder of a run")
-        verb.add_argument("--device", help="where to compute; by default where it was trained")
+        verb.add_argument("folder", metavar="RUN", help="Folder of a run, as `megabatch train` wrote it.")
+        verb.add_argument(
+            "--device", help="Device to compute on, as cpu or cuda:1; by default the one that the run was trained on."
+        )
+        add_trust(verb)
         verb.set_defaults(run=run)
-    embed.add_argument("files", nargs="+", metavar="FILE", help="pictures, or text files with a text in each line")
-    embed.add_argument("--out", type=Path, help="where to write; by default embeddings.safetensors in the run's folder")
-    search.add_argument("query", metavar="TEXT", help="a text, or the path of a picture")
-    search.add_argument("-k", type=int, default=5, help="how many answers (5)")
-    search.add_argument("--out", type=Path, help="where to draw the answers; by default search.png in the run's folder")
+    embed.add_argument("files", nargs="+", metavar="FILE", help="Image files, and UTF-8 text files with a text in each line.")
+    embed.add_argument(
+        "--side",
+        choices=("x", "y"),
+        help="Tower that embeds all files: x takes queries, y documents. Needed where both towers take the same kind of input.",
+    )
+    embed.add_argument(
+        "--out", type=Path, metavar="FILE", help="File to write; by default embeddings.safetensors in the run's folder."
+    )
+    search.add_argument("query", metavar="QUERY", help="A text, or the path of an image file.")
+    search.add_argument("-k", type=int, default=5, metavar="N", help="Number of answers (default 5).")
+    search.add_argument(
+        "--side",
+        choices=("x", "y"),
+        help="Tower that embeds the query; answers come from the other side. By default the tower that takes such an input, and x"
+        " where both do.",
+    )
+    search.add_argument(
+        "--out", type=Path, metavar="FILE", help="PNG file of image answers; by default search.png in the run's folder."
+    )
+    add_overwrite(embed)
+    add_overwrite(search)
 
 
 def _train(arguments: argparse.Namespace) -> None:
-    """Trains what a TOML file describes, and goes on where an earlier start was stopped. Without a file: pictures of characters and
-    their names, which come with the installation. Settings go before the file's: batch.size=4096 optimizer.lr=3e-4 out=runs/a.
-    Several GPUs or machines: torchrun -m megabatch train …"""
+    """Train what a TOML file describes, and resume where an earlier start was stopped. Without a file, train on images of
+    characters and their names, which come with the installation. Settings replace those of the file: batch.size=4096
+    optimizer.lr=3e-4 out=runs/a. For several GPUs or machines: torchrun -m megabatch train …"""
     run = settings_of(arguments.settings)
     if arguments.show:
         print(config.as_toml(run), end="")
         return
     from ..training.loop import train
 
-    folder = train(run, fresh=arguments.fresh)
+    folder = train(run, fresh=arguments.fresh, trust_code=arguments.trust_code)
     # One rank writes the result, and shows it.
     if os.environ.get("RANK", "0") == "0":
         _show_result(folder)
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:
-    """Recall of held-out pairs in both directions, by the newest checkpoint of a run."""
+    """Print the recall of held-out pairs in both directions, by the newest checkpoint of a run."""
     from ..training.answers import evaluate
 
-    found = evaluate(arguments.folder, classes=arguments.classes, device=arguments.device)
+    found = evaluate(arguments.folder, classes=arguments.classes, device=arguments.device, trust_code=arguments.trust_code)
     print(json.dumps(found, indent=2)) if arguments.json else _show_quality(found)
+    if not arguments.json:
+        _show_unread(found)
 
 
 def _embed(arguments: argparse.Namespace) -> None:
-    """Writes embeddings of length one: "embeddings" (rows, dim), and "keys" in the metadata."""
+    """Write normalised embeddings as safetensors: the tensor "embeddings" (rows, dim), and in the metadata "keys", a JSON list of
+    what each row is: the path of an image, or a line of text."""
     from ..training.answers import embed
 
+    check_output(arguments.out, "--out", arguments.overwrite)
     out = arguments.out or Path(arguments.folder) / "embeddings.safetensors"
-    print(f"{embed(arguments.folder, arguments.files, out, arguments.device):,} embeddings in {out}")
+    options = {"side": arguments.side, "trust_code": arguments.trust_code}
+    rows = embed(arguments.folder, arguments.files, out, arguments.device, **options)
+    print(f"{rows:,} embeddings in {out}")
 
 
 def _search(arguments: argparse.Namespace) -> None:
-    """The held-out pictures nearest to a text, or the texts nearest to a picture: a table, and a contact sheet."""
-    from ..training.answers import search
-
+    """Print the held-out images nearest to a text, the texts nearest to an image, or the documents nearest to a query, as a table;
+    images are drawn on a contact sheet too."""
     if arguments.k < 1:
         raise ValueError(f"-k is {arguments.k}: must be at least 1")
-    answers = search(arguments.folder, arguments.query, arguments.k, arguments.device)
-    table(["similarity", "answer", "from"], [[f"{a.score:.3f}", a.text, a.key] for a in answers])
+    check_output(arguments.out, "--out", arguments.overwrite)
+    from ..training.answers import search
+
+    options = {"side": arguments.side, "trust_code": arguments.trust_code}
+    answers = search(arguments.folder, arguments.query, arguments.k, arguments.device, **options)
+    print_table(["similarity", "answer", "from"], [[f"{a.score:.3f}", a.text, a.key] for a in answers])
     if any(answer.picture is not None for answer in answers):
         print("contact sheet:", _draw(arguments.query, answers, arguments.out or Path(arguments.folder) / "search.png"))
 
@@ -95,13 +133,27 @@ def _show_result(folder: Path) -> None:
     result = json.loads((folder / "result.json").read_text("utf-8")) if (folder / "result.json").exists() else {}
     if result.get("evaluation"):
         _show_quality(result["evaluation"], result.get("chance"))
+    if result.get("bad"):
+        print(f"{result['bad']:,} training samples could not be read and were skipped; {folder / 'log.jsonl'} names them")
     if (folder / "report.html").exists():
         print(f"report: {folder / 'report.html'}")
 
 
+def _show_unread(found: dict[str, Any]) -> None:
+    """Name held-out samples that could not be read, and damaged files."""
+    lines = [f"{each['key']}: {each['reason']}" for each in found.get("unreadable", [])]
+    lines += [f"damaged: {each}" for each in found.get("damage", [])]
+    for line in lines[:MOST_NAMED]:
+        print(visible(line))
+    if len(lines) > MOST_NAMED:
+        print(f"… and {len(lines) - MOST_NAMED:,} more; --json names them all")
+
+
 def _show_quality(found: dict[str, Any], chance: dict[str, float] | None = None) -> None:
+    bad = found.get("bad", 0)
+    unread = f"; {bad:,} of {bad + found['pairs']:,} held-out samples could not be read" if bad else ""
     if "accuracy" in found:
-        print(f"held-out accuracy: {found['accuracy']:.1%} of {found['pairs']:,}")
+        print(f"held-out accuracy: {found['accuracy']:.1%} of {found['pairs']:,}{unread}")
         return
     at = list(found["x_to_y"])
     x, y = found["sides"]
@@ -109,7 +161,7 @@ def _show_quality(found: dict[str, Any], chance: dict[str, float] | None = None)
     rows = [[name, *(f"{found[side][k]:.1%}" for k in at), f"{found[median]:g}"] for name, side, median in directions]
     if chance is not None:
         rows.append(["chance", *(f"{chance[k]:.2%}" for k in at), f"{(found['pairs'] + 1) / 2:g}"])
-    print(f"held-out recall among {found['pairs']:,} pairs")
-    table(["direction", *(f"recall@{k}" for k in at), "median rank"], rows)
+    print(f"held-out recall among {found['pairs']:,} pairs{unread}")
+    print_table(["direction", *(f"recall@{k}" for k in at), "median rank"], rows)
     for k, share in found.get("zero_shot", {}).items():
         print(f"zero-shot accuracy, top {k}: {share:.1%}")
