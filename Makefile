@@ -6,19 +6,33 @@ STAMP := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -q
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench clean
+.PHONY: help demo test test-slow soak fuzz lint format bench clean
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 help:  ## show this list
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 	@echo "  PYTHON=... chooses the interpreter that creates $(VENV) (now: $(PYTHON)); rm -r $(VENV) starts afresh."
 
 demo: $(STAMP)  ## install into .venv, plan, train on pictures of characters, then take single steps at up to 65,536 pairs
 	@mkdir -p runs
-	$(BIN)/megabatch plan --out runs/plan.toml
+	$(BIN)/megabatch plan --overwrite --out runs/plan.toml
 	$(BIN)/megabatch train --fresh runs/plan.toml 'evaluate.large=[4096, 16384, 65536]'
 
-test: lint  ## everything that has to pass: lint, types, tests
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+test: lint  ## what has to pass before a change is merged: lint, types, tests
+	$(PYTEST) -m "not slow and not soak"
+
+test-slow: $(STAMP)  ## the tests that take longer: signals, killed processes and full disks at many moments
+	$(PYTEST) -m "slow and not soak"
+
+soak: $(STAMP)  ## the same at every moment: 30 kills, a disk that is full at each single write; tens of minutes
+	$(PYTEST) -m soak
+
+# FUZZ_INPUTS=… FUZZ_SEED=… choose how many inputs and which; the same seed makes the same inputs.
+FUZZ_INPUTS ?= 1000000
+FUZZ_SEED ?= 0
+fuzz: $(STAMP)  ## hostile input of every kind: a million of it, and a summary in benchmarks/results/fuzz.json
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m fuzz --inputs $(FUZZ_INPUTS) --seed $(FUZZ_SEED) \
+	  --out benchmarks/results/fuzz.json
 
 lint: $(STAMP)  ## ruff and mypy, nothing is changed
 	$(BIN)/ruff check

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megabatch.chunks.memory import host_available_bytes
+from megabatch import host_memory
 
 SAMPLE_S = 0.002
 
@@ -53,7 +53,7 @@ def available_bytes(device: str) -> int:
     """The bytes that a new case may use on this device now."""
     if device == "cuda":
         return torch.cuda.mem_get_info()[0]
-    return host_available_bytes() if Path("/proc/meminfo").exists() else _total_bytes()
+    return host_memory.available() or _total_bytes()
 
 
 def total_bytes(device: str) -> int:

@@ -41,6 +41,8 @@ if not support.INTERPRETED:
 
 # The interpreter says so when numpy overflows, or makes no number, of what the kernels throw away.
 pytestmark = [
+    # Arithmetic is tested with scales that nobody would train with.
+    pytest.mark.filterwarnings("ignore:scale="),
     pytest.mark.usefixtures("unwritten_memory_is_no_number"),
     pytest.mark.filterwarnings(
         r"ignore:(overflow|divide by zero|invalid value) encountered in:RuntimeWarning:triton\.runtime\.interpreter"

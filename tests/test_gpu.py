@@ -26,6 +26,8 @@ from megabatch.tiles.contract import Means, Pairs, Softmax, Wanted
 from megabatch.tiles.fused import blocks, kept, launch
 
 pytestmark = [
+    # Arithmetic is tested with scales that nobody would train with.
+    pytest.mark.filterwarnings("ignore:scale="),
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
@@ -414,6 +416,8 @@ def test_two_simulated_ranks_are_one_process(loss, monkeypatch):
 
 class SimulatedRing(Ring):
     """A rank of a ring whose ranks are threads that share one device."""
+
+    device_types = ("cpu", "cuda")
 
     @classmethod
     def of_size(cls, size: int) -> list[SimulatedRing]:

@@ -19,6 +19,8 @@ from megabatch.tiles.fused import hopper, kept
 
 pytestmark = [
     pytest.mark.gpu,
+    # Some cases have a scale below 1.
+    pytest.mark.filterwarnings("ignore:scale="),
     pytest.mark.skipif(
         not (torch.cuda.is_available() and hopper._available(torch.device("cuda"))),
         reason="needs a Hopper device and a version of Triton that its kernels were tried with",

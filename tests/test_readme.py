@@ -169,7 +169,15 @@ def test_the_options_that_it_lists_exist():
 def test_links_and_pictures_are_there():
     for page in PAGES:
         for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
-            assert "://" in target or (page.parent / target).exists(), target
+            if "://" in target:
+                continue
+            name, _, anchor = target.partition("#")
+            file = page.parent / name if name else page
+            assert file.exists(), target
+            headings = re.findall(r"^#+ (.+)$", file.read_text(), re.MULTILINE) if anchor else []
+            # As GitHub makes anchors of headings.
+            anchors = {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+            assert not anchor or anchor in anchors, target
 
 
 def test_the_examples_in_docstrings_run():
