@@ -27,14 +27,14 @@ from torch import Tensor
 import megabatch
 from benchmarks.machine import describe
 from megabatch import config
-from megabatch.training.assembly import open_data
-from megabatch.training.data.loader import Loader
-from megabatch.training.data.order import InOrder, stable_hash
-from megabatch.training.data.split import split
+from megabatch.data.loader import Loader
+from megabatch.data.sampler import InOrder, stable_hash
+from megabatch.data.split import split
+from megabatch.reporting.figures import batch_study, best_rates
+from megabatch.towers.model import Pair, build_pair, build_towers
+from megabatch.training.build import open_data
 from megabatch.training.evaluate import retrieval
-from megabatch.training.model import Pair, build_pair, build_towers
 from megabatch.training.optimizers import build_optimizer, clip_gradients
-from megabatch.training.report.figures import batch_study, best_rates
 from megabatch.training.schedules import course
 
 RESULTS = Path(__file__).parent / "results"

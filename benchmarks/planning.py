@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.peers import declare_torchvision_schemas
-from megabatch.planning.hardware import find_machine
-from megabatch.planning.how import How
+from megabatch.costs.hardware import find_machine
+from megabatch.costs.strategy import How
+from megabatch.costs.time import step_time
 from megabatch.planning.planner import Planner, Tools
-from megabatch.planning.question import Question
+from megabatch.planning.request import Question
 from megabatch.planning.show import as_markdown
-from megabatch.planning.time import step_time
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "planning.md"
 QUESTION: dict[str, Any] = {

@@ -20,8 +20,8 @@ from benchmarks.machine import describe
 from benchmarks.memory import peak_of
 from megabatch import config
 from megabatch.chunks.rows import tensors_of
-from megabatch.training.assembly import assemble
-from megabatch.training.launch import ranks
+from megabatch.training.build import assemble
+from megabatch.training.distributed import ranks
 from megabatch.training.objective import Contrastive
 
 RESULTS = Path(__file__).parent / "results"

@@ -26,10 +26,10 @@ from torch import Tensor
 
 from megabatch.tiles import fused
 from megabatch.tiles.contract import Means, Pairs, Softmax, Wanted
-from megabatch.tiles.fused import blocks as measured
 from megabatch.tiles.fused import hopper
-from megabatch.tiles.fused.blocks import Blocks, Rings, kind_of
+from megabatch.tiles.fused import tuned_configs as measured
 from megabatch.tiles.fused.launch import Launch, Panel
+from megabatch.tiles.fused.tuned_configs import Blocks, Rings, kind_of
 
 # m, n, k, warps, stages, programs a multiprocessor, group, pieces. One that does not fit the device fails to start and is left out.
 BF16 = [

@@ -95,3 +95,26 @@ def errors(case: Case, found: dict[str, Tensor], true: dict[str, Tensor]) -> dic
         name: ((found[name] - t).norm() / (t.norm() + terms[name] + 1e-300)).item() if found[name].isfinite().all() else math.inf
         for name, t in true.items()
     }
+
+
+CLIP_OPTIONS = {
+    "ids": ({}, {"ids": True}, {"ids": True, "duplicates": "positive"}),
+    "label_smoothing": ({}, {"label_smoothing": 0.1}),
+    "drop_above": ({}, {"drop_above": 0.2}, {"drop_above": -0.1}),
+    "weights": ({}, {"weights": True}),
+    "direction": ({}, {"symmetric": False}, {"symmetric": False, "extra": 7}),
+}
+
+
+def build(loss: str, rows: int, scalars: tuple[float, ...], options: dict, seed: int = 0, **shape) -> Case:
+    """A case whose options name ids and weights by True, and similarities in units of the norm squared."""
+    options = dict(options)
+    x, y = embeddings(rows, options.pop("extra", 0), seed=seed, **shape)
+    g = torch.Generator().manual_seed(seed)
+    if options.get("ids"):
+        options["ids"] = torch.randint(0, max(1, rows // 2), (len(y),), generator=g)
+    if options.get("weights"):
+        options["weights"] = torch.rand(rows, dtype=torch.float64, generator=g) + 0.1
+    if "drop_above" in options:
+        options["drop_above"] *= shape.get("norm", 1.0) ** 2
+    return Case(loss, x, y, scalars, options)

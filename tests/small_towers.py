@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megabatch.training.towers.tower import Tower
+from megabatch.towers.tower import Tower
 
 WIDTH = 16
 

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megabatch.planning.counting import Call, Pass, Work
+from torch import nn
+
+from megabatch import config
+from megabatch.costs.counting import Call, Pass, Work
+from megabatch.planning.planner import Tools
+from megabatch.planning.workload import Workload
 
 
 def small_work(
@@ -28,3 +33,25 @@ class Stated(NamedTuple):
     parts: dict[str, int]
     moment: str
     phases: dict[str, int]
+
+
+WORK = (small_work(50e9, 0.2e9, 0.3e9, 400, 80_000_000), small_work(6e9, 0.03e9, 0.2e9, 200, 40_000_000))
+RUN = config.build(config.EMBEDDED, ["compute.precision=bf16"])
+
+
+def predict(question, run, work, machine):
+    """2 GB of state, 0.1 GB for each row of a chunk or of a kept one, 10 kB for each of a shard."""
+
+    def predicted(how):
+        kept = 0 if how.accumulate else max(0, min(how.keep, how.chunks) - 1)
+        peak = 2 * 10**9 + 10**8 * how.chunk * (1 + kept) + 10**4 * how.shard
+        return Stated(peak, peak, {"all": peak}, "backward", {"backward": peak})
+
+    return predicted
+
+
+def counted(question, run, precision, machine):
+    return Workload(WORK[: 2 if question.pairs else 1], (nn.Identity(),) * 2, (lambda rows: rows,) * 2)
+
+
+TOOLS = Tools(counted, predict)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megabatch import config
 from megabatch.cli import main
-from megabatch.planning.question import parse_count
+from megabatch.planning.request import parse_count
 
 LENGTH = {"schedule": {"steps": 10}}
 

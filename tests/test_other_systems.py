@@ -23,7 +23,9 @@ from torch import nn
 import megabatch
 from megabatch import cli, config, environment, files, host_memory
 from megabatch.chunks.memory import room_bytes
-from megabatch.measured import Measured
+from megabatch.costs.devices import cpu_device
+from megabatch.data import open_source
+from megabatch.measurements import Measured
 from megabatch.measuring.fit import fit
 from megabatch.measuring.fit.limits import Limit, limit_of
 from megabatch.measuring.fit.resident import Highest
@@ -32,12 +34,10 @@ from megabatch.measuring.profile.page import rows, sentences
 from megabatch.measuring.profile.picture import picture
 from megabatch.measuring.profile.steps import Timed
 from megabatch.measuring.rates import measure_rates
-from megabatch.planning.devices import cpu_device
+from megabatch.reporting.figures import curve_panels
+from megabatch.reporting.history import read_history
 from megabatch.training import checkpoint, memory
-from megabatch.training.data import open_source
 from megabatch.training.loop import train
-from megabatch.training.report.figures import curve_panels
-from megabatch.training.report.history import read_history
 
 MIB = 2**20
 CPU = torch.device("cpu")

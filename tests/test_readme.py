@@ -12,7 +12,7 @@ import torch
 
 import megabatch.chunks.accumulate
 import megabatch.chunks.cached
-import megabatch.chunks.repeat
+import megabatch.chunks.oom
 import megabatch.losses.clip
 import megabatch.losses.siglip
 from benchmarks.clocks import RESTS
@@ -20,7 +20,7 @@ from benchmarks.memory_accuracy.cases import of_row
 from benchmarks.readme import PLACE, ROOT, with_tables
 from benchmarks.report import read_rows
 from benchmarks.time_accuracy.cases import fresh_cases
-from megabatch.training.report.figures import best_rates
+from megabatch.reporting.figures import best_rates
 
 README = (ROOT / "README.md").read_text()
 PAGES = ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))

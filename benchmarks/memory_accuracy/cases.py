@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from megabatch.planning.memory import Setup
+from megabatch.costs.memory import Setup
 
 GIB = 2**30
 # Models that were first measured when the rules for workspaces had been found on the others.

@@ -13,8 +13,8 @@ import megabatch
 from benchmarks.machine import describe
 from benchmarks.memory_accuracy.cases import Case
 from benchmarks.memory_accuracy.subjects import subject
-from megabatch.planning.memory.setup import PRECISIONS
-from megabatch.planning.memory.step import default_loss, switch_checkpointing
+from megabatch.costs.memory.setup import PRECISIONS
+from megabatch.costs.memory.step import default_loss, switch_checkpointing
 
 # The first creates the optimizer's state and is not counted.
 STEPS = 3

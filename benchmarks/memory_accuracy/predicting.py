@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from benchmarks.memory_accuracy.cases import Case, Limit
 from benchmarks.memory_accuracy.subjects import subject
-from megabatch.planning.memory import Prediction, predict_memory
-from megabatch.planning.memory.setup import PRECISIONS
-from megabatch.planning.memory.stand_in import StandIn, built
-from megabatch.planning.memory.step import tracing
+from megabatch.costs.memory import Prediction, predict_memory
+from megabatch.costs.memory.fake_params import StandIn, built
+from megabatch.costs.memory.setup import PRECISIONS
+from megabatch.costs.memory.step import tracing
 
 MOST_ROWS = 4096
 # 12 bytes a parameter, for one of its 4.

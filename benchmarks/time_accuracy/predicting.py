@@ -10,12 +10,12 @@ from torch import nn
 
 from benchmarks.memory_accuracy.cases import Case, of_row
 from benchmarks.memory_accuracy.subjects import subject
-from megabatch.planning.counting import Work, count_work
-from megabatch.planning.hardware import find_machine
-from megabatch.planning.how import How
-from megabatch.planning.memory.step import default_loss
-from megabatch.planning.models import Uncomputed
-from megabatch.planning.time import StepTime, Task, step_time
+from megabatch.costs.counting import Work, count_work
+from megabatch.costs.hardware import find_machine
+from megabatch.costs.memory.step import default_loss
+from megabatch.costs.models import Uncomputed
+from megabatch.costs.strategy import How
+from megabatch.costs.time import StepTime, Task, step_time
 
 DIM = {"clip-vit-l-14": 768}
 # What a step does once, as far as these do it.

@@ -5,15 +5,17 @@ Public names are imported when they are first used, so that `import megabatch` a
 
 from typing import TYPE_CHECKING
 
+from .version import __version__
+
 if TYPE_CHECKING:
     from . import reference
+    from .audit import audit
     from .chunks.accumulate import accumulate
     from .chunks.cached import cached
-    from .chunks.repeat import repeat_on_oom
+    from .chunks.oom import repeat_on_oom
+    from .costs.memory import predict_memory
     from .losses import ClipLoss, Diagnostics, SigLipLoss, clip_loss, siglip_loss
     from .measuring import NoiseScale, find_chunk, fitted, micro_batches
-    from .planning.audit import audit
-    from .planning.memory import predict_memory
     from .planning.planner import plan
 
 __all__ = [
@@ -21,6 +23,7 @@ __all__ = [
     "Diagnostics",
     "NoiseScale",
     "SigLipLoss",
+    "__version__",
     "accumulate",
     "audit",
     "cached",
@@ -34,8 +37,6 @@ __all__ = [
     "repeat_on_oom",
     "siglip_loss",
 ]
-
-__version__ = "0.1.0"
 
 # Type checkers read the imports above: a module-level __getattr__ would give every misspelt name the type Any.
 if not TYPE_CHECKING:
@@ -54,9 +55,9 @@ if not TYPE_CHECKING:
         elif name == "plan":
             import megabatch.planning.planner as module
         elif name == "audit":
-            import megabatch.planning.audit as module
+            import megabatch.audit as module
         elif name == "predict_memory":
-            import megabatch.planning.memory as module
+            import megabatch.costs.memory as module
         else:
             raise AttributeError(f"module 'megabatch' has no attribute {name!r}")
         # Stored, so that the next access does not call this function.

@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 
-from megabatch import __version__, host_memory
 from megabatch.tiles import backend_name
+
+from . import host_memory
+from .version import __version__
 
 Report = dict[str, Any]
 

@@ -18,15 +18,15 @@ from small_works import Stated, small_work
 from torch import nn
 
 from megabatch import cli, config, environment
+from megabatch.costs.rates import Rates
 from megabatch.measuring import rates as measuring_rates
 from megabatch.measuring.fit import of_run
-from megabatch.measuring.noise import course as noise_course
+from megabatch.measuring.noise import measure as noise_course
 from megabatch.measuring.profile import curve as profile_curve
-from megabatch.measuring.sweep import request, study
+from megabatch.measuring.sweep import request, sweep_runs
 from megabatch.planning import planner, show
-from megabatch.planning.rates import Rates
 from megabatch.planning.workload import Workload
-from megabatch.training import answers, loop
+from megabatch.training import inference, loop
 from megabatch.training.schedules import Step
 
 from .files import RATES, _tars
@@ -171,14 +171,14 @@ def _replace_work() -> None:
     towers = SimpleNamespace(kind="text"), SimpleNamespace(kind="text")
     for module, name, instead in (
         (loop, "assemble", reached),
-        (answers, "assemble", reached),
+        (inference, "assemble", reached),
         (of_run, "Bench", _FitBench),
         (of_run, "Foresight", _Foresight),
         (profile_curve, "Bench", _ProfileBench),
         (noise_course, "assemble", lambda run, ranks: run),
         (noise_course, "Training", _Training),
         (noise_course, "_measured", reached),
-        (study._Study, "outcomes", reached),
+        (sweep_runs._Study, "outcomes", reached),
         (request, "build_towers", lambda run: towers),
         (request, "open_data", lambda run, x, y: (source, source)),
         (planner, "Tools", _tools(planner.Tools)),

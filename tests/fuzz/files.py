@@ -21,15 +21,15 @@ from pyarrow import ipc, parquet
 from safetensors.torch import save
 from torch import nn
 
-from megabatch import config, measured
+from megabatch import config, measurements
 from megabatch.config import Data
+from megabatch.costs.hardware import find_machine
+from megabatch.data import open_source
+from megabatch.data.source import BadSample, Kind, Source
 from megabatch.measuring.sweep import outcome as outcomes
-from megabatch.planning.hardware import find_machine
-from megabatch.planning.measurements import gather
+from megabatch.planning.read_measurements import gather
+from megabatch.towers.weights import load_weights
 from megabatch.training import checkpoint
-from megabatch.training.data import open_source
-from megabatch.training.data.source import BadSample, Kind, Source
-from megabatch.training.towers.weights import load_weights
 
 from .harness import Target
 from .mutations import mutated
@@ -301,19 +301,19 @@ def _weights_as(name: str) -> Callable[[bytes, Path], None]:
 
 
 FOUND: tuple[Any, ...] = (
-    measured.Fit(64, 10**9, ({"size": 64, "ran": True, "peak_bytes": 10**8},)),
-    measured.Profile(
+    measurements.Fit(64, 10**9, ({"size": 64, "ran": True, "peak_bytes": 10**8},)),
+    measurements.Profile(
         ({"batch": 64, "chunk": 64, "keep": 0, "ranks": 1, "seconds": 0.1, "spread": 0.01, "pairs_per_s": 640.0},), 64, 64
     ),
-    measured.Noise(1000.0, 900.0, 1100.0, 64, True, ({"step": 1, "critical": 1.0, "low": 0.5, "high": 2.0},), 128),
-    measured.Sweep(256, 1e-3, "samples", ({"batch": 256, "lr": 1e-3, "mean": 0.5, "spread": 0.1, "seconds": 1.0},)),
+    measurements.Noise(1000.0, 900.0, 1100.0, 64, True, ({"step": 1, "critical": 1.0, "low": 0.5, "high": 2.0},), 128),
+    measurements.Sweep(256, 1e-3, "samples", ({"batch": 256, "lr": 1e-3, "mean": 0.5, "spread": 0.1, "seconds": 1.0},)),
 )
 
 
 def _measured(rng: random.Random) -> bytes:
     table = json.loads(
-        measured.as_json(
-            measured.Measured(rng.choice(FOUND), config.as_table(RUN), rng.choice(("NVIDIA H100", "cpu")), "2.0", "2026-01-01")
+        measurements.as_json(
+            measurements.Measured(rng.choice(FOUND), config.as_table(RUN), rng.choice(("NVIDIA H100", "cpu")), "2.0", "2026-01-01")
         )
     )
     if rng.random() < 0.8:

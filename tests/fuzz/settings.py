@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from megabatch import config
-from megabatch.planning.audit import audit, audit_together, read_any
-from megabatch.planning.audit.readers import open_clip as command_line
-from megabatch.planning.audit.readers import transformers
+from megabatch.audit import audit, audit_together, read_any
+from megabatch.audit.readers import open_clip as command_line
+from megabatch.audit.readers import transformers
 from megabatch.training.schedules import course
 
 from .harness import Target

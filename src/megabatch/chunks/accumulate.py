@@ -16,9 +16,9 @@ from ..losses.inputs import refused_while_accumulating
 from ..ring import Group, Ring
 from . import attempt, rows
 from .cached import check_chunk
+from .ddp_fsdp import explaining_single_rows, fsdp_modules, least_rows, meeting_rings, no_sync, submodules
 from .generators import host_sources
-from .replay import Replay, buffers_of, current_accelerator, states_of
-from .wrappers import explaining_single_rows, fsdp_modules, least_rows, meeting_rings, no_sync, submodules
+from .rng_state import Replay, buffers_of, current_accelerator, states_of
 
 # Parts of a mean over samples differ by rounding (a few percent in bf16), those of a contrastive loss by half and more.
 COUPLED = 0.2

@@ -10,8 +10,8 @@ from typing import Protocol
 from torch.nn.parallel import DistributedDataParallel
 
 from ..ring import Ring
-from .replay import Replay
-from .wrappers import exchange_gradients
+from .ddp_fsdp import exchange_gradients
+from .rng_state import Replay
 
 
 class Shrinkable(Protocol):

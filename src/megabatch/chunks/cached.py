@@ -13,14 +13,7 @@ from torch import Tensor
 from ..losses.autograd import outside_graphs
 from ..ring import Ring
 from . import attempt, rows
-from .exchange import check_exchange
-from .generators import Source, check_generators, host_sources, sources_in
-from .keep import Keep, KeepAuto
-from .memory import is_out_of_memory, release
-from .recompute import recomputed
-from .repeatable import Differences, Repeatability, tolerance_for
-from .replay import Buffer, Replay, buffers_of, current_accelerator, differs, states_of, versions_of
-from .wrappers import (
+from .ddp_fsdp import (
     batch_norms,
     explaining_single_rows,
     find_ddp,
@@ -33,6 +26,13 @@ from .wrappers import (
     run_once,
     submodules,
 )
+from .exchange import check_exchange
+from .generators import Source, check_generators, host_sources, sources_in
+from .keep import Keep, KeepAuto
+from .memory import is_out_of_memory, release
+from .recompute import recomputed
+from .repeatable import Differences, Repeatability, tolerance_for
+from .rng_state import Buffer, Replay, buffers_of, current_accelerator, differs, states_of, versions_of
 
 # From so many chunks on, a sum of their gradients in half precision is worth a word.
 MANY = 16

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .wrappers import fsdp_modules
+from .ddp_fsdp import fsdp_modules
 
 
 def check_exchange(inputs: Iterable[Tensor], outputs: Iterable[Tensor], modules: list[nn.Module]) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import host_memory
-from .replay import current_accelerator
+from .rng_state import current_accelerator
 
 # What allocators and libraries say that have no exception type of their own for it.
 EXHAUSTED = ("out of memory", "not enough memory", "can't allocate memory", "ALLOC_FAILED")

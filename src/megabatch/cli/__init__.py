@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from .. import __version__
 from ..training.signals import Stopped
+from ..version import __version__
 from . import measuring, planning, training
 from .arguments import Parser
-from .words import add_overwrite, check_output, one_line
+from .common_args import add_overwrite, check_output, one_line
 
 # What some verbs need beyond torch, all of it in one extra.
 EXTRA = ("PIL", "matplotlib", "rich", "safetensors")
@@ -113,8 +113,8 @@ def _env(arguments: argparse.Namespace) -> None:
 
 
 def _measure_rates(arguments: argparse.Namespace) -> None:
+    from ..costs.rates import as_text, write_rates
     from ..measuring.rates import measure_here
-    from ..planning.rates import as_text, write_rates
 
     check_output(arguments.out, "--out", arguments.overwrite, make_folder=True)
     rates = measure_here()

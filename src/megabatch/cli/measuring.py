@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .. import measured
+from .. import measurements
 from ..files import check_folder
-from .words import SETTINGS_HELP, add_trust, settings_of
+from .common_args import SETTINGS_HELP, add_trust, settings_of
 
 
 def add(verbs: Any) -> None:
@@ -118,8 +118,8 @@ def _verb(verbs: Any, name: str, run: Callable[..., None], words: str) -> argpar
 def _fit(arguments: argparse.Namespace) -> None:
     """Find the largest chunk that runs: real steps of the run are tried at several sizes, from the predicted one on."""
     check_folder(arguments.out, "--out")
+    from ..costs.hardware import parse_bytes
     from ..measuring.fit import fit, show
-    from ..planning.hardware import parse_bytes
 
     options = {name: getattr(arguments, name) for name in ("margin", "cap", "start", "out", "trust_code")}
     budget = None if arguments.budget is None else parse_bytes(arguments.budget)
@@ -159,11 +159,11 @@ def _sweep(arguments: argparse.Namespace) -> None:
     _say(sweep(settings_of(arguments.settings), **options), show, arguments)
 
 
-def _say(found: measured.Measured, show: Callable[[measured.Measured], None], arguments: argparse.Namespace) -> None:
+def _say(found: measurements.Measured, show: Callable[[measurements.Measured], None], arguments: argparse.Namespace) -> None:
     if os.environ.get("RANK", "0") != "0":
         return
     if arguments.json:
-        print(measured.as_json(found))
+        print(measurements.as_json(found))
         return
     show(found)
     print(f"written: {arguments.out / 'measured.json'}, for `megabatch plan --measured`")

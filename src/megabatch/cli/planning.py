@@ -10,7 +10,7 @@ from typing import Any
 
 from .. import config, packages
 from ..terminal import visible
-from .words import add_overwrite, add_trust, check_output
+from .common_args import add_overwrite, add_trust, check_output
 
 
 def add(verbs: Any) -> None:
@@ -131,8 +131,8 @@ def _plan(arguments: argparse.Namespace) -> None:
 def _audit(arguments: argparse.Namespace) -> int:
     """Find the classic mistakes of batch size and what goes with it: what is wrong, where, why, and the fix as a diff. The exit
     status is 1 from a severity on, so that the audit can stand before a launch."""
-    from ..planning.audit import audit, audit_together, exit_code, read_any
-    from ..planning.question import parse_base, parse_count
+    from ..audit import audit, audit_together, exit_code, read_any
+    from ..planning.request import parse_base, parse_count
 
     base = parse_base(arguments.base_lr) or (None, None)
     known = {

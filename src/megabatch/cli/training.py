@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from .. import config
 from ..terminal import print_table, visible
-from .words import SETTINGS_HELP, add_overwrite, add_trust, check_output, settings_of
+from .common_args import SETTINGS_HELP, add_overwrite, add_trust, check_output, settings_of
 
 if TYPE_CHECKING:
-    from ..training.answers import Answer
+    from ..training.inference import Answer
 
 # Unreadable samples and damaged files that are named on the terminal.
 MOST_NAMED = 10
@@ -86,7 +86,7 @@ def _train(arguments: argparse.Namespace) -> None:
 
 def _evaluate(arguments: argparse.Namespace) -> None:
     """Print the recall of held-out pairs in both directions, by the newest checkpoint of a run."""
-    from ..training.answers import evaluate
+    from ..training.inference import evaluate
 
     found = evaluate(arguments.folder, classes=arguments.classes, device=arguments.device, trust_code=arguments.trust_code)
     print(json.dumps(found, indent=2)) if arguments.json else _show_quality(found)
@@ -97,7 +97,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
 def _embed(arguments: argparse.Namespace) -> None:
     """Write normalised embeddings as safetensors: the tensor "embeddings" (rows, dim), and in the metadata "keys", a JSON list of
     what each row is: the path of an image, or a line of text."""
-    from ..training.answers import embed
+    from ..training.inference import embed
 
     check_output(arguments.out, "--out", arguments.overwrite)
     out = arguments.out or Path(arguments.folder) / "embeddings.safetensors"
@@ -112,7 +112,7 @@ def _search(arguments: argparse.Namespace) -> None:
     if arguments.k < 1:
         raise ValueError(f"-k is {arguments.k}: must be at least 1")
     check_output(arguments.out, "--out", arguments.overwrite)
-    from ..training.answers import search
+    from ..training.inference import search
 
     options = {"side": arguments.side, "trust_code": arguments.trust_code}
     answers = search(arguments.folder, arguments.query, arguments.k, arguments.device, **options)
@@ -122,7 +122,7 @@ def _search(arguments: argparse.Namespace) -> None:
 
 
 def _draw(query: str, answers: Sequence[Answer], out: Path) -> Path:
-    from ..training.report.contact import Question, Shown, contact_sheet
+    from ..reporting.contact import Question, Shown, contact_sheet
 
     found = [Shown(answer.text, answer.picture, None, answer.score) for answer in answers]
     contact_sheet([Question(Shown(query, None, None, None), found)], out)

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from .. import config
-from ..planning.known import how_of
+from ..planning.calibration import how_of
 from ..planning.planner import Planner, Tools
-from ..planning.question import Question
-from ..training.launch import Ranks
+from ..planning.request import Question
+from ..training.distributed import Ranks
 
 
 class Predicted(NamedTuple):

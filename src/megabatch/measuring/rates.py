@@ -13,10 +13,10 @@ from torch import nn
 
 from .. import host_memory
 from ..config import Compute
+from ..costs.counting import count_work
+from ..costs.rates import Rates
 from ..environment import device_name
-from ..planning.counting import count_work
-from ..planning.rates import Rates
-from ..training.launch import ranks
+from ..training.distributed import ranks
 
 MIB = 2**20
 # Seconds that each rate is measured for.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..training.report.markup import LONG, block, document, figure, section, table, text
-from ..training.report.wording import bytes_text, seconds_text
+from ..reporting.markup import LONG, block, document, figure, section, table, text
+from ..reporting.wording import bytes_text, seconds_text
 from .pictures import breakdown, memory_curve, time_curve
 from .plan import Plan
 from .show import NUMBERS, WAYS, as_toml, headline, number_rows, way_rows

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, TYPE_CHECKING
 
-from ..training.report.drawing import LIGHT, Theme, dress, save, sheet
-from ..training.report.wording import bytes_text, seconds_text
+from ..reporting.drawing import LIGHT, Theme, dress, save, sheet
+from ..reporting.wording import bytes_text, seconds_text
 from .plan import Plan
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import config
+from ..costs.strategy import How
 from .alternatives import Alternative
 from .evidence import Number
-from .how import How
 
 
 @dataclass(frozen=True)

@@ -8,20 +8,20 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from .. import config
+from ..costs.hardware import Machine, find_machine
+from ..costs.peaks import Peaks, Predict, Predicted
+from ..costs.strategy import How, Precision, Sharding
+from ..costs.time import StepTime, Task, scaled, step_time
 from . import batch as batches
-from . import settings
+from . import hyperparameters
 from .alternatives import alternatives, changes, curve
-from .choosing import choose
+from .choose_batch import choose
 from .evidence import FACTS, Fact, Number
-from .hardware import Machine, find_machine
-from .how import How, Precision, Sharding
-from .measurements import gather
-from .peaks import Peaks, Predict, Predicted
 from .plan import Plan
-from .question import Question, budget, parse_base, parse_count, towers_of
+from .read_measurements import gather
 from .reasons import contrastive_numbers, reach_numbers
+from .request import Question, budget, parse_base, parse_count, towers_of
 from .search import Found, Sizes, all_ways, chunk_sizes, search
-from .time import StepTime, Task, scaled, step_time
 from .workload import Workload, traced, workload
 
 # Bytes of a parameter with gradient and Adam's state in fp32, and the share of the memory from which on that is much.
@@ -157,18 +157,18 @@ class Planner:
         predicted = step_time(self.task, how, machine)
         return scaled(predicted, self.known.seconds(how, lambda way: step_time(self.task, way, machine).seconds))
 
-    def follow(self, batch: int) -> settings.Settings:
+    def follow(self, batch: int) -> hyperparameters.Settings:
         question, parameters = self.question, sum(work.parameters for work in self.work.towers)
-        given, fact, sweep = parse_base(question.base_lr), settings.GIVEN, self.known.sweep
+        given, fact, sweep = parse_base(question.base_lr), hyperparameters.GIVEN, self.known.sweep
         if given is None and sweep is not None:
             given = (sweep.lr, sweep.batch)
             fact = Fact(f"the best rate of a sweep at {sweep.batch:,}, {self.known.said['sweep']}", "megabatch sweep", "measured")
         elif given is None and question.model is None:
             # The embedded default's own, which was tuned there.
             given = (self.base.optimizer.lr, self.base.batch.size)
-        base = settings.base_for(question.objective, parameters, question.optimizer, given, fact)._replace(ema=question.ema)
+        base = hyperparameters.base_for(question.objective, parameters, question.optimizer, given, fact)._replace(ema=question.ema)
         objective = "contrastive" if question.pairs and question.objective != "finetune" else question.objective
-        return settings.follow(
+        return hyperparameters.follow(
             batch,
             self.budget.seen,
             self.budget.data,
@@ -178,7 +178,7 @@ class Planner:
             smoothed=self.task.loss != "siglip",
         )
 
-    def notes(self, batch: int, follows: settings.Settings) -> list[str]:
+    def notes(self, batch: int, follows: hyperparameters.Settings) -> list[str]:
         said = []
         if self.question.pairs:
             said.append(
@@ -195,7 +195,7 @@ class Planner:
             said.append(f"this machine has no accelerator: times rest on an assumption ({self.machine.device.source})")
         return said
 
-    def run(self, found: Found, follows: settings.Settings) -> config.Run | None:
+    def run(self, found: Found, follows: hyperparameters.Settings) -> config.Run | None:
         """The configuration: everything that was decided, in the place of what the base had."""
         if self.question.objective == "lm":
             return None

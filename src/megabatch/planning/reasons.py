@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..costs.hardware import Machine
 from . import batch as batches
+from .calibration import Known
 from .evidence import FACTS, Confidence, Number
-from .hardware import Machine
-from .known import Known
 from .search import Found
 
 GIB = 2**30

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from .how import How, Precision, Sharding
+from ..costs.strategy import How, Precision, Sharding
 
 Bytes = Callable[[How], int]
 Seconds = Callable[[How], float]

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from .. import config
 from ..files import check_file, write_text
+from ..reporting.wording import bytes_text, seconds_text
 from ..terminal import print_table, print_text
-from ..training.report.wording import bytes_text, seconds_text
 from .plan import Plan
 
 if TYPE_CHECKING:

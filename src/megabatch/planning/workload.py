@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from .. import config
-from ..training.model import Classifier
-from .counting import Work, count_work
-from .hardware import Machine
-from .how import How, Precision
-from .models import Side, fresh, function_module, sides
-from .peaks import Predict
-from .question import Question
+from ..costs.counting import Work, count_work
+from ..costs.hardware import Machine
+from ..costs.models import Side, fresh, function_module, sides
+from ..costs.peaks import Predict
+from ..costs.strategy import How, Precision
+from ..towers.model import Classifier
+from .request import Question
 
 
 class Workload(NamedTuple):
@@ -40,7 +40,7 @@ def workload(question: Question, run: config.Run, precision: Precision, machine:
 
 def traced(question: Question, run: config.Run, work: Workload, machine: Machine) -> Predict:
     """Predictions of memory. A trace takes seconds: those that differ only in rows and kept chunks share one."""
-    from .memory import MemoryModel, Prediction, Setup, memory_line, predict_memory
+    from ..costs.memory import MemoryModel, Prediction, Setup, memory_line, predict_memory
 
     @functools.cache
     def prepared(checkpointing: bool) -> tuple[nn.Module, ...]:

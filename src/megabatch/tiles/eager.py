@@ -12,19 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .contract import (
-    Means,
-    Normalised,
-    Pairs,
-    Ranking,
-    SigmoidPass,
-    Softmax,
-    SoftmaxPass,
-    Stats,
-    Wanted,
-    accumulator,
-    merge,
-)
+from .contract import Means, Normalised, Pairs, Ranking, SigmoidPass, Softmax, SoftmaxPass, Stats, Wanted, accumulator, merge
 from .products import Tile, add_products, no_product, own_entries, slices, units, walk
 
 # While no |s| exceeds this, neither an exponential nor a sum of 2^30 of them leaves fp32's normal range: no maximum is needed, and

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from ..recall import RECALL_AT
 from ..tiles import backend_for
 from ..tiles.contract import Means, Pairs, accumulator
 
-RECALL_AT = (1, 5, 10)
 # Working memory of `nearest` and `zero_shot`, in bytes.
 TILE = 32 * 2**20
 # What a similarity, its sortable key and their temporaries take for each cell.
@@ -82,15 +82,6 @@ def retrieval(x: Tensor, y: Tensor, *, ids: Tensor | None = None, tile: int | No
     assert found.row_ranking is not None and found.column_ranking is not None
     rows, columns = found.row_ranking.ahead, found.column_ranking.ahead
     return Retrieval(len(x), _recall(rows), _recall(columns), _median_rank(rows), _median_rank(columns))
-
-
-def chance(pairs: int) -> dict[int, float]:
-    """Recall at 1, 5 and 10 of a model that answers at random.
-
-    >>> chance(1000)
-    {1: 0.001, 5: 0.005, 10: 0.01}
-    """
-    return {k: min(1.0, k / pairs) for k in RECALL_AT}
 
 
 @torch.no_grad()

@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .assembly import Assembly
-from .data.loader import Batch, once
-from .data.order import Order
-from .data.pieces import Unread
-from .data.source import Source
+from ..data.collate import Unread
+from ..data.loader import Batch, once
+from ..data.sampler import Order
+from ..data.source import Source
+from .build import Assembly
 from .evaluate import retrieval
 from .objective import Classification, Contrastive
 from .optimizers import Average
-from .watch import Watch
+from .run_logger import Watch
 
 # Pairs that are embedded between two exchanges.
 AT_ONCE = 8192

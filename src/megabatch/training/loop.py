@@ -17,21 +17,21 @@ from torch import Tensor
 
 from .. import config, environment, host_memory, packages
 from ..chunks.memory import is_room_known
+from ..data.loader import Batch
 from ..files import write_text
+from ..towers.model import Pair
 from . import checkpoint, run_folder
-from .assembly import Assembly, assemble
-from .data.loader import Batch
-from .finish import finish
+from .build import Assembly, assemble
+from .distributed import Ranks, ranks
 from .held_out import evaluated
-from .launch import Ranks, ranks
 from .memory import peak
-from .model import Pair
 from .objective import Outcome
 from .optimizers import Average, build_optimizer, clip_gradients, optimizer_tensors, set_rate
 from .ramp import Ramp
+from .run_logger import Watch
 from .schedules import Step, course
 from .signals import EmptyBatch, Stopped, StopSign
-from .watch import Watch
+from .summary import finish
 
 # What may change between two parts of one run: how it is computed and watched, not what is computed.
 FREE = {"out", "compute", "checkpoint", "watch", "evaluate", "planned", "data.workers", "data.max_bad", "batch.chunk", "batch.keep"}

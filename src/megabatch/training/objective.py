@@ -9,14 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..chunks import accumulate, cached, repeat_on_oom
+from ..chunks.ddp_fsdp import least_rows
 from ..chunks.memory import is_room_known
 from ..chunks.rows import map_tensors, rows_of, split
-from ..chunks.wrappers import least_rows
 from ..config import Run
+from ..data.loader import Batch
 from ..losses import clip_loss, siglip_loss
-from .data.loader import Batch
-from .launch import Ranks, autocast, shard, share
-from .model import Classifier, Pair
+from ..towers.model import Classifier, Pair
+from .distributed import Ranks, autocast, shard, share
 from .noise.collect import WINDOW, NoiseScale
 
 # Micro-batches that a step is split into at least, over all ranks, where the noise between them is measured.

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from .noise.estimator import sentence
 from .objective import Classification
+from .run_logger import Watch
 from .schedules import course, size_after
-from .watch import Watch
 
 if TYPE_CHECKING:
     from .loop import Training

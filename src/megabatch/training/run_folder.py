@@ -23,8 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from .. import __version__, config
+from .. import config
 from ..files import partial_of, replacing, write_text
+from ..version import __version__
 from . import checkpoint
 from .checkpoint import folder as checkpoints
 from .checkpoint import manifest

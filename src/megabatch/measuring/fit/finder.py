@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ... import measured
+from ... import measurements
+from ...chunks.ddp_fsdp import meeting_rings
 from ...chunks.memory import release
-from ...chunks.wrappers import meeting_rings
+from ...reporting.wording import bytes_text
 from ...ring import Group, Ring
-from ...training.report.wording import bytes_text
 from . import search
 from .limits import Limit, limit_of
 from .snapshot import Snapshot
@@ -39,8 +39,8 @@ class Found:
     limit_bytes: int | None
     trials: tuple[Trial, ...]
 
-    def as_fit(self) -> measured.Fit:
-        return measured.Fit(self.size, self.limit_bytes, tuple(trial._asdict() for trial in self.trials))
+    def as_fit(self) -> measurements.Fit:
+        return measurements.Fit(self.size, self.limit_bytes, tuple(trial._asdict() for trial in self.trials))
 
 
 class Asked(NamedTuple):

@@ -10,7 +10,7 @@ import torch
 
 from ... import host_memory
 from ...chunks.memory import release
-from ...training.report.wording import bytes_text
+from ...reporting.wording import bytes_text
 from . import resident
 
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from ... import config, measured, packages
+from ... import config, measurements, packages
+from ...data.loader import Batch
 from ...ring import Ring
-from ...training.assembly import assemble
-from ...training.data.loader import Batch
-from ...training.launch import Ranks, ranks
+from ...training.build import assemble
+from ...training.distributed import Ranks, ranks
 from ...training.loop import Training
 from ...training.run_folder import claimed_by_ranks
 from ...training.schedules import Step
@@ -41,7 +41,7 @@ def fit(
     start: int | None = None,
     out: Path,
     trust_code: bool = False,
-) -> measured.Measured:
+) -> measurements.Measured:
     """The largest chunk with which a run's steps fit: measured, at its own batch, on its own data; measured.json and fit.png in
     `out` say so. The run itself is not touched.
 
@@ -62,7 +62,7 @@ def fit(
         found = seek(bench.step, Snapshot(bench.state), limit, Ring(here.group), asked)
         result = as_measured(_as_fit(found, foresight), config.as_table(run), here.device)
         if here.first:
-            measured.write(result, out / "measured.json")
+            measurements.write(result, out / "measured.json")
             draw(result, out / "fit.png")
     return result
 
@@ -155,9 +155,9 @@ class Foresight:
         warnings.warn(f"nothing is predicted, so that the search begins at batch.chunk: {error}", stacklevel=2)
 
 
-def _as_fit(found: Found, foresight: Foresight) -> measured.Fit:
+def _as_fit(found: Found, foresight: Foresight) -> measurements.Fit:
     """The result; the smallest, the largest and the chosen size have what was predicted for them."""
     sizes = sorted(trial.size for trial in found.trials)
     beside = {size: foresight.peak(size) for size in (sizes[0], found.size, sizes[-1])}
     trials = [trial._asdict() | {"predicted_bytes": beside.get(trial.size)} for trial in found.trials]
-    return measured.Fit(found.size, found.limit_bytes, tuple(trials))
+    return measurements.Fit(found.size, found.limit_bytes, tuple(trials))

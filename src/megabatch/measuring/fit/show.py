@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...measured import Fit, Measured
+from ...measurements import Fit, Measured
+from ...reporting.drawing import LIGHT, Theme, dress, save, sheet
+from ...reporting.wording import bytes_text, seconds_text
 from ...terminal import print_table, print_text
-from ...training.report.drawing import LIGHT, Theme, dress, save, sheet
-from ...training.report.wording import bytes_text, seconds_text
 from .trial import REASONS, REFUSED
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import TensorWeakRef
 
-from ...chunks.replay import Replay, current_accelerator
-from ...chunks.wrappers import submodules
+from ...chunks.ddp_fsdp import submodules
+from ...chunks.rng_state import Replay, current_accelerator
 
 Restore = Callable[[], Any]
 

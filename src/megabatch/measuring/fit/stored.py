@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ... import measured
+from ... import measurements
 from ...environment import device_name
 from ...ring import Ring
 from .limits import Limit
@@ -25,8 +25,8 @@ class Stored(NamedTuple):
         limit, and not at a lower cap. The first rank reads, since the others may not see its disk."""
         size, trusted = 0, False
         if ring.rank == 0 and self.path.exists():
-            before = measured.read(self.path)
-            if not isinstance(before.found, measured.Fit):
+            before = measurements.read(self.path)
+            if not isinstance(before.found, measurements.Fit):
                 raise ValueError(f"{self.path}: holds a measurement of {before.kind}, not of what fits; name another file")
             size = before.found.chunk
             same = before.device == device_name(device) and before.torch == str(torch.__version__)
@@ -35,10 +35,10 @@ class Stored(NamedTuple):
         first = ring.gather([size, int(trusted)], device)[0]
         return first[0] or None, bool(first[1])
 
-    def write(self, fit: measured.Fit, device: torch.device) -> None:
-        measured.write(as_measured(fit, {}, device), self.path)
+    def write(self, fit: measurements.Fit, device: torch.device) -> None:
+        measurements.write(as_measured(fit, {}, device), self.path)
 
 
-def as_measured(fit: measured.Fit, run: dict[str, Any], device: torch.device) -> measured.Measured:
+def as_measured(fit: measurements.Fit, run: dict[str, Any], device: torch.device) -> measurements.Measured:
     """The result with where and when it was found; `run` is empty for a loop that is not ours."""
-    return measured.Measured(fit, run, device_name(device), str(torch.__version__), datetime.date.today().isoformat())
+    return measurements.Measured(fit, run, device_name(device), str(torch.__version__), datetime.date.today().isoformat())

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ...chunks import attempt
+from ...chunks.ddp_fsdp import modules_in, submodules
 from ...chunks.memory import is_out_of_memory, release
-from ...chunks.wrappers import modules_in, submodules
 from ...ring import Ring
 from .limits import Limit, Peak, held
 from .snapshot import Snapshot

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from ...losses import clip_loss, siglip_loss
-from ...training.assembly import Assembly
+from ...towers.model import Pair
+from ...training.build import Assembly
 from ...training.held_out import Embedded, embed_source, evaluation_batches
-from ...training.model import Pair
 from ...training.objective import Classification
 
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 
 from ... import config
-from ...measured import Measured
-from ...training.report.markup import LONG, block, document, figure, section, table, text
+from ...measurements import Measured
+from ...reporting.markup import LONG, block, document, figure, section, table, text
 from .pictures import branch_picture, course_picture
 from .show import POINTS, headline, noise_of, point_rows, sentences
 from .verdict import TOLERANCE, Branch

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...measured import Measured
+from ...measurements import Measured
+from ...reporting.drawing import LIGHT, Out, Theme, dress, save, sheet
 from ...training.noise.estimator import number
-from ...training.report.drawing import LIGHT, Out, Theme, dress, save, sheet
 from .show import noise_of
 from .verdict import TOLERANCE, Branch
 

@@ -15,12 +15,12 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from ...chunks.replay import Replay, buffers_of
-from ...chunks.wrappers import submodules
+from ...chunks.ddp_fsdp import submodules
+from ...chunks.rng_state import Replay, buffers_of
 from ...training.loop import Training, seed_of
 from ...training.noise.estimator import Micro, Moments, moments
 from ...training.optimizers import clip_gradients
-from ...training.watch import Watch
+from ...training.run_logger import Watch
 
 # Batches whose gradients are compared at a time.
 BATCHES = 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from ...measured import Measured, Noise
+from ...measurements import Measured, Noise
 from ...terminal import print_table, print_text
 from ...training.noise.estimator import number, sentence
 

@@ -12,9 +12,9 @@ import torch
 from ... import config, packages
 from ...environment import device_name
 from ...files import write_text
-from ...measured import Measured, Profile, write
+from ...measurements import Measured, Profile, write
 from ...planning.search import chunk_sizes
-from ...training.launch import Ranks, ranks
+from ...training.distributed import Ranks, ranks
 from ...training.run_folder import claimed_by_ranks
 from ..predicted import Predict, Predicted, predictions
 from . import knee

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...measured import Measured, Profile
+from ...measurements import Measured, Profile
 from ...planning.batch import steps_factor
+from ...reporting.markup import LONG, document, figure, section, table, text
+from ...reporting.wording import bytes_text, percent_text, seconds_text
 from ...terminal import print_table, print_text
-from ...training.report.markup import LONG, document, figure, section, table, text
-from ...training.report.wording import bytes_text, percent_text, seconds_text
 from .picture import picture
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...measured import Measured, Profile
-from ...training.report.drawing import LIGHT, Out, Theme, dress, save, sheet
-from ...training.report.wording import bytes_text, count_text
+from ...measurements import Measured, Profile
+from ...reporting.drawing import LIGHT, Out, Theme, dress, save, sheet
+from ...reporting.wording import bytes_text, count_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -15,9 +15,9 @@ import torch
 
 from ... import config
 from ...chunks.memory import is_out_of_memory, release
-from ...training.assembly import assemble
-from ...training.data.loader import PIECE
-from ...training.launch import Ranks
+from ...data.loader import PIECE
+from ...training.build import assemble
+from ...training.distributed import Ranks
 from ...training.loop import Training
 from ...training.memory import peak, peak_of_tensors, reset_peak
 from ...training.objective import Contrastive

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from ... import config
-from ...planning.settings import RANGE, Settings, base_for, follow
+from ...planning.hyperparameters import RANGE, Settings, base_for, follow
 from ...training.schedules import course
 from .cases import Case
 

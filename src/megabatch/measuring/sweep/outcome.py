@@ -9,7 +9,7 @@ from typing import Any
 
 from ... import config
 from ...files import write_text
-from ...measured import check_types
+from ...measurements import check_types
 
 FILE = "outcome.json"
 # What may differ without making it another run: where and how it is computed, kept and watched.

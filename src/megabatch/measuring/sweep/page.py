@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ... import config
-from ...measured import Measured
-from ...training.report.markup import LONG, block, document, figure, section, table, text
-from ...training.report.wording import bytes_text, percent_text, seconds_text
+from ...measurements import Measured
+from ...reporting.markup import LONG, block, document, figure, section, table, text
+from ...reporting.wording import bytes_text, percent_text, seconds_text
 from .picture import Rows, picture
 from .show import batch_rows, columns, verdict_of
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...measured import Measured
-from ...training.report.drawing import LIGHT, Out, Theme, dress, save, sheet
-from ...training.report.wording import count_text, percent_text, seconds_text
+from ...measurements import Measured
+from ...reporting.drawing import LIGHT, Out, Theme, dress, save, sheet
+from ...reporting.wording import count_text, percent_text, seconds_text
 from .show import LENGTH, quality_name, summaries_of, sweep_of
 from .summary import Summary, pareto
 

@@ -12,13 +12,13 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from ...training.answers import opened
-from ...training.assembly import Assembly
-from ...training.data.order import Order, stable_hash
-from ...training.data.source import Source
-from ...training.data.split import Part
+from ...data.sampler import Order, stable_hash
+from ...data.source import Source
+from ...data.split import Part
+from ...reporting.history import read_history
+from ...training.build import Assembly
 from ...training.held_out import measure
-from ...training.report.history import read_history
+from ...training.inference import opened
 from .outcome import Outcome
 
 # Halves with fewer pairs than this would say nothing.

@@ -11,8 +11,8 @@ from typing import Any, get_args
 import torch
 
 from ... import config
-from ...training.assembly import open_data
-from ...training.model import build_towers
+from ...towers.model import build_towers
+from ...training.build import open_data
 from ...training.schedules import samples_of
 from .cases import Space, rate
 from .derive import Same, middle_rate

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ... import config, environment, measured
+from ... import config, environment, measurements
 from .cases import FAILED, Case, Space, choice
 from .outcome import Outcome, write_whole
 from .page import page
@@ -37,22 +37,22 @@ def write_rows(out: Path, outcomes: Mapping[Case, Outcome]) -> None:
 
 def write_results(
     request: Request, outcomes: Mapping[Case, Outcome], out: Path, device: str | None, processes: int
-) -> measured.Measured:
+) -> measurements.Measured:
     """The measurement, with its files; ValueError where every run has failed."""
     summaries = summaries_of(request.space, outcomes, processes)
     if not summaries:
         first = next(outcome.error for outcome in outcomes.values())
         raise ValueError(f"every run of the sweep failed; {out / 'rows.jsonl'} says why, the first one: {first}")
     told = verdict(summaries, request.same)
-    found = measured.Measured(
-        measured.Sweep(told.batch, told.lr, request.same, tuple(each.as_row() for each in summaries)),
+    found = measurements.Measured(
+        measurements.Sweep(told.batch, told.lr, request.same, tuple(each.as_row() for each in summaries)),
         run=config.as_table(request.run),
         device=_device_name(device),
         torch=str(torch.__version__),
         date=datetime.now(timezone.utc).strftime("%Y-%m-%d"),
     )
     rows = rows_of(outcomes)
-    measured.write(found, out / "measured.json")
+    measurements.write(found, out / "measured.json")
     picture((found, rows), out / "sweep.png")
     write_whole(out / "report.html", page(found, rows))
     return found

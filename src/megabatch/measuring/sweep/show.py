@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ... import config
-from ...measured import Measured, Sweep
+from ...measurements import Measured, Sweep
+from ...reporting.wording import count_text, seconds_text
 from ...terminal import print_table, print_text
-from ...training.report.wording import count_text, seconds_text
 from .derive import rule_in_words
 from .spread import difference
 from .summary import Summary, from_row, pareto

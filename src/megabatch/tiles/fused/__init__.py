@@ -16,18 +16,18 @@ from torch import Tensor
 
 from ..contract import Means, Normalised, Pairs, Ranking, SigmoidPass, Softmax, SoftmaxPass, Stats, Wanted
 from . import hopper
-from .eight import Eight
+from .capability import unsupported
 from .gradients import Products
-from .kept import Kept, room_to_keep
+from .int8 import Eight
+from .kernels.backward_from_saved_exp import GRAIN, weigh_kernel
 from .kernels.gradient import gradient_kernel
 from .kernels.normalise import normalise_kernel
 from .kernels.positives import finish_kernel, positives_kernel
 from .kernels.sigmoid import sigmoid_kernel
 from .kernels.stats import stats_kernel
 from .kernels.sums import COUNTED, EXPONENTIALS, RANKING, SUMS
-from .kernels.weigh import GRAIN, weigh_kernel
 from .launch import Launch, Panel, Sums, cdiv, merge_panel, part
-from .support import unsupported
+from .saved_exp import Kept, room_to_keep
 
 __all__ = [
     "default_tile",

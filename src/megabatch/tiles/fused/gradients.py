@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..contract import Means, Wanted
 from ..products import units
-from .kernels.weigh import GRAIN
+from .kernels.backward_from_saved_exp import GRAIN
 from .launch import Panel, part
 
 # Products of panels with fewer cells do not fill the device: the two run side by side.

@@ -13,11 +13,11 @@ import triton
 from torch import Tensor
 
 from ..contract import Pairs, Softmax
-from .blocks import Rings, rings_for
-from .eight import Operands, correct
+from .capability import INTERPRETED, processors
+from .int8 import Operands, correct
 from .kernels.gradient import lift_kernel
 from .launch import Launch, Panel, cdiv, part
-from .support import INTERPRETED, processors
+from .tuned_configs import Rings, rings_for
 
 # The versions of Triton that they were tried with on a device.
 TRIED = ("3.6.",)

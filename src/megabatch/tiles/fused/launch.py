@@ -15,10 +15,10 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..contract import Means, Pairs
-from .blocks import Blocks, blocks_for
+from .capability import has_descriptors, processors
 from .kernels.pairs import match_kernel
 from .kernels.sums import merge_kernel
-from .support import has_descriptors, processors
+from .tuned_configs import Blocks, blocks_for
 
 MERGED_ROWS, MERGED_TILES = 16, 128
 MATCHED_TILES = 8

@@ -5,9 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .exchange import TOTAL, behind, columns_together, of_columns, of_rows
 from .pairs import further_positives
 from .sums import put_pair
+from .warp_reduce import TOTAL, behind, columns_together, of_columns, of_rows
 
 # A logit that counts is above, unless its tile is computed again; one that does not is -inf.
 LOWEST_LOGIT = tl.constexpr(-(2.0**127))

@@ -11,11 +11,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .exchange import LARGEST, PRODUCT, TOTAL, behind, columns_together, of_columns, of_rows, row_order, rows_together
 from .logits import mark, marked
 from .pairs import further_positives, is_special, negatives, others, rivals
 from .product import halves, put_block, side_by_side, similarities, tile_at
 from .sums import LOG2_E, bars, bars_of_piece, get, log1p, put_pair, vector
+from .warp_reduce import LARGEST, PRODUCT, TOTAL, behind, columns_together, of_columns, of_rows, row_order, rows_together
 
 LARGEST_VALUE = tl.constexpr(2.0**100)
 FACTORS = tl.constexpr(64)

@@ -12,13 +12,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .careful import put_careful_stats
-from .exchange import LARGEST, TOTAL, behind, columns_together, of_columns, of_rows, row_order, rows_together
 from .logits import counted, mark, marked
 from .options import LOWEST_LOGIT, finite_of_columns, finite_of_rows, further_sums
 from .pairs import is_special, rivals
 from .product import halves, put_block, side_by_side, similarities, tile_at
+from .safe_softmax import put_careful_stats
 from .sums import LOG2_E, bars, bars_of_piece, get, put, put_pair
+from .warp_reduce import LARGEST, TOTAL, behind, columns_together, of_columns, of_rows, row_order, rows_together
 
 # A sum of exponentials in here has lost nothing that counts: what underflowed is below 2^-126 a term, and 2^27 of them do not
 # overflow.

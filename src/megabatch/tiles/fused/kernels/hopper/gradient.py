@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..sums import LOG2_E
-from .leaving import open_places, put_quarter, quarters, wait_for_quarters
+from .epilogue import open_places, put_quarter, quarters, wait_for_quarters
 from .pipeline import (
     REGISTERS,
     WARPS,

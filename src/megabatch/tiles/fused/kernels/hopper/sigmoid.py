@@ -5,12 +5,11 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..exchange import PRODUCT, TOTAL, product
 from ..logits import mark
 from ..sigmoid import overflowed
 from ..sums import LOG2_E, log1p, put_pair
-from .exchange import of_rows, row_order, rows_together
-from .leaving import open_places, put_quarter, quarters, wait_for_quarters
+from ..warp_reduce import PRODUCT, TOTAL, product
+from .epilogue import open_places, put_quarter, quarters, wait_for_quarters
 from .pipeline import (
     REGISTERS,
     WARPS,
@@ -24,6 +23,7 @@ from .pipeline import (
     pairs_of_tiles,
     similarities,
 )
+from .warp_reduce import of_rows, row_order, rows_together
 
 
 @gluon.jit(do_not_specialize=["rows", "columns", "shift"])

@@ -7,7 +7,6 @@ from triton.experimental.gluon import language as gl
 
 from ..stats import LARGEST_SUM, LEAST_SUM
 from ..sums import LOG2_E, put
-from .exchange import of_columns
 from .pipeline import (
     REGISTERS,
     WARPS,
@@ -21,6 +20,7 @@ from .pipeline import (
     pairs_of_tiles,
     similarities,
 )
+from .warp_reduce import of_columns
 
 
 @gluon.jit(do_not_specialize=["rows", "columns", "shift"])

@@ -1,0 +1,98 @@
+"""Two towers and the logits' scale and bias, as one module: what a run trains, saves and evaluates."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..config import Run
+from . import build_tower
+from .projection import Fitted
+from .tower import Tower
+
+# As y's name: one tower for both sides.
+SHARED = "x"
+
+
+class Encoder(nn.Module):
+    """A tower whose embeddings have length one. A locked one stays in evaluation mode."""
+
+    def __init__(self, tower: nn.Module, *, locked: bool = False) -> None:
+        super().__init__()
+        self.tower = tower
+        self.locked = locked
+
+    def forward(self, inputs: Any) -> Tensor:
+        return F.normalize(self.tower(inputs).float(), dim=-1)
+
+    def train(self, mode: bool = True) -> Encoder:
+        super().train(mode)
+        if self.locked:
+            self.tower.eval()
+        return self
+
+
+class Pair(nn.Module):
+    """Encoders of both sides, and a learnable scale (as its logarithm) and bias. `y` is None where x serves both sides."""
+
+    def __init__(self, x: Encoder, y: Encoder | None, scale: float, bias: float | None) -> None:
+        super().__init__()
+        self.x = x
+        self.y = y
+        self.log_scale = nn.Parameter(torch.tensor(math.log(scale)))
+        self.bias = None if bias is None else nn.Parameter(torch.tensor(bias))
+
+    def scale(self) -> Tensor:
+        return self.log_scale.exp()
+
+    @torch.no_grad()
+    def clamp_scale(self, limit: float) -> None:
+        self.log_scale.clamp_(max=math.log(limit))
+
+
+class Classifier(nn.Module):
+    """The tower of x with one logit for each class. A locked tower stays in evaluation mode."""
+
+    def __init__(self, tower: nn.Module, dim: int, classes: int, *, locked: bool = False) -> None:
+        super().__init__()
+        self.tower = tower
+        self.head = nn.Linear(dim, classes)
+        self.locked = locked
+
+    def forward(self, inputs: Any) -> Tensor:
+        return self.head(self.tower(inputs)).float()
+
+    def train(self, mode: bool = True) -> Classifier:
+        super().train(mode)
+        if self.locked:
+            self.tower.eval()
+        return self
+
+
+def build_towers(run: Run) -> tuple[Tower, Tower]:
+    """The towers of x and y, with the weights they start from; one and the same where y's name is "x"."""
+    x = build_tower(run.x, run.loss.dim, side="x")
+    y = x if run.y.name == SHARED else build_tower(run.y, run.loss.dim, side="y")
+    for tower, options in ((x, run.x), (y, run.y)):
+        if options.locked:
+            _lock(tower.module)
+    return x, y
+
+
+def build_pair(run: Run, x: Tower, y: Tower) -> Pair:
+    """The model of a contrastive run. The scale starts where its loss's paper lets it start."""
+    sigmoid = run.loss.objective == "siglip"
+    scale = run.loss.scale if run.loss.scale is not None else (10.0 if sigmoid else 1 / 0.07)
+    second = None if y.module is x.module else Encoder(y.module, locked=run.y.locked)
+    return Pair(Encoder(x.module, locked=run.x.locked), second, min(scale, run.loss.max_scale), run.loss.bias if sigmoid else None)
+
+
+def _lock(module: nn.Module) -> None:
+    """Takes a tower out of the training, but for a projection that was put behind somebody else's encoder and knows nothing yet."""
+    module.requires_grad_(False)
+    if isinstance(module, Fitted):
+        module.head.requires_grad_(True)

@@ -1,0 +1,108 @@
+"""A run's parts, put together from its configuration: data, towers, model, objective."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..config import Run
+from ..data import open_source
+from ..data.loader import Loader
+from ..data.sampler import InOrder, Order
+from ..data.source import Damage, Kind, Source
+from ..data.split import split
+from ..towers.model import Classifier, build_pair, build_towers
+from ..towers.tower import Tower
+from .distributed import Ranks
+from .objective import Classification, Contrastive
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """What a run is made of. `classes` numbers the labels of a run that classifies, and is empty for others."""
+
+    run: Run
+    ranks: Ranks
+    training: Source
+    held_out: Source
+    x: Tower
+    y: Tower
+    model: nn.Module
+    objective: Contrastive | Classification
+    classes: dict[str, int]
+
+    @property
+    def damage(self) -> list[Damage]:
+        """The damaged files of both sources, each once: two parts of one source have the same ones."""
+        return list(dict.fromkeys([*self.training.damage, *self.held_out.damage]))
+
+    def shuffled(self) -> Loader:
+        """The training pairs, an endless stream of epochs."""
+        order = Order(self.training.lengths, self.run.data.window, self.run.seed)
+        return self.loader(self.training, order, augment=True)
+
+    def in_order(self, source: Source) -> Loader:
+        """The pairs of a source one after the other, as they are."""
+        return self.loader(source, InOrder(source.lengths), augment=False)
+
+    def loader(self, source: Source, order: Any, *, augment: bool) -> Loader:
+        return Loader(
+            source,
+            order,
+            self.x.prepare,
+            None if self.classes else self.y.prepare,
+            seed=self.run.seed,
+            workers=self.run.data.workers,
+            rank=self.ranks.rank,
+            ranks=self.ranks.size,
+            ids=not self.classes,
+            classes=self.classes or None,
+            negatives=not self.classes and bool(self.run.data.negatives),
+            augment=augment,
+            pinned=self.ranks.device.type == "cuda",
+        )
+
+
+def assemble(run: Run, ranks: Ranks) -> Assembly:
+    """The parts of a run; weights are drawn by its seed, the same on every rank."""
+    torch.manual_seed(run.seed)
+    x, y = build_towers(run)
+    training, held_out = open_data(run, x.kind, y.kind)
+    classes = classes_of(training) if run.loss.objective == "classify" else {}
+    if run.loss.objective == "classify":
+        model: nn.Module = Classifier(x.module, run.loss.dim, len(classes), locked=run.x.locked)
+    else:
+        model = build_pair(run, x, y)
+    model.to(ranks.device)
+    if run.compute.compile:
+        for tower in {id(t.module): t.module for t in (x, y)}.values():
+            tower.compile()
+    kind = Classification if run.loss.objective == "classify" else Contrastive
+    return Assembly(run, ranks, training, held_out, x, y, model, kind(model, run, ranks), classes)  # type: ignore[arg-type]
+
+
+def open_data(run: Run, x: Kind, y: Kind) -> tuple[Source, Source]:
+    """The source that a run trains on, and the one it is evaluated on; x and y are what the towers take."""
+    data = run.data
+    if run.loss.objective == "classify" and data.negatives is None:
+        # A classifier has no use for them.
+        data = replace(data, negatives=False)
+    source = open_source(data, x=x, y=y)
+    if isinstance(run.data.held_out, str):
+        return source, open_source(data, run.data.held_out, x=x, y=y)
+    return split(source, run.data.held_out)
+
+
+def classes_of(source: Source) -> dict[str, int]:
+    """The labels of a source, numbered in alphabetical order."""
+    found = {source.label(shard, index) for shard, length in enumerate(source.lengths) for index in range(length)}
+    # A sample without a label is a bad one: it is left out, counted and named when its turn comes.
+    labels = sorted(label for label in found if label is not None)
+    if len(labels) < 2:
+        raise ValueError(
+            f'loss.objective is "classify", and the data has {len(labels)} classes: name the column of the class (data.label=…)'
+        )
+    return {label: number for number, label in enumerate(labels)}

@@ -1,0 +1,655 @@
+"""The audit: each mistake is found in a file that has it and in no file that has it not, and the fix is a diff that mends it."""
+
+from __future__ import annotations
+
+import dataclasses
+import doctest
+import json
+import math
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megabatch import audit as package
+from megabatch import config
+from megabatch.audit import RULES, Finding, Training, audit, audit_together, exit_code, read_any, rules_page
+from megabatch.audit import rule as rule_module
+from megabatch.audit.arithmetic import rebatched
+from megabatch.audit.rules import negatives, rates, steps
+
+# Runs without a mistake; each case below changes what makes it one.
+GOOD_RUN = """\
+out = "runs/good"  # where it goes
+
+[data]
+source = "pairs.csv"
+
+[x]
+name = "vit"
+
+[y]
+name = "text"
+
+[batch]
+size = 8192  # pairs
+chunk = 512
+
+[optimizer]
+lr = 5e-4
+betas = [0.9, 0.98]
+
+[schedule]
+epochs = 30
+warmup = 2000
+"""
+GOOD_CLIP = """\
+#!/bin/bash
+# trains a CLIP
+torchrun --nproc_per_node 8 -m open_clip_train.main \\
+    --train-data 'shards/{0000..0999}.tar' \\
+    --train-num-samples 400000000 \\
+    --val-data held_out.csv \\
+    --model ViT-B-32 --precision amp_bf16 \\
+    --batch-size 512 --epochs 10 --lr 5e-4 --warmup 2000 \\
+    --local-loss --gather-with-grad 2>&1 | tee log.txt
+echo done
+"""
+GOOD_HF = {
+    "per_device_train_batch_size": 16,
+    "gradient_accumulation_steps": 1,
+    "learning_rate": 2e-05,
+    "warmup_ratio": 0.1,
+    "max_steps": 30000,
+    "adam_beta2": 0.98,
+    "eval_strategy": "steps",
+    "average_tokens_across_devices": True,
+}
+GOOD_DS = {
+    "train_batch_size": 256,
+    "train_micro_batch_size_per_gpu": 32,
+    "gradient_accumulation_steps": 1,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.0003, "betas": [0.9, 0.95], "weight_decay": 0.0}},
+    "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 500, "total_num_steps": 20000}},
+    "bf16": {"enabled": True},
+}
+GOOD_FACTS = """\
+[training]
+objective = "lm"
+micro = 8
+ranks = 4
+accumulation = 8
+optimizer = "adam"
+lr = 3e-4
+beta2 = 0.95
+warmup = 100
+steps = 10000
+token_mean = "total"
+ema = 0.999
+ema_at = "step"
+clip_at = "step"
+schedule_at = "step"
+weight_decay = 0.1
+decays_gains = false
+held_out = true
+"""
+DATA = {"data": 10_000_000}
+CLIP_FACTS = 'objective = "clip"\nranks = 8\nbatch = 8192\n'
+
+
+class Case(NamedTuple):
+    """A file with one mistake; `known` is said beside it; `mends`: whether the file itself can say the fix."""
+
+    code: str
+    severity: str
+    file: str
+    text: str
+    known: dict = {}  # noqa: RUF012
+    mends: bool = True
+
+
+def run(*changes: tuple[str, str]) -> str:
+    return replaced(GOOD_RUN, *changes)
+
+
+def clip(*changes: tuple[str, str]) -> str:
+    return replaced(GOOD_CLIP, *changes)
+
+
+def facts(*changes: tuple[str, str]) -> str:
+    return replaced(GOOD_FACTS, *changes)
+
+
+def replaced(text: str, *changes: tuple[str, str]) -> str:
+    for old, new in changes:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    return text
+
+
+def hf(**changes) -> str:
+    return json.dumps(GOOD_HF | changes, indent=2)
+
+
+def ds(**changes) -> str:
+    return json.dumps(GOOD_DS | changes, indent=4)
+
+
+BOTH = " --local-loss --gather-with-grad"
+CASES = [
+    # 8,192 of 10M: B²/2U = 3.36 pairs; of 100k: 336, more than one in a hundred of the batch.
+    Case("duplicates-as-negatives", "note", "run.toml", GOOD_RUN + '[loss]\nduplicates = "negative"\n', DATA),
+    Case("duplicates-as-negatives", "warning", "run.toml",
+         GOOD_RUN + '[loss]\nduplicates = "negative"\n', DATA | {"unique": 100_000}),
+    Case("duplicates-as-negatives", "warning", "args.json", hf(batch_sampler="batch_sampler"),
+         {"objective": "clip", "gather": "exact", "ranks": 128, "data": 50_000, "finetuning": True}),
+    Case("duplicates-as-negatives", "warning", "train.sh", clip(("400000000", "20000000"), ("epochs 10", "epochs 200")),
+         {"unique": 70_000}, mends=False),
+    Case("scale-unclamped", "warning", "run.toml", GOOD_RUN + "[loss]\nmax_scale = 1000.0  # high\n", DATA),
+    Case("too-few-updates", "warning", "run.toml", run(("epochs = 30", "samples = 8_000_000"), ("2000", "98")), DATA),
+    Case("too-few-updates", "error", "run.toml", run(("epochs = 30", "samples = 400_000"), ("2000", "4")), DATA),
+    Case("too-few-updates", "note", "run.toml",
+         run(("size = 8192", "size = 4096"), ("epochs = 30", "steps = 1900"), ("2000", "100")), {}),
+    Case("too-few-updates", "warning", "train.sh",
+         clip(("--epochs 10", "--epochs 1"), ("400000000", "8000000"), ("warmup 2000", "warmup 90"), ("size 512", "size 1024"))),
+    # 300M samples pay for 73,242 updates at 4,096.
+    Case("batch-below-floor", "warning", "run.toml", run(("size = 8192", "size = 512")), DATA),
+    Case("batch-below-floor", "warning", "train.sh", clip(("--batch-size 512", "--batch-size 64"))),
+    Case("batch-beyond-saturation", "warning", "run.toml",
+         run(("size = 8192", "size = 524288"), ("epochs = 30", "samples = 12_000_000_000"))),
+    Case("batch-beyond-saturation", "note", "train.sh",
+         clip(("--batch-size 512", "--batch-size 8192 --siglip"), ("epochs 10", "epochs 90"))),
+    Case("batch-exceeds-data", "error", "run.toml", run(("epochs = 30", "epochs = 90_000")), {"data": 5000}),
+    Case("batch-arithmetic", "error", "ds.json", ds(train_batch_size=250)),
+    Case("batch-arithmetic", "error", "ds.json", ds(), {"ranks": 4}),
+    Case("batch-from-memory", "warning", "args.json", hf(auto_find_batch_size=True)),
+    Case("batch-from-memory", "warning", "ds.json", ds(autotuning={"enabled": True})),
+    Case("chunk-exceeds-shard", "note", "run.toml", GOOD_RUN, DATA | {"ranks": 64}),
+    Case("finetune-batch", "warning", "args.json",
+         hf(per_device_train_batch_size=512), {"objective": "supervised", "finetuning": True, "ranks": 2}),
+    Case("finetune-batch", "warning", "run.toml",
+         run(('"vit"', '"vit"\nweights = "a"'), ('"text"', '"text"\nweights = "b"'), ("5e-4", "5e-5")), DATA),
+    Case("finetune-rate", "warning", "train.sh", clip(("--model", "--pretrained laion2b --model"), ("--lr 5e-4 ", ""))),
+    Case("finetune-rate", "warning", "args.json", hf(learning_rate=1e-3), {"finetuning": True}),
+    # A base of 1e-3 at 256: √32 of it at 8,192 is 5.7e-3; 1.2e-4 at 512 is 4.8e-4.
+    Case("rate-not-scaled", "warning", "run.toml", run(("5e-4", "1e-3")), DATA | {"base_lr": 1e-3, "base_batch": 256}),
+    Case("rate-not-scaled", "warning", "args.json",
+         hf(gradient_accumulation_steps=16), {"base_lr": 2e-5, "base_batch": 16, "ranks": 1}),
+    Case("no-warmup", "warning", "run.toml", run(("warmup = 2000", "warmup = 0")), DATA),
+    Case("no-warmup", "note", "run.toml", run(("warmup = 2000", "warmup = 30")), DATA),
+    Case("no-warmup", "warning", "run.toml", run(("5e-4", '0.8\nname = "sgd"'), ("warmup = 2000", "warmup = 0")), DATA),
+    Case("no-warmup", "warning", "train.sh", clip(("--epochs 10", "--epochs 10 --skip-scheduler"))),
+    Case("no-warmup", "warning", "args.json", hf(lr_scheduler_type="constant")),
+    Case("warmup-too-long", "error", "train.sh",
+         clip(("--epochs 10", "--epochs 1"), ("400000000", "20000000"), (" --warmup 2000", ""))),
+    Case("warmup-too-long", "warning", "run.toml", run(("warmup = 2000", "warmup = 0.7")), DATA),
+    Case("beta2-too-slow", "warning", "run.toml", run(("0.98", "0.999")), DATA),
+    Case("beta2-too-slow", "warning", "train.sh", clip(("--batch-size 512", "--batch-size 4096 --beta2 0.999"))),
+    Case("rate-ignores-growth", "warning", "run.toml",
+         run(("chunk = 512", 'chunk = 512\nschedule = "linear"\nstart = 512\nlr_rule = "none"'))),
+    Case("layerwise-optimizer", "note", "train.sh", clip(("--lr 5e-4", "--lr 5e-4 --opt timm/lamb"))),
+    Case("decay-on-gains", "warning", "loop.toml", facts(("decays_gains = false", "decays_gains = true"))),
+    Case("decay-on-gains", "note", "ds.json",
+         ds(optimizer={"type": "Adam", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}}), mends=False),
+    Case("negatives-per-rank", "error", "loop.toml", f'[training]\n{CLIP_FACTS}gather = "none"\n'),
+    Case("negatives-per-rank", "note", "ds.json", ds(), {"objective": "clip", "finetuning": True}, mends=False),
+    Case("gather-without-gradient", "error", "train.sh", clip((" --gather-with-grad", ""))),
+    Case("gather-without-gradient", "note", "train.sh", clip((" --gather-with-grad", ""), ("_node 8", "_node gpu"))),
+    Case("whole-matrix-on-each-rank", "note", "train.sh", clip((BOTH, ""))),
+    Case("whole-matrix-on-each-rank", "note", "train.sh", clip((" --local-loss", ""))),
+    Case("whole-matrix-on-each-rank", "warning", "train.sh", clip((BOTH, " --grad-clip-norm 1.0"))),
+    Case("accumulation-adds-no-negatives", "error", "args.json", hf(gradient_accumulation_steps=8),
+         {"objective": "clip", "gather": "exact", "ranks": 4}),
+    Case("accumulation-adds-no-negatives", "error", "ds.json", ds(gradient_accumulation_steps=4),
+         {"objective": "clip", "gather": "exact", "finetuning": True}),
+    Case("accumulated-scale-gradient", "note", "train.sh", clip(("--batch-size 512", "--batch-size 128 --accum-freq 4"))),
+    Case("accumulated-scale-gradient", "warning", "train.sh",
+         clip(("--batch-size 512", "--batch-size=128 --accum-freq 4 --grad-clip-norm 1"))),
+    Case("ema-per-micro-batch", "error", "loop.toml", facts(('ema_at = "step"', 'ema_at = "micro-batch"'))),
+    Case("clip-per-micro-batch", "error", "loop.toml", facts(('clip_at = "step"', 'clip_at = "micro-batch"'))),
+    Case("schedule-per-micro-batch", "error", "loop.toml", facts(('schedule_at = "step"', 'schedule_at = "micro-batch"'))),
+    Case("mean-of-means", "error", "loop.toml", facts(('token_mean = "total"', 'token_mean = "micro-batch"\nragged = true'))),
+    Case("mean-of-means", "warning", "args.json", hf(average_tokens_across_devices=False), {"objective": "lm", "ranks": 2}),
+    Case("mean-of-means", "note", "ds.json",
+         ds(train_batch_size=1024, gradient_accumulation_steps=4), {"objective": "lm"}, mends=False),
+    # 0.9999 to the power of 10,000 is 0.37.
+    Case("ema-remembers-the-start", "warning", "loop.toml", facts(("0.999", "0.9999"))),
+    Case("batchnorm-on-few-rows", "warning", "train.sh",
+         clip(("ViT-B-32", "RN50"), ("size 512", "size 8"), ("_node 8", "_node 8 --nnodes 64"), ("--lr", "--beta2 0.98 --lr"))),
+    Case("batchnorm-on-few-rows", "warning", "run.toml", run(("chunk = 512", "chunk = 8")), DATA | {"batchnorm": True}),
+    Case("batchnorm-in-chunks", "note", "run.toml", GOOD_RUN, DATA | {"batchnorm": True, "ranks": 1}, mends=False),
+    Case("fp16-unscaled", "error", "train.sh", clip(("amp_bf16", "pure_fp16"))),
+    Case("fp16-unscaled", "error", "ds.json", ds(bf16={"enabled": False}, fp16={"enabled": True, "loss_scale": 1})),
+    Case("half-precision-weights", "warning", "train.sh", clip(("amp_bf16", "bf16"))),
+    Case("nothing-held-out", "warning", "run.toml", run(('"pairs.csv"', '"pairs.csv"\nheld_out = 0.0')), DATA),
+    Case("nothing-held-out", "warning", "args.json", hf(eval_strategy="no")),
+    Case("nothing-held-out", "warning", "train.sh", clip(("    --val-data held_out.csv \\\n", "")), mends=False),
+]  # fmt: skip
+
+
+def apply(diff: str, text: str) -> str:
+    """The text after a unified diff, every line of which has to fit."""
+    old, new, place = text.splitlines(), [], 0
+    # What has no end in the text has none in the diff, and the other way round.
+    assert text.endswith("\n") or f"{old[-1]}\n\\ No newline" in diff or old[-1] not in diff
+    for line in diff.splitlines()[2:]:
+        hunk = re.fullmatch(r"@@ -(\d+)(?:,(\d+))? \+\d+(?:,\d+)? @@", line)
+        if hunk:
+            begin = int(hunk[1]) - 1 if hunk[2] != "0" else int(hunk[1])
+            new += old[place:begin]
+            place = begin
+            continue
+        assert line[0] in " +-\\"
+        if line[0] in " -":
+            assert old[place] == line[1:]
+            place += 1
+        if line[0] in " +":
+            new.append(line[1:])
+    return "\n".join([*new, *old[place:]]) + "\n"
+
+
+def audited(folder: Path, file: str, text: str, known: dict) -> list[Finding]:
+    (folder / file).write_text(text)
+    return audit(read_any(folder / file, **known))
+
+
+def codes(findings) -> set[str]:
+    return {finding.code for finding in findings}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.code}-{case.severity}-{case.file}")
+def test_a_file_with_one_mistake_has_that_finding_and_its_fix_mends_it(case, tmp_path):
+    found = audited(tmp_path, case.file, case.text, case.known)
+    (finding,) = [f for f in found if f.code == case.code]
+    assert finding.severity == case.severity
+    worse = [f for f in found if f.code != case.code and f.severity != "note"]
+    assert not worse, worse
+    assert finding.why and "[" in finding.why and finding.where
+    is_diff = finding.fix.startswith("--- ")
+    assert is_diff == case.mends, finding.fix
+    if is_diff:
+        after = audited(tmp_path, case.file, apply(finding.fix, case.text), case.known)
+        assert codes(after) <= codes(found) - {case.code}
+
+
+def test_every_rule_has_a_case_and_every_severity_it_declares():
+    declared = {(rule.code, severity) for rule in RULES for severity in rule.severities}
+    # The matrix also counts as large by itself, and an error of too few updates is one of the warnings.
+    assert {(case.code, case.severity) for case in CASES} == declared
+    assert len({rule.code for rule in RULES}) == len(RULES)
+
+
+GOOD = [
+    ("run.toml", GOOD_RUN, DATA),
+    ("train.sh", GOOD_CLIP, {}),
+    ("args.json", hf(), {"ranks": 2, "objective": "lm"}),
+    ("args.json", hf(), {"ranks": 2, "objective": "supervised", "finetuning": True}),
+    ("ds.json", ds(), {"objective": "supervised"}),
+    ("loop.toml", GOOD_FACTS, {}),
+]
+
+
+@pytest.mark.parametrize(("file", "text", "known"), GOOD)
+def test_a_good_run_has_nothing_above_a_note(file, text, known, tmp_path):
+    assert [f for f in audited(tmp_path, file, text, known) if f.severity != "note"] == []
+
+
+def test_the_embedded_default_is_clean():
+    found = audit(config.build(config.EMBEDDED))
+    assert exit_code(found, "warning") == 0
+    # 768 updates at 1,024 are a small budget, and are said to be one.
+    assert codes(found) <= {"too-few-updates"}
+
+
+def test_what_is_unknown_is_not_guessed():
+    for rule in RULES:
+        assert rule.problems(Training()) == []
+
+
+def test_accumulation_of_a_mean_is_no_mistake_however_long(tmp_path):
+    text = facts(("accumulation = 8", "accumulation = 1024"))
+    assert audited(tmp_path, "loop.toml", text, {}) == []
+
+
+@pytest.mark.parametrize(
+    ("micro", "accumulation", "ranks", "optimizer", "lr", "fine"),
+    [
+        # From 0.1 at 256 (Goyal): 3.2 at 8,192. From 1e-3 at 256 by the square root: 4e-3 at 4,096.
+        (256, 1, 32, "sgd", 3.2, True),
+        (256, 1, 32, "sgd", 0.1, False),
+        (32, 8, 32, "sgd", 3.2, True),
+        (32, 8, 32, "sgd", 0.4, False),
+        (64, 8, 8, "adam", 4e-3, True),
+        (64, 8, 8, "adam", 1e-3, False),
+        (64, 8, 8, "adam", 16e-3, False),
+        (256, 1, 2, "adam", 1e-3, True),
+    ],
+)
+def test_the_rate_follows_the_effective_batch(micro, accumulation, ranks, optimizer, lr, fine):
+    base = 0.1 if optimizer == "sgd" else 1e-3
+    training = Training(
+        micro=micro, accumulation=accumulation, ranks=ranks, optimizer=optimizer, lr=lr, base_lr=base, base_batch=256
+    )
+    assert (rates.rate_not_scaled.problems(training) == []) == fine
+
+
+def test_a_rate_that_forgot_accumulation_is_named():
+    training = Training(micro=32, accumulation=8, ranks=32, optimizer="sgd", lr=0.4, base_lr=0.1, base_batch=256)
+    (problem,) = rates.rate_not_scaled.problems(training)
+    assert "fits the batch without accumulation (1,024)" in problem.text and problem.changes == {"lr": 3.2}
+
+
+@pytest.mark.parametrize(("pairs", "unique", "expected"), [(32768, 70_000, 7_670), (4096, 8_388_608, 1)])
+def test_collisions_are_those_of_uniform_draws(pairs, unique, expected):
+    training = Training(objective="clip", batch=pairs, unique=unique, duplicates="negative")
+    (problem,) = negatives.duplicates_as_negatives.problems(training)
+    assert f"about {expected:,} pairs" in problem.text
+
+
+@pytest.mark.parametrize(("beta2", "updates", "steps_wanted"), [(0.999, 100_000, 2000), (0.98, 100_000, 100), (0.95, 300, 30)])
+def test_warm_up_is_two_memories_of_the_second_moment(beta2, updates, steps_wanted):
+    training = Training(optimizer="adam", beta2=beta2, warmup=0, steps=updates)
+    (problem,) = rates.no_warmup.problems(training)
+    assert problem.changes == {"warmup": steps_wanted}
+
+
+def test_rows_of_batchnorm_are_those_of_a_chunk_and_of_all_ranks_when_synchronised():
+    rule = steps.batchnorm_on_few_rows
+    few = Training(batchnorm=True, batch=64, ranks=8, sync_batchnorm=False)
+    assert rule.problems(few)[0].changes == {"sync_batchnorm": True}
+    assert rule.problems(Training(batchnorm=True, batch=64, ranks=8, sync_batchnorm=True)) == []
+    assert rule.problems(Training(batchnorm=True, batch=128, ranks=8, sync_batchnorm=False)) == []
+    assert rule.problems(Training(batchnorm=True, batch=8, ranks=1))[0].changes == {}
+
+
+def test_a_model_tells_its_normalisation_and_precision():
+    built = config.build({"x": {"name": "a:b"}, "batch": {"chunk": 8}, "schedule": {"samples": 40_000_000}})
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
+    assert "batchnorm-on-few-rows" not in codes(audit(built))
+    assert "batchnorm-on-few-rows" in codes(audit(built, model))
+    model[1].eval()
+    assert "batchnorm-on-few-rows" not in codes(audit(built, model))
+    assert "half-precision-weights" in codes(audit(built, nn.Linear(2, 2).bfloat16()))
+    synced = nn.Sequential(nn.SyncBatchNorm(4))
+    assert "batchnorm-on-few-rows" not in codes(audit(built, synced, ranks=4))
+
+
+def test_a_shell_script_is_read_as_the_launcher_and_the_tool_would():
+    script = "#SBATCH --nodes=4\n#SBATCH --ntasks-per-node=8\nsrun python -u src/open_clip_train/main.py --batch-size=$B"
+    training = read_any(f"{script} --train-data x\n").training
+    assert (training.ranks, training.micro, training.size) == (32, None, None)
+    # Defaults of open_clip_train/params.py: RN50, β2 0.999, warm-up 10,000, fp16 with a scaler.
+    assert (training.beta2, training.warmup, training.lr, training.batchnorm, training.loss_scaling) == (
+        0.999,
+        10000,
+        5e-4,
+        True,
+        True,
+    )
+    assert read_any("python -m training.main --train-data x --model ViT-L-14").training.beta2 == 0.98
+    assert read_any("python -m training.main --train-data x --batch-size 32").training.size == 32
+    assert read_any("mpirun python -m training.main --train-data x").training.ranks is None
+
+
+OPEN_CLIP = "python -m open_clip_train.main --train-data x"
+CLASSIFY = '[x]\nname = "cnn"\n[y]\nname = "a:b"\n[loss]\nobjective = "classify"\n[schedule]\nsteps = 9\n'
+READ = [
+    ("a.sh", f"{OPEN_CLIP} --dataset-resampled --train-num-samples 1000 --epochs 4", {"seen": 4000, "data": None, "updates": 63}),
+    ("a.sh", f"{OPEN_CLIP} --train-num-samples 1000 --epochs 4", {"seen": 4000, "data": 1000, "accumulates": "features"}),
+    ("a.sh", f"{OPEN_CLIP} --opt timm/sgd --lr 1", {"optimizer": "sgd", "beta2": None, "lr": 1.0}),
+    ("a.sh", f"{OPEN_CLIP} --lock-image --resume latest", {"batchnorm": None, "finetuning": None}),
+    ("a.sh", f"{OPEN_CLIP} --siglip --batch-size 7 | tee --batch-size 9", {"objective": "siglip", "gather": "exact", "micro": 7}),
+    ("a.json", '{"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4}', {"size": 64, "accumulation": None, "ranks": None}),
+    ("a.json", '{"train_micro_batch_size_per_gpu": 4}', {"accumulation": 1, "size": None}),
+    ("a.json", ds(train_batch_size=512, gradient_accumulation_steps=2), {"ranks": 8, "size": 512, "beta2": 0.95, "warmup": 500}),
+    ("a.json", ds(train_batch_size="auto", gradient_accumulation_steps="auto"), {"size": None, "accumulation": None, "lr": 3e-4}),
+    ("a.json", ds(optimizer={"type": "Adam"}, scheduler={"type": "WarmupLR"}), {"beta2": 0.999, "warmup": 1000, "steps": None}),
+    ("a.json", ds(optimizer={"type": "Lamb"}, scheduler={"type": "OneCycle"}), {"optimizer": "lamb", "warmup": None}),
+    ("a.json", ds(fp16={"enabled": True}), {"precision": "fp16", "loss_scaling": True}),
+    ("a.json", '{"warmup_steps": 0}', {"micro": 8, "epochs": 3.0, "lr": 5e-5, "beta2": 0.999, "optimizer": "adam", "ranks": None}),
+    ("a.json", hf(optim="sgd", fp16=True), {"beta2": None, "loss_scaling": True, "precision": "fp16", "warmup_steps": 3000}),
+    ("a.json", hf(batch_sampler="no_duplicates"), {"duplicates": "mask", "token_mean": "total", "held_out": True}),
+    ("a.toml", CLASSIFY, {"objective": "supervised", "gather": None, "duplicates": None, "batchnorm": False}),
+    ("a.toml", GOOD_RUN + "[compute]\nprecision = 'fp16'\n", {"loss_scaling": True, "seen": None, "warmup_steps": 2000}),
+    ("a.toml", run(('"text"', '"text"\nweights = "b"')), {"finetuning": None}),
+    ("a.toml", run(('"text"', '"text"\nweights = "b"'), ('"vit"', '"vit"\nlocked = true')), {"finetuning": True}),
+    ("a.toml", run(("chunk = 512", 'schedule = "steps"\nstart = 64')), {"rate_follows": True, "epochs": None, "updates": None}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("file", "text", "expected"), READ)
+def test_what_each_tool_says_becomes_the_same_facts(file, text, expected, tmp_path):
+    (tmp_path / file).write_text(text)
+    training = read_any(tmp_path / file).training
+    assert {name: getattr(training, name) for name in expected} == expected
+
+
+SAID = [
+    (negatives.negatives_per_rank, {"batch": 8192, "ranks": 8, "gather": "none"}, "1,023 negatives instead of 8,191"),
+    (
+        negatives.accumulation_adds_no_negatives,
+        {"micro": 8, "ranks": 1, "accumulation": 8, "accumulates": "plain"},
+        "7 negatives a sample, not 63",
+    ),
+    (negatives.whole_matrix, {"batch": 65536, "ranks": 8, "gather": "matrix"}, "16,384 MiB"),
+    (negatives.whole_matrix, {"batch": 64, "ranks": 8, "gather": "whole"}, "8 times too short"),
+    (
+        rates.rate_not_scaled,
+        {"optimizer": "adam", "batch": 32768, "lr": 1e-3, "base_lr": 1e-3, "base_batch": 256},
+        "0.011 (square-root); this",
+    ),
+    (
+        rates.rate_not_scaled,
+        {"optimizer": "adam", "batch": 4096, "lr": 1e-3, "base_lr": 1e-3, "base_batch": 256},
+        "0.004 (square-root).",
+    ),
+    (
+        rates.rate_not_scaled,
+        {"optimizer": "sgd", "batch": 16384, "lr": 0.1, "base_lr": 0.1, "base_batch": 4096},
+        "0.4 (linear); this far",
+    ),
+    (steps.ema_remembers_the_start, {"ema": 0.9999, "steps": 10_000}, "37% of the average"),
+]
+
+
+@pytest.mark.parametrize(("rule", "facts", "said"), SAID)
+def test_a_finding_says_the_numbers(rule, facts, said):
+    (problem,) = rule.problems(Training(objective="clip", **facts))
+    assert said in problem.text
+
+
+def test_another_batch_takes_rate_warm_up_and_chunk_along():
+    training = Training(
+        objective="clip", batch=8192, ranks=3, chunk=4096, optimizer="adam", lr=1e-3, beta2=0.98, warmup=3, samples=10**7
+    )
+    # 4,095 is what three ranks share evenly; √(4095/8192) of 1e-3 is 7.07e-4; of 2,443 updates, 2/(1 − 0.98) = 100 warm up.
+    assert rebatched(training, 4096) == {"batch": 4095, "lr": 7.1e-4, "chunk": 1365, "warmup": 100}
+    known = {"base_lr": 2e-3, "base_batch": 1024, "warmup": 200}
+    assert rebatched(dataclasses.replace(training, **known, chunk=64), 4096) == {"batch": 4095, "lr": 4e-3}
+
+
+def gradients_over_ranks(patch, ranks, **flags):
+    """Gradients of two projections and of the scale, averaged over ranks as DDP does, by OpenCLIP's loss on stand-ins for ranks."""
+    loss = pytest.importorskip("open_clip.loss")
+    torch.manual_seed(0)
+    inputs, weights = torch.randn(2, ranks, 5, 6, dtype=torch.double), torch.randn(2, 6, 3, dtype=torch.double)
+    weights, scale = weights.requires_grad_(), torch.tensor(2.0, dtype=torch.double, requires_grad=True)
+    sides = [list(F.normalize(side, dim=-1)) for side in torch.einsum("srnd,sde->srne", inputs, weights)]
+
+    def everybody(mine):
+        return next(side for side in sides if any(rows is mine for rows in side))
+
+    def fill(places, mine):
+        places[:] = [rows.detach().clone() for rows in everybody(mine)]
+
+    patch.setattr(torch.distributed.nn, "all_gather", everybody)
+    patch.setattr(loss.dist, "all_gather", fill)
+    losses = [loss.ClipLoss(rank=r, world_size=ranks, **flags)(sides[0][r], sides[1][r], scale) for r in range(ranks)]
+    return torch.autograd.grad(sum(losses) / ranks, [weights, scale])
+
+
+def test_open_clips_flags_do_to_the_gradient_what_the_findings_say(monkeypatch):
+    exact, scale = gradients_over_ranks(monkeypatch, 4, local_loss=True, gather_with_grad=True)
+    one, one_scale = gradients_over_ranks(monkeypatch, 4, local_loss=False, gather_with_grad=True)
+    assert torch.allclose(one, exact) and torch.allclose(one_scale, scale)
+    whole, whole_scale = gradients_over_ranks(monkeypatch, 4, local_loss=False, gather_with_grad=False)
+    assert torch.allclose(whole, exact / 4) and torch.allclose(whole_scale, scale)
+    partial, _ = gradients_over_ranks(monkeypatch, 4, local_loss=True, gather_with_grad=False)
+    assert (partial * exact).sum() / exact.square().sum() == pytest.approx(0.5, abs=0.05)
+    assert (partial - exact).norm() / exact.norm() == pytest.approx(0.5, abs=0.05)
+
+
+def test_open_clips_own_parser_has_the_defaults_that_are_assumed():
+    params = pytest.importorskip("open_clip_train.params")
+    from megabatch.audit.readers import open_clip
+
+    parsed = vars(params.parse_args(["--opt", "timm/x"])) | {"opt": "adamw"}
+    for flag, default in open_clip.VALUES.items():
+        assert parsed[flag[2:].replace("-", "_")] == default, flag
+    for flag in open_clip.SWITCHES:
+        assert parsed[flag[2:].replace("-", "_")] is False, flag
+
+
+def test_hugging_faces_own_arguments_have_the_defaults_that_are_assumed():
+    arguments = pytest.importorskip("transformers").TrainingArguments
+    from megabatch.audit.readers import transformers
+
+    # The ratio is gone from newer versions, the fused optimizer is of the same family.
+    for key, default in transformers.DEFAULTS.items():
+        if key not in ("warmup_ratio", "optim"):
+            field = arguments.__dataclass_fields__[key]
+            assert getattr(field.default, "value", field.default) == default, key
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "known", "reason"),
+    [
+        ("a.toml", "[batch\n", {}, "is not valid TOML"),
+        ("a.toml", "[batch]\nsiez = 3\n[schedule]\nsteps = 1\n", {}, "did you mean 'size'"),
+        ("a.toml", "[training]\nbatch = -4\n", {}, "batch is -4: must be above 0"),
+        ("a.toml", "[training]\nbatches = 4\n", {}, "did you mean 'batch'"),
+        ("a.toml", '[training]\nobjective = "poetry"\n', {}, "must be one of"),
+        ("a.toml", "[training]\nbeta2 = 1.0\n", {}, "must be below 1"),
+        ("a.toml", "[training]\nheld_out = 3\n", {}, "must be true or false"),
+        ("a.toml", "[training]\nbatch = 2.5\n", {}, "must be an integer"),
+        ("a.toml", "[training]\n[batch]\nsize = 3\n", {}, "not both"),
+        ("a.toml", GOOD_RUN, {"rank": 2}, "did you mean 'ranks'"),
+        ("a.toml", GOOD_RUN, {"ranks": 0}, "ranks is 0"),
+        ("a.json", "{", {}, "is not valid JSON"),
+        ("a.json", "[1]", {}, "holds a list"),
+        ("a.json", '{"colour": "red"}', {}, "has no key of"),
+        ("a.json", '{"per_device_train_batch_size": 0}', {}, "must be an integer of at least 1"),
+        ("a.json", '{"learning_rate": "fast"}', {}, "must be like its default"),
+        ("a.json", '{"train_batch_size": "many"}', {}, 'or "auto"'),
+        ("a.json", '{"train_batch_size": -8}', {}, "must be above 0"),
+        ("a.sh", "echo hello", {}, "is nothing that can be audited"),
+        ("a.sh", "python -m open_clip_train.main --train-data x --batch-size big", {}, "must be an integer"),
+        ("a.sh", "python -m open_clip_train.main --train-data x --batch-size", {}, "has no value"),
+        ("a.sh", "python -m open_clip_train.main --imagenet-val x", {}, "has no --train-data"),
+        ("a.sh", "python -m open_clip_train.main --train-data x --precision fp8", {}, "must be one of"),
+        ("a.sh", "python -m open_clip_train.main --train-data x --siglip --loss-dist-impl y", {}, "must be one of"),
+        ("a.sh", "python -m open_clip_train.main --train-data 'x", {}, "a shell could not read it"),
+    ],
+)
+def test_nonsense_is_answered_with_the_reason(file, text, known, reason, tmp_path):
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        audited(tmp_path, file, text, known)
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path):
+    with pytest.raises(ValueError, match=r"none\.toml: cannot be read"):
+        read_any(tmp_path / "none.toml")
+    (tmp_path / "a.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="is not a text file"):
+        read_any(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize("text", ["batch = {size = 8192, chunk = 512}\nschedule = {epochs = 30, warmup = 0}\n",
+                                  "batch.size = 8192\nschedule.epochs = 30\nschedule.warmup = 0\n"])  # fmt: skip
+def test_a_file_whose_lines_cannot_be_found_is_written_anew(text, tmp_path):
+    (finding,) = audited(tmp_path, "run.toml", text, DATA)
+    assert finding.code == "no-warmup"
+    assert audited(tmp_path, "run.toml", apply(finding.fix, text), DATA) == []
+
+
+def test_a_fix_leaves_comments_and_other_lines_alone(tmp_path):
+    text = run(("size = 8192", "size = 512"))
+    (finding,) = audited(tmp_path, "run.toml", text, DATA)
+    changed = [line for line in finding.fix.splitlines()[2:] if line[0] in "+-"]
+    assert changed == ["-size = 512  # pairs", "+size = 4096  # pairs", "-lr = 5e-4", "+lr = 0.0014"]
+
+
+def test_findings_come_worst_first_and_the_exit_code_follows_them(tmp_path):
+    text = clip((BOTH, " --local-loss"), ("--val-data held_out.csv", "--accum-freq 2"))
+    found = audited(tmp_path, "train.sh", text, {})
+    order = [f.severity for f in found]
+    assert order == sorted(order, key=["error", "warning", "note"].index) and set(order) == {"error", "warning", "note"}
+    by_severity = {severity: [f for f in found if f.severity == severity] for severity in order}
+    assert [exit_code(by_severity["warning"], level) for level in ("error", "warning", "note")] == [0, 1, 1]
+    assert exit_code(found) == 1 and exit_code([]) == 0 and exit_code(by_severity["note"], "note") == 1
+    with pytest.raises(ValueError, match="fail_on is 'never'"):
+        exit_code([], "never")
+
+
+def compared(folder, *texts):
+    for number, text in enumerate(texts):
+        (folder / f"{number}.toml").write_text(text)
+    return audit_together([read_any(folder / f"{number}.toml", **DATA) for number in range(len(texts))])
+
+
+def test_one_rate_at_several_batches_is_an_unfair_comparison(tmp_path):
+    larger = run(("size = 8192", "size = 32768"))
+    (finding,) = compared(tmp_path, GOOD_RUN, larger)
+    assert finding.code == "same-settings-across-batches" and finding.where == f"{tmp_path}/1.toml: optimizer.lr"
+    mended = apply(finding.fix, larger)
+    assert "lr = 0.001\n" in mended
+    assert compared(tmp_path, GOOD_RUN, mended) == []
+    assert compared(tmp_path, GOOD_RUN, GOOD_RUN) == []
+
+
+def test_runs_of_different_length_are_an_unfair_comparison(tmp_path):
+    steps_each = [run(("size = 8192", f"size = {size}"), ("5e-4", lr), ("epochs = 30", "steps = 20000"))
+                  for size, lr in ((8192, "5e-4"), (32768, "1e-3"))]  # fmt: skip
+    assert [f.code for f in compared(tmp_path, *steps_each)] == ["unequal-samples"]
+    with pytest.raises(ValueError, match="at least two"):
+        compared(tmp_path, GOOD_RUN)
+
+
+def test_the_scale_without_limit_can_be_said(tmp_path):
+    text = f'[training]\n{CLIP_FACTS}gather = "exact"\nmax_scale = inf\n'
+    assert codes(audited(tmp_path, "loop.toml", text, {})) == {"scale-unclamped"}
+    assert math.inf > 100
+
+
+def test_the_page_of_rules_is_made_from_the_rules():
+    page = (Path(__file__).parents[2] / "docs" / "audit.md").read_text("utf-8")
+    assert rules_page() in page, "docs/audit.md is not what rules_page() gives"
+    for code in codes(CASES):
+        assert f"#### `{code}`" in page
+
+
+def test_the_examples_of_the_docstrings_run():
+    for module in (package, rule_module):
+        found = doctest.testmod(module)
+        assert found.attempted and not found.failed
+
+
+@pytest.mark.skipif(shutil.which("patch") is None, reason="needs the program patch")
+@pytest.mark.parametrize("text", [hf(lr_scheduler_type="constant"), hf(lr_scheduler_type="constant") + "\n"])
+def test_patch_itself_applies_a_diff(text, tmp_path):
+    (finding,) = audited(tmp_path, "args.json", text, {})
+    subprocess.run(["patch", "args.json"], input=finding.fix, text=True, cwd=tmp_path, check=True, capture_output=True)
+    assert audit(read_any(tmp_path / "args.json")) == []
+    assert (tmp_path / "args.json").read_text().endswith("\n") == text.endswith("\n")
+
+
+def test_every_rule_says_why_its_source_and_its_fix():
+    for rule in RULES:
+        assert rule.title and rule.because.endswith(".") and rule.remedy.endswith(".") and rule.source, rule.code
+    assert set(package.__all__) <= set(dir(package))

@@ -1,0 +1,447 @@
+"""The benchmarks: a wrong result of ours gets no time and one of others is marked, the exact answer is the formula's, and kept
+rows can be shown again."""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks import check, clocks, errors, loss, memory, peers, picture, readme, report
+from benchmarks import measure as measuring
+from benchmarks.measure import Case, Row, measure, needed_bytes, run_case, share
+from megabatch import reference
+
+MIB = 2**20
+
+
+def one_direction(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    return F.cross_entropy(scale * x @ y.T, torch.arange(len(x)))
+
+
+def lost_negatives(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    half = torch.arange(len(x)) < len(x) // 2
+    logits = (scale * x @ y.T).masked_fill(half[:, None] != half, -torch.inf)
+    labels = torch.arange(len(x))
+    return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+
+
+def constant_scale(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    return reference.clip_loss(x, y, scale.detach() + 0 * scale)
+
+
+def not_a_number(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    return reference.clip_loss(x, y, scale) * torch.nan
+
+
+def measured(batch: int, implementation: str, seconds: float, mib: float, **more: object) -> Row:
+    machine = {"cpu": "a processor", "threads": 2, "torch": "2.13.0", "date": "2026-11-15T00:00:00", "memory_bytes": 2**30}
+    row = {"loss": "clip", "implementation": implementation, "batch": batch, "dim": 8, "dtype": "float32", "device": "cpu"}
+    times = {f"{part}_s": seconds for part in ("forward", "backward", "total")}
+    return row | times | {"extra_bytes": int(mib * MIB), "errors": {"gradient": 1e-6}, "machine": machine} | more
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Path:
+    too_large = measured(512, "openclip", 0, 0, skipped="needs about 9 GiB, 1 GiB are free", needed_bytes=9 * 2**30)
+    too_large = {key: value for key, value in too_large.items() if not key.endswith("_s")}
+    rows = [measured(256, "ours", 2.0, 4), measured(256, "openclip", 3.0, 16), measured(512, "ours", 8.0, 5), too_large]
+    report.write_rows(tmp_path / "rows.jsonl", rows)
+    return tmp_path / "rows.jsonl"
+
+
+def test_a_case_in_its_own_process_gives_times_memory_and_errors() -> None:
+    row = run_case(Case("clip", "ours", batch=256, dim=64, repeats=2))
+    assert "error" not in row and row["right"] and row["runs"] == 2
+    assert 0 < row["forward_min_s"] <= row["forward_s"] <= row["forward_max_s"]
+    assert row["total_s"] >= row["backward_s"]
+    assert 0 <= row["extra_bytes"] < 256 * MIB
+    assert set(row["errors"]) == {"value", "gradient", "scale"}
+    assert row["machine"]["torch"] == torch.__version__
+
+
+@pytest.mark.parametrize("name", ["ours", "formula", "full matrix"])
+@pytest.mark.parametrize("kind", check.LOSSES)
+def test_right_implementations_pass_with_repeated_rows(kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.measure.DISTINCT", 96)
+    row = measure(Case(kind, name, batch=250, dim=32, repeats=0))
+    assert row.get("right"), row
+    assert row["distinct_pairs"] == 96 and "total_s" in row
+
+
+@pytest.mark.parametrize("wrong", [one_direction, lost_negatives, constant_scale, not_a_number])
+def test_a_wrong_result_is_refused_and_not_timed(wrong: peers.LossCall) -> None:
+    row = measure(Case("clip", f"{__name__}:{wrong.__name__}", batch=256, dim=64))
+    assert row["error"].startswith("wrong result")
+    assert not any(key.endswith("_s") for key in row) and "extra_bytes" not in row
+
+
+def test_a_wrong_result_of_another_package_is_timed_and_marked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    other = peers.Peer("other", "clip", lambda: lost_negatives, "torch", timed_if_wrong=True)
+    monkeypatch.setattr(peers, "PEERS", (*peers.PEERS, other))
+    wrong = measure(Case("clip", "other", batch=64, dim=32, repeats=1))
+    assert wrong["right"] is False and "error" not in wrong and wrong["total_s"] > 0 and wrong["version"] == torch.__version__
+    rows = [measure(Case("clip", "ours", batch=64, dim=32, repeats=1)), wrong]
+
+    off = f"gradient off by {wrong['errors']['gradient']:.0e}"
+    text = report.markdown(rows)
+    assert f"{off} |" in text and "Results said to be off do not agree" in text and "Every other result agreed" in text
+    # What it is off by is said of it alone, not as the rounding of a right result.
+    assert "(other)" not in text and "(megabatch)" in text
+    assert report.table(rows)[1][-1].endswith("(wrong)") and not report.table(rows)[0][-1].endswith("(wrong)")
+    assert [line.split(":")[0] for line in report.wrong(rows)] == ["clip, other, N = 64"]
+    rows = [row | {"matrix_product_tflops": 700.0} for row in rows]
+    picture.draw([row | share(row) for row in rows], tmp_path / "wrong.png")
+
+
+@pytest.mark.parametrize(("kind", "smoothing"), [("clip", 0.0), ("clip", 0.1), ("siglip", 0.0)])
+def test_the_exact_answer_is_that_of_the_full_formula(kind: str, smoothing: float) -> None:
+    torch.manual_seed(0)
+    pairs = [F.normalize(torch.randn(20, 16, dtype=torch.float64), dim=1) for _ in range(2)]
+    index = torch.cat([torch.arange(20), torch.randint(20, (33,))])
+    x, y = (tensor[index].requires_grad_() for tensor in pairs)
+    scale, bias = (torch.tensor(value, dtype=torch.float64, requires_grad=True) for value in (7.0, -3.0))
+    smoothed = {"label_smoothing": smoothing}
+    value = reference.clip_loss(x, y, scale, **smoothed) if kind == "clip" else reference.siglip_loss(x, y, scale, bias)
+    value.backward()
+
+    rows = torch.tensor([0, 13, 25, 50])
+    counted = check.Pairs(*pairs, torch.bincount(index).double())
+    exact = check.answer(kind, counted, index[rows], 7.0, -3.0, chunk=6, smoothing=smoothing)
+    scalars = [None if leaf.grad is None else float(leaf.grad) for leaf in (scale, bias)]
+    errors = check.errors(check.Result(value.item(), x.grad[rows], y.grad[rows], *scalars), exact)
+    # Float64 on both sides: only its own rounding is left.
+    assert max(errors.values()) < 1e-13, errors
+
+
+def test_a_case_that_cannot_fit_is_skipped_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 2**20)
+    case = Case("clip", "full matrix", batch=1024, dim=8)
+    row = measure(case)
+    assert row["skipped"].startswith("needs about") and row["needed_bytes"] >= 4 * 4 * 1024**2
+    assert "total_s" not in row
+    assert needed_bytes(peers.find("ours", "clip"), case) < 2**20
+
+
+def test_a_process_that_dies_or_takes_too_long_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "dying.py").write_text("import os\ndef loss(*_): os.kill(os.getpid(), 9)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert "signal 9" in run_case(Case("clip", "dying:loss", batch=16, dim=8))["error"]
+    assert "stopped after" in run_case(Case("clip", "ours", batch=16, dim=8), timeout_s=0.01)["error"]
+
+
+@pytest.mark.parametrize("resets", [True, False])
+def test_the_peak_is_seen_after_it_is_gone(resets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not resets:
+        monkeypatch.setattr(memory, "_reset_high_water_mark", lambda: False)
+
+    def work() -> None:
+        # Pages straight from the system: an allocator might hand out what it kept.
+        with mmap.mmap(-1, 64 * MIB) as block:
+            for page in range(0, 64 * MIB, 4096):
+                block[page] = 1
+            # Long enough for the sampling fallback to look.
+            time.sleep(0.05)
+
+    assert 60 * MIB < memory.peak_of(work, "cpu").extra_bytes < 80 * MIB
+
+
+def test_absent_packages_are_named_and_unknown_ones_refused() -> None:
+    absent = peers.Peer("none", "clip", lambda: reference.clip_loss, "no_such_package")
+    assert peers.unavailable(absent, "cpu") == "no_such_package is not installed"
+    with pytest.raises(ValueError, match="choose among ours, openclip"):
+        peers.find("nobody", "clip")
+
+
+@pytest.mark.parametrize(
+    "peer", [peer for peer in peers.PEERS if not peer.by_default], ids=lambda peer: f"{peer.name}, {peer.loss}"
+)
+def test_options_of_ours_are_right_and_run_only_where_named(peer: peers.Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert measure(Case(peer.loss, peer.name, batch=64))["unavailable"] == "megabatch runs on CUDA only"
+    monkeypatch.setattr(peers, "PEERS", (replace(peer, cuda_only=False),))
+    dtype = "bfloat16" if peer.name == "ours, int8" else "float32"
+    row = measure(Case(peer.loss, peer.name, batch=64, dim=32, dtype=dtype, repeats=0))
+    assert row.get("right"), row
+
+    def named(*only: str) -> list[str]:
+        options = loss._parser().parse_args(["--losses", peer.loss, *only])
+        return [case.implementation for case in loss._cases(options)]
+
+    assert named() == [] and set(named("--only", f"{peer.name}")) == {peer.name}
+
+
+def test_names_with_a_comma_of_their_own_are_found_in_a_list() -> None:
+    names = ["ours", "ours, ids", "ours, label smoothing", "openclip", "module:function"]
+    assert loss._names(",".join(names)) == names
+
+
+class Mark:
+    """Stands for a CUDA event: each one recorded takes the next of the given milliseconds."""
+
+    clock: Iterator[float]
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = next(self.clock)
+
+    def elapsed_time(self, end: Mark) -> float:
+        return end.at - self.at
+
+
+@pytest.fixture
+def marks(monkeypatch: pytest.MonkeyPatch) -> type[Mark]:
+    monkeypatch.setattr(torch.cuda, "Event", Mark)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    return Mark
+
+
+def test_steps_on_cuda_are_timed_apart_from_the_products_between_them(marks: type[Mark]) -> None:
+    # Two products, forward and backward of three steps, of which the first warms up.
+    marks.clock = iter([0, 90, 91, 99, 100, 104, 106, 114, 120, 128, 131, 139])
+    batch = measuring._inputs(Case("clip", "formula", batch=8, dim=4), 8)
+    steps, tflops = measuring._enqueued(peers.find("formula", "clip").load(), batch, 2, measuring.SUSTAINED_S, size=16)
+    assert steps == [(0.002, 0.008), (0.003, 0.008)]
+    assert tflops == pytest.approx(2 * 16**3 / 0.003 / 1e12)  # two products in the median of 4 and 8 ms
+
+
+def test_after_a_rest_a_step_is_timed_and_products_of_as_many_operations(
+    marks: type[Mark], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rests: list[float] = []
+    monkeypatch.setattr(measuring.time, "sleep", rests.append)
+    monkeypatch.setattr(torch.cuda, "_sleep", rests.append)
+    monkeypatch.setattr(measuring, "_factors", lambda size, device: (torch.ones(1, 1), torch.ones(1, 1)))
+    monkeypatch.setattr(measuring, "PRODUCT_SIZE", 4)
+    measuring._rested_product_tflops.cache_clear()
+    # Three steps of 5, 9 and 7 ms; as many times the products, 2, 4 and 3 ms.
+    marks.clock = iter([0, 5, 100, 109, 200, 207, 300, 302, 400, 404, 500, 503])
+    case = Case("clip", "formula", batch=8, dim=4)
+    row = measuring._after_a_rest(case, peers.find("formula", "clip").load(), measuring._inputs(case, 8), 3)
+    assert row["rested_s"] == 0.007 and rests == [measuring.REST_S, measuring.HEAD_START_CYCLES] * 6
+    products = 8 * 8**2 * 4 // (2 * 4**3)
+    assert row["rested_product_tflops"] == pytest.approx(products * 2 * measuring.PRODUCT_SIZE**3 / 0.003 / 1e12)
+
+
+def test_the_share_counts_useful_operations_alone() -> None:
+    row = {"loss": "clip", "batch": 1000, "dim": 100, "total_s": 1e-3, "matrix_product_tflops": 2.0}
+    assert share(row) == {"useful_flop": 8 * 10**8, "share": pytest.approx(0.4)}
+    assert share(row | {"loss": "siglip"})["useful_flop"] == 6 * 10**8
+    rested = share(row | {"rested_s": 0.5e-3, "rested_product_tflops": 3.2})
+    assert rested["share"] == pytest.approx(0.4) and rested["rested_share"] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(("device", "batch", "warm_up"), [("cpu", 4096, 128), ("cuda", 65536, 65536), ("cuda", 2**20, 32768)])
+def test_batches_of_seconds_warm_up_at_a_smaller_size(device: str, batch: int, warm_up: int) -> None:
+    assert measuring._warm_up_batch(Case("clip", "ours", batch=batch, device=device)) == warm_up
+
+
+def test_a_study_is_put_together_from_several_runs(tmp_path: Path) -> None:
+    def run(*more: str) -> list[tuple[int, int]]:
+        options = ["--losses", "clip", "--only", "ours", "--repeats", "1", "--in-process", "--out", str(tmp_path / "rows.jsonl")]
+        assert loss.main([*options, *more]) == 0
+        return [(row["batch"], row["dim"]) for row in report.read_rows(tmp_path / "rows.jsonl")]
+
+    assert run("--sizes", "8,16", "--dim", "4,8") == [(8, 4), (8, 8), (16, 4), (16, 8)]
+    assert run("--sizes", "8,32", "--dim", "8", "--append") == [(8, 4), (16, 4), (16, 8), (8, 8), (32, 8)]
+    assert run("--sizes", "8", "--dim", "8") == [(8, 8)]
+
+
+def test_after_a_failed_kernel_cases_get_processes_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    places = []
+
+    def failing(case: Case) -> Row:
+        places.append("here")
+        return {**asdict(case), "error": "AcceleratorError: an illegal memory access"}
+
+    def fresh(case: Case, timeout_s: float) -> Row:
+        places.append("fresh")
+        return measured(case.batch, "ours", 1.0, 1) | {"right": True}
+
+    monkeypatch.setattr(loss, "measure", failing)
+    monkeypatch.setattr(loss, "run_case", fresh)
+    options = ["--losses", "clip", "--only", "ours", "--sizes", "8,16,32", "--in-process", "--out", str(tmp_path / "rows.jsonl")]
+    assert loss.main(options) == 1
+    assert places == ["here", "fresh", "fresh"]
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Path:
+    """Rows as a GPU gives them: two widths, options, and a peer that is wrong."""
+    machine = {"gpu": "NVIDIA H200", "torch": "2.11.0", "date": "2026-11-15T00:00:00", "memory_bytes": 2**37}
+    gpu = {"dtype": "bfloat16", "device": "cuda", "right": True, "tolerance": 0.1, "machine": machine}
+
+    def row(kind: str, name: str, batch: int, dim: int, ms: float, **more: object) -> Row:
+        made = measured(batch, name, ms / 1000, 512) | gpu | {"loss": kind, "dim": dim} | more
+        made |= {"matrix_product_tflops": 700.0}
+        if batch < 2**20:
+            made |= {"rested_s": ms / 1000 / 1.25, "rested_product_tflops": 800.0}
+        return made | share(made)
+
+    wrong = {"right": False, "errors": {"gradient": 0.9, "scale": 0.01}, "version": "25.1.1"}
+    rows = [
+        row("clip", "openclip", 65536, 768, 127, version="3.3.0"),
+        row("clip", "cut-cross-entropy", 65536, 768, 1500, **wrong),
+        row("siglip", "ours", 65536, 768, 31),
+        row("clip", "ours", 65536, 768, 40),
+        row("clip", "ours", 65536, 1024, 52),
+        row("clip", "ours", 8192, 768, 0.7),
+        row("clip", "ours", 2**20, 768, 10_600),
+        gpu | {"loss": "clip", "implementation": "openclip", "batch": 2**20, "dim": 768, "needed_bytes": 2**43, "skipped": "large"},
+        row("clip", "ours, ids", 65536, 768, 42),
+        row("siglip", "ours, diagnostics", 65536, 768, 62),
+    ]
+    report.write_rows(tmp_path / "shared.jsonl", rows)
+    return tmp_path / "shared.jsonl"
+
+
+def test_rows_with_shares_as_markdown(shared: Path) -> None:
+    lines = report.markdown(report.read_rows(shared)).splitlines()
+    assert lines[0] == f"| {' | '.join(report.SHARES_HEADERS)} |"
+    times = "**0.700 ms** | 84 % |  | **0.560 ms** | 92 % | "
+    assert lines[2] == f"| 8,192 | 768 | **megabatch** | {times} | 512 MiB |"
+    times = "**40.0 ms** | 94 % | 3.17× | **32.0 ms** | 103 % | 3.17×"
+    assert lines[3] == f"| 65,536 | 768 | **megabatch** | {times} | 512 MiB |"
+    assert lines[4].startswith("| 65,536 | 768 | OpenCLIP | 127 ms | 30 % | 1.00× | 102 ms |")
+    assert lines[5].startswith("| 65,536 | 768 | Cut Cross-Entropy (gradient off by 9e-01) | 1.50 s | 3 % | 0.08× | 1.20 s |")
+    assert lines[7] == "| 1,048,576 | 768 | **megabatch** | **10.6 s** | 91 % |  |  |  |  | 512 MiB |"
+    assert lines[8] == "| 1,048,576 | 768 | OpenCLIP | needs 8,192 GiB | | | | | | |"
+    assert "with torch 2.11.0, OpenCLIP 3.3.0, Cut Cross-Entropy 25.1.1, 2026-11-15." in lines[-1]
+    assert "700 TFLOP/s; percentages are shares of their rate, counting 8·N²·D (clip) and 6·N²·D (siglip) operations" in lines[-1]
+    assert "as many operations after the same rest, which ran at 800 TFLOP/s" in lines[-1]
+    assert not any("ids" in line or "diagnostics" in line for line in lines)
+
+
+def test_tables_of_parts_of_a_file(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readme, "ROOT", shared.parent)
+    options = readme._table(f"{shared.name}#options").splitlines()
+    assert options[2:4] == [
+        "| clip | 65,536 | 768 | ids | 42.0 ms | 1.05× |",
+        "| siglip | 65,536 | 768 | diagnostics | 62.0 ms | 2.00× |",
+    ]
+    siglip = readme._table(f"{shared.name}#siglip")
+    assert siglip.count("**megabatch**") == 1 and "8·N²·D" not in siglip and "D = 768" in siglip
+
+
+def test_rows_with_shares_are_shown_and_drawn(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert loss.main(["--redraw", str(shared)]) == 0
+    assert shared.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    shown = capsys.readouterr().out
+    assert "of cuBLAS" in shown and "94.2%" in shown and "103.1%" in shown and "9.0e-01 (wrong)" in shown
+    assert "timed, but wrong: clip, Cut Cross-Entropy, N = 65,536: gradient off by 9.0e-01, 1.0e-01 allowed" in shown
+
+
+def test_gradient_errors_on_clustered_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "errors.jsonl"
+    size = ["--batch", "128", "--dim", "32", "--scales", "20,100", "--out", str(out)]
+    with pytest.raises(SystemExit):
+        errors.main([*size, "--draws", "0"])
+    assert errors.main([*size, "--draws", "1"]) == 0
+    first = report.read_rows(out)
+    assert errors.main([*size, "--draws", "2"]) == 0
+    rows = report.read_rows(out)
+    # The first draw is the one of before: root mean square and largest of two have it among them.
+    for one, both in zip(first, rows, strict=True):
+        assert one["largest_errors"].items() == one["errors"].items()
+        for name, error in one["errors"].items():
+            mean, largest = both["errors"][name], both["largest_errors"][name]
+            assert max(error, mean) <= largest
+            assert largest == error or mean == pytest.approx(math.sqrt((error**2 + largest**2) / 2))
+    assert len(rows) == 2 * sum(len(errors.contestants("cpu", loss)) for loss in check.LOSSES)
+    assert all(0.5 < row["value"] < 8 for row in rows if row["loss"] == "clip")
+    # Gradients are returned in the precision of the embeddings, which alone is off by up to its unit roundoff.
+    for name, allowed in (("bfloat16", 2**-8), ("float16", 2**-11), ("float32", 1e-5)):
+        found = [row["errors"]["gradient"] for row in rows if row["implementation"] == "ours" and row["dtype"] == name]
+        assert found and max(found) < allowed
+    assert {"bias" in row["errors"] for row in rows if row["loss"] == "siglip"} == {True}
+
+    monkeypatch.setattr(readme, "ROOT", tmp_path)
+    lines = readme._table("errors.jsonl#errors").splitlines()
+    starts = [f"| {kind} | {scale} | " for kind in check.LOSSES for scale in (20, 100)]
+    assert all(line.startswith(start) for line, start in zip(lines[2:6], starts, strict=True))
+    assert lines[2].count("**") == 6 and lines[2].count(" | ") == 7
+    assert "over 2 draws of 128 pairs in clusters of 16, D = 32" in lines[-1]
+
+
+def test_kept_rows_are_drawn_again(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert loss.main(["--redraw", str(kept)]) == 0
+    assert kept.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    shown = capsys.readouterr().out
+    assert "1.50×" in shown and "25.0%" in shown
+    assert "OpenCLIP, N = 512: needs about 9 GiB" in shown
+
+
+def test_kept_rows_as_markdown(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert loss.main(["--markdown", str(kept)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "| loss | batch | megabatch | OpenCLIP |"
+    assert lines[2] == "| clip | 256 | **2.00 s, 4.00 MiB** | 3.00 s, 16.0 MiB |"
+    assert lines[3] == "| clip | 512 | **8.00 s, 5.00 MiB** | needs 9 GiB |"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="would measure for minutes")
+@pytest.mark.parametrize(
+    ("arguments", "said"), [([], "no CUDA device"), (["--kinds", "int8"], "kinds int8: choose among bfloat16")]
+)
+def test_block_sizes_are_not_measured_where_they_cannot_be(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tune = pytest.importorskip("benchmarks.tune")
+    with pytest.raises(SystemExit):
+        tune.main(arguments)
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="would measure for a minute")
+def test_clocks_are_not_measured_where_there_are_none(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        clocks.main([])
+    assert "no CUDA device" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        clocks.main(["--batch", "1"])
+    assert "--batch is 1: clocks are seen in steps that fill a device, of 1,024 pairs or more" in capsys.readouterr().err
+
+
+def test_a_line_of_clocks_compares_what_had_the_same_rest() -> None:
+    times = {"ours": (0.04, 0.03), "ours, int8": (0.03, 0.024), "products": (0.05, 0.031), "openclip": (0.12, 0.12)}
+    rows = [
+        {"implementation": name, "rest": rest, "total_s": s, "matrix_product_tflops": 799.6 if rest and name == "products" else 700}
+        for name, both in times.items()
+        for rest, s in zip((0.0, 0.5), both, strict=True)
+    ]
+    first, second = clocks.table(rows)
+    beside = "700 TFLOP/s"
+    assert first == ("0", "40.0 ms", beside, "30.0 ms", beside, "50.0 ms", beside, "120.0 ms", beside, "3.00×", "4.00×")
+    assert (second[0], second[5:7], second[-2:]) == ("0.5", ("31.0 ms", "800 TFLOP/s"), ("4.00×", "5.00×"))
+
+
+def test_panels_of_products_cover_every_pair_once() -> None:
+    seen = torch.zeros(5, 5)
+    for rows, columns in clocks._panels(5, side=2):
+        seen[rows, columns] += 1
+    assert bool((seen == 1).all())
+
+
+def test_measured_block_sizes_replace_those_of_the_same_device_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tune = pytest.importorskip("benchmarks.tune")
+    monkeypatch.setattr(tune.measured, "MEASURED", tmp_path / "tuned_configs.json")
+    (tmp_path / "tuned_configs.json").write_text('{"blocks": [], "rings": []}')
+    place = {"kernel": "stats", "kind": "bfloat16", "width": 768}
+    for device, m in (("A", 64), ("B", 64), ("A", 128)):
+        tune._write({"blocks": [{**place, "device": device, "m": m}], "rings": []})
+    tune._write({"blocks": [], "rings": [{**place, "device": "A", "behind": 4}]})
+    kept = json.loads((tmp_path / "tuned_configs.json").read_text())
+    assert sorted((entry["device"], entry["m"]) for entry in kept["blocks"]) == [("A", 128), ("B", 64)]
+    assert [(entry["device"], entry["behind"]) for entry in kept["rings"]] == [("A", 4)]
+    assert all(entry["date"] and entry["torch"] == torch.__version__ for entry in (*kept["blocks"], *kept["rings"]))

@@ -1,0 +1,156 @@
+"""Rates of the device at hand: that they can be true, that they come back from their file, and that a plan takes them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from small_works import RUN, TOOLS
+
+from megabatch.costs.counting import count_work
+from megabatch.costs.hardware import find_machine
+from megabatch.costs.rates import Rates, as_text, read_rates, write_rates
+from megabatch.measuring import rates
+from megabatch.measuring.rates import measure_here, measure_rates
+from megabatch.planning.planner import choose_precision, plan
+from megabatch.training.distributed import ranks
+
+H200 = Rates("NVIDIA H200", "cuda", 139 * 2**30, 8, {"fp32": 5e13, "bf16": 8e14}, 4e12, 5e10, 3e11, 8, "2.13.0", "2026-11-15")
+KEPT = Path(__file__).parents[2] / "benchmarks" / "results" / "rates-cuda.json"
+
+
+def test_rates_of_this_machine_can_be_true():
+    found = measure_here(seconds=0.02)
+    assert found.kind == "cpu" and found.device and found.memory > 2**30
+    # From a slow core to a large server.
+    assert 1e8 < found.products["fp32"] < 1e14
+    assert 1e8 < found.bandwidth < 1e13
+    assert (found.copy, found.link, found.ranks) == (None, None, 1)
+    assert "fp32" in as_text(found) and "GB/s" in as_text(found)
+    # Some operations of Python's and PyTorch's own: no fewer than a few hundred instructions, on a core that others may want too.
+    assert found.host is not None and 1e-7 < found.host < 5e-3
+    assert f"{1e6 * found.host:,.3g} µs to call an operation" in as_text(found)
+
+
+def test_a_precision_that_is_slow_is_measured_in_time(monkeypatch):
+    # A product of which even the smallest takes longer than there is time for.
+    sizes = []
+
+    def slow(work, device, times):
+        sizes.append(work().shape[0])
+        return 1.0
+
+    monkeypatch.setattr(rates, "_seconds_of", slow)
+    assert rates._product(torch.device("cpu"), torch.float32, 0.25) == 2 * 64**3
+    assert max(sizes) == 64
+
+
+def test_the_host_takes_its_time_for_every_operation_that_is_counted(monkeypatch):
+    # A layer of a transformer, forward and backward, in one second.
+    monkeypatch.setattr(rates, "_seconds_each", lambda work, device, seconds: 1.0)
+    calls = round(1 / rates._host(torch.device("cpu"), 0.25))
+    assert 40 < calls < 200
+    model = torch.nn.TransformerEncoderLayer(16, 2, 16, batch_first=True)
+    work = count_work(model, lambda rows: torch.zeros(rows, 4, 16), device="cpu")
+    assert calls == work.forward.operations + work.backward.operations
+
+
+def rates_of_rank(rank, size):
+    from megabatch.config import Compute
+
+    with ranks(Compute(device="cpu")) as here:
+        return measure_rates(here.device, here.group, 0.02)
+
+
+def test_ranks_measure_what_they_send_each_other(world):
+    for found in world.run(2, rates_of_rank):
+        assert found.ranks == 2 and 1e6 < found.link < 1e12
+        assert "sent by each of 2 ranks" in as_text(found)
+
+
+def test_rates_come_back_from_their_file(tmp_path):
+    known = dataclasses.replace(H200, host=3e-5)
+    assert read_rates(write_rates(known, tmp_path / "new" / "rates.json")) == known
+
+
+def test_a_file_that_does_not_know_the_host_is_still_read(tmp_path):
+    table = {"measured": "rates", **dataclasses.asdict(H200)}
+    del table["host"]
+    (tmp_path / "rates.json").write_text(json.dumps(table))
+    assert read_rates(tmp_path / "rates.json") == H200 and H200.host is None
+    assert "to call an operation" not in as_text(H200)
+    # A step then takes the host's time by assumption.
+    assert find_machine(rates=tmp_path / "rates.json").device.shares.host_s == 42e-6
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{}",
+        '{"measured": "fit"}',
+        *(json.dumps({"measured": "rates", **dataclasses.asdict(H200), name: 0}) for name in ("bandwidth", "host")),
+    ],
+)
+def test_a_file_without_rates_is_named(text, tmp_path):
+    (tmp_path / "file.json").write_text(text)
+    with pytest.raises(ValueError, match=r"file.json: holds no rates .*megabatch env --measure"):
+        find_machine(rates=tmp_path / "file.json")
+    with pytest.raises(ValueError, match="there is no such file"):
+        find_machine(rates=tmp_path / "nowhere.json")
+
+
+def test_a_machine_of_measured_rates():
+    machine = find_machine(rates=H200)
+    assert (machine.gpus, machine.device.name, machine.device.memory) == (8, "NVIDIA H200", 139 * 2**30)
+    assert machine.device.source == "measured on NVIDIA H200, 2026-11-15"
+    # Of a peak, large products reach 0.75 and those of a step 0.72, copies that are measured 0.88 and elementwise operations 0.8.
+    assert machine.device.rate("bf16") == pytest.approx(0.96 * 8e14)
+    assert machine.device.rate("bf16", "attention") == pytest.approx(0.2 / 0.75 * 8e14)
+    assert machine.device.moving("elementwise") == pytest.approx(0.8 / 0.88 * 4e12)
+    # Of a link it is all that was measured.
+    assert machine.link == pytest.approx(3e11)
+    # What was not measured is the data sheet's.
+    assert machine.device.rates["tf32"] == find_machine("H200").device.rates["tf32"]
+    assert find_machine("4xH200", rates=H200).gpus == 4
+    assert find_machine(memory="80GiB", rates=H200).device.memory == 80 * 2**30
+
+
+def test_a_plan_waits_for_the_host_that_was_measured():
+    def with_host(host):
+        return plan(RUN, tools=TOOLS, batch=1024, gpus=1, rates=dataclasses.replace(H200, host=host))
+
+    quick, usual, slow = (with_host(host) for host in (1e-9, None, 10e-3))
+    assert quick.seconds_a_step <= usual.seconds_a_step < slow.seconds_a_step
+    # The towers' 1,800 operations, forward and backward, at 10 ms: the device computes in much less.
+    assert slow.how.chunk == 1024 and slow.time["forward"] + slow.time["backward"] == pytest.approx(18.0)
+    assert find_machine(rates=dataclasses.replace(H200, host=10e-3)).device.shares.host_s == 10e-3
+
+
+def test_rates_measured_on_an_h200_say_what_its_data_sheet_and_the_shares_say():
+    measured, known = find_machine(rates=KEPT).device, find_machine("H200").device
+    assert measured.shares.host_s == pytest.approx(known.shares.host_s, rel=0.2)
+    for precision in ("fp32", "bf16"):
+        assert measured.rate(precision) == pytest.approx(known.rate(precision), rel=0.1)
+    assert measured.moving("elementwise") == pytest.approx(known.moving("elementwise"), rel=0.1)
+    assert read_rates(KEPT).copy == pytest.approx(known.copy, rel=0.2)
+
+
+def test_rates_of_another_device_are_refused():
+    with pytest.raises(ValueError, match="gpu is 'A100', and the rates were measured on NVIDIA H200"):
+        find_machine("A100", rates=H200)
+
+
+def test_a_cpu_with_a_slow_half_precision_trains_in_full():
+    cpu = dataclasses.replace(H200, device="some CPU", kind="cpu", gpus=1, products={"fp32": 1e11, "bf16": 1e12}, copy=None)
+    machine = find_machine(rates=cpu)
+    assert machine.device.name == "cpu" and machine.device.rate("fp32") == pytest.approx(0.75e11)
+    # Its kernels are not those that the shares of kinds are of.
+    assert machine.device.rate("fp32", "depthwise convolution") == pytest.approx(0.75e11)
+    assert machine.device.moving("scattered") == pytest.approx(0.88 * 4e12)
+    assert (machine.device.shares.host_s, machine.device.shares.step_s) == (5e-6, 0.0)
+    assert choose_precision(None, machine) == "fp32"
+    assert choose_precision("bf16", machine) == "bf16"

@@ -1,0 +1,69 @@
+"""Peak memory, measured in a fresh process: linear in the batch, set by the tile."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from heap import MIB, measured
+
+import megabatch
+
+WIDTH = 32
+
+
+def work(loss: str, rows: int, tile: int, options: dict) -> None:
+    x, y = (torch.randn(rows, WIDTH).requires_grad_() for _ in range(2))
+    scalars = (0.5,) if loss == "clip_loss" else (0.5, -5.0)
+    if options.get("ids"):
+        options = {**options, "ids": torch.arange(rows) // 2}
+    getattr(megabatch, loss)(x, y, *scalars, tile=tile, **options).backward()
+
+
+def encode(rows: int, chunk: int, keep: int) -> None:
+    """A step through a deep and narrow tower: 64 numbers for each row and layer, 8 for its embedding."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(16) for layer in (torch.nn.Linear(64, 64), torch.nn.Tanh())]
+    tower = torch.nn.Sequential(*layers, torch.nn.Linear(64, 8))
+    z = megabatch.cached(lambda x: tower(x.expand(-1, 64)), chunk=chunk, keep=keep)(torch.randn(rows, 1))
+    z.square().mean().backward()
+
+
+def peak(loss: str, rows: int, tile: int, options: dict | None = None) -> int:
+    return measured(work, (loss, 64, 4096, options or {}), (loss, rows, tile, options or {}))
+
+
+@pytest.mark.parametrize(
+    "loss, options",
+    [
+        ("clip_loss", {}),
+        ("clip_loss", {"ids": True, "duplicates": "positive", "label_smoothing": 0.1, "drop_above": 0.1}),
+        ("siglip_loss", {}),
+    ],
+    ids=["clip", "clip with every option", "siglip"],
+)
+def test_extra_memory_grows_linearly_at_most(loss, options):
+    tile = 4 * MIB
+    small, large = peak(loss, 3000, tile, options), peak(loss, 9000, tile, options)
+    # Of the linear part: inputs, gradients and fp32 sums are fewer than ten (rows, width) matrices; the matrix would be 309 MiB.
+    assert large - small < 10 * 6000 * WIDTH * 4 + 2 * MIB
+    # Masks and temporaries of a tile with every option stay within about twice the working memory.
+    assert large < 2 * tile + 10 * 9000 * WIDTH * 4 + 4 * MIB
+
+
+def test_the_tile_sets_the_working_memory():
+    assert peak("clip_loss", 6000, 32 * MIB) - peak("clip_loss", 6000, 2 * MIB) > 20 * MIB
+
+
+def test_encoders_take_the_memory_of_a_chunk_and_of_what_is_kept():
+    rows, activations = 32768, 16 * 64 * 4
+    cases = ((rows, 0), (1024, 0), (1024, 16))
+    whole, small, kept = (measured(encode, (64, 16, 1), (rows, chunk, keep)) for chunk, keep in cases)
+    assert whole > rows * activations > 8 * small
+    # Half of the chunks kept: half of the activations, and one chunk recomputed.
+    assert 0.4 * rows * activations < kept < 0.8 * rows * activations
+
+
+def test_at_one_chunk_more_rows_add_their_embeddings_only():
+    few, many = (measured(encode, (64, 16, 1), (rows, 1024, 0)) for rows in (8192, 65536))
+    # Input, embedding, its gradient and what comes between: fewer than ten numbers of eight for each row.
+    assert many - few < (65536 - 8192) * 8 * 4 * 10 + 4 * MIB

@@ -1,0 +1,257 @@
+"""Whole plans: the answer, its reasons, what stands beside it, and the files it becomes. Memory is a stand-in of a few numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_works import Stated, small_work
+from torch import nn
+
+from megabatch import config
+from megabatch.costs.peaks import Peaks
+from megabatch.costs.strategy import How
+from megabatch.planning.plan import Plan
+from megabatch.planning.planner import Tools, plan
+from megabatch.planning.show import as_markdown, as_toml, headline, show, write
+from megabatch.planning.workload import Workload, workload
+
+VIT_L = (small_work(162e9, 0.74e9, 1.8e9, 729, 304_000_000), small_work(13.3e9, 0.084e9, 0.66e9, 370, 124_000_000))
+
+
+def predict(question, run, work, machine):
+    """Memory by arithmetic: 16 bytes a parameter, a graph in proportion to the bytes that a forward moves."""
+    parameters = sum(tower.parameters for tower in work.towers)
+    row = 0.4 * sum(tower.forward.bytes for tower in work.towers)
+
+    def predicted(how):
+        state = 16 * parameters // (how.ranks if how.sharding == "fsdp2" else 1)
+        graph = int(row * (0.15 if how.checkpointing else 1) * how.chunk)
+        kept = 0 if how.accumulate else max(0, min(how.keep, how.chunks) - 1) * graph
+        embeddings = how.shard * run.loss.dim * 24
+        parts = {"state": state, "activations": graph + kept, "embeddings": embeddings}
+        peak = sum(parts.values())
+        return Stated(
+            max(peak, int(1.2 * state)),
+            int(1.03 * max(peak, int(1.2 * state))),
+            parts,
+            "backward",
+            {"backward": peak, "optimizer step": int(1.2 * state)},
+        )
+
+    return predicted
+
+
+def test_where_the_optimizer_rules_at_few_rows_backward_is_still_seen_to_grow():
+    # 100 GB of state, 1 MB of graph a row: the peaks at 32 and 64 rows are the optimizer's; at a million rows they are not.
+    def predicted(how):
+        phases = {"backward": 10**6 * how.chunk, "optimizer step": 10**11}
+        return Stated(max(phases.values()), max(phases.values()), {}, "", phases)
+
+    peaks = Peaks(predicted)
+    assert peaks(How(1, 64, 64)) == 10**11
+    assert peaks(How(1, 10**6, 10**6)) == 10**12
+
+
+def test_lines_below_a_traced_step_are_raised_to_it():
+    peaks = Peaks(lambda how: Stated(how.chunk**2, how.chunk**2, {}, "", {"backward": how.chunk**2}))
+    how = How(1, 1024, 1024)
+    assert peaks(how) < 1024**2
+    assert peaks.correct(how, 1024**2)
+    assert peaks(how) >= 1024**2
+    assert not peaks.correct(how, 1024**2)
+
+
+def counted(question, run, precision, machine):
+    return Workload(VIT_L, (nn.Identity(), nn.Identity()), (lambda rows: rows, lambda rows: rows))
+
+
+TOOLS = Tools(counted, predict)
+# The towers are built in, so that their work is really counted.
+SMALL = Tools(workload, predict)
+MEDICAL = {"data": "10M", "epochs": 30, "gpu": "8xA100-80GB", "source": "shards/{0000..0999}.tar"}
+
+
+@pytest.fixture(scope="module")
+def medical():
+    return plan("ViT-L/14", tools=TOOLS, **MEDICAL)
+
+
+def test_the_batch_comes_from_the_problem_and_the_chunk_from_memory(medical):
+    # 300 M seen / (976 · 150 ** 0.488 = 11,267 updates) = 26,626, nearest power of two 32,768.
+    assert medical.batch == 32_768
+    assert medical.number("steps").value == 9_156
+    small, large = (plan("ViT-L/14", tools=TOOLS, **{**MEDICAL, "gpu": gpu}) for gpu in ("8xA100-40GB", "8xH200"))
+    assert small.batch == large.batch == medical.batch
+    assert small.how.chunk < medical.how.chunk < large.how.chunk
+
+
+def test_the_plan_fits_and_its_numbers_agree(medical):
+    how, run = medical.how, medical.run
+    assert how.shard * how.ranks == medical.batch == run.batch.size
+    assert medical.peak_bytes <= medical.limit_bytes == int(0.8 * medical.device_bytes)
+    assert (run.batch.chunk, run.batch.keep) == (how.chunk, how.keep)
+    assert (run.planned.peak_bytes, run.planned.seconds_a_step) == (medical.peak_bytes, medical.seconds_a_step)
+    assert sum(medical.time.values()) == pytest.approx(medical.seconds_a_step)
+    assert sum(medical.memory.values()) == medical.peak_bytes
+    assert run.schedule.samples == 300_000_000
+    assert run.loss.duplicates == "mask"
+    assert all(number.why and number.source and number.confidence for number in medical.numbers)
+
+
+def test_alternatives_stand_beside_the_plan_with_what_they_cost(medical):
+    ways = {way.name: way for way in medical.alternatives}
+    chosen = ways["the plan"]
+    assert ways["half the batch"].updates == pytest.approx(2 * chosen.updates, abs=1)
+    assert ways["twice the batch"].batch == 65_536
+    assert ways["one GPU more"].gpus == 9
+    assert ways["one GPU more"].batch % 9 == 0
+    assert ways["twice the GPUs"].hours < 0.6 * chosen.hours
+    assert ways["half the chunk, nothing kept"].peak_bytes < chosen.peak_bytes
+    assert chosen.cost == pytest.approx(8 * chosen.hours)
+    # The answer of those who let memory decide: far fewer negatives, and little time saved.
+    trap = ways["what fits without chunks"]
+    assert trap.batch < 4096 and trap.peak_bytes <= medical.limit_bytes
+    assert trap.hours > 0.6 * chosen.hours
+
+
+def test_a_price_makes_the_cost_money():
+    way = plan("ViT-L/14", tools=TOOLS, price=2.5, **MEDICAL).alternatives[0]
+    assert way.cost == pytest.approx(2.5 * 8 * way.hours)
+
+
+def test_what_would_change_the_answer_is_said_with_numbers(medical):
+    said = "\n".join(medical.changes)
+    assert "1,200,000,000 samples seen: a batch of 65,536" in said
+    assert "locked" in said and "half the memory: the same batch" in said
+
+
+def test_without_arguments_the_embedded_default_on_this_machine():
+    found = plan(tools=SMALL)
+    # About 0.8 M samples seen pay for some 600 updates of a thousand, not for 4,096.
+    assert found.batch == 1024
+    assert found.run.optimizer.lr == config.build(config.EMBEDDED).optimizer.lr
+    assert found.run.x.name == "cnn"
+    assert any("4,096 is a good floor" in note for note in found.notes)
+
+
+def test_a_batch_that_is_given_is_kept_and_judged():
+    trap = plan("ViT-L/14", tools=TOOLS, batch=512, **MEDICAL)
+    assert trap.batch == 512
+    assert any("the budget pays for 4,096" in note for note in trap.notes)
+
+
+def test_supervised_and_fine_tuned_models_accumulate_and_language_models_have_no_file():
+    found = plan("vit", objective="supervised", data="1.2M", gpu="H200", tools=SMALL, classes=10)
+    assert found.run.loss.objective == "classify"
+    assert found.how.accumulate and "recomputation" not in found.time
+    assert found.run.optimizer.betas[1] == 0.999
+    assert plan("vit", objective="finetune", data=10_000, gpu="H200", tools=SMALL).batch == 32
+    found = plan("x:y", objective="lm", data="1B", gpu="8xH100", tools=TOOLS)
+    assert found.run is None
+    with pytest.raises(ValueError, match="has no file"):
+        as_toml(found)
+    assert Plan.from_json(found.as_json()) == found
+
+
+def test_a_locked_tower_is_locked_in_the_file():
+    found = plan("ViT-L/14", tools=TOOLS, start="locked", **MEDICAL)
+    assert found.run.x.locked and not found.run.y.locked
+    assert found.batch > 32_768
+
+
+def test_sigmoid_stops_where_its_negatives_stop_paying():
+    found = plan("ViT-L/14", tools=TOOLS, loss="siglip", **{**MEDICAL, "data": "1B"})
+    assert (found.batch, found.run.loss.objective, found.run.loss.label_smoothing) == (32_768, "siglip", 0.0)
+
+
+def test_a_plan_writes_only_keys_that_its_loss_and_optimizer_use():
+    few = {**MEDICAL, "data": "500k"}
+    clip, siglip = (plan("ViT-L/14", tools=TOOLS, loss=loss, **few) for loss in ("clip", "siglip"))
+    assert "label smoothing" in [number.name for number in clip.numbers] and clip.run.loss.label_smoothing == 0.1
+    assert "label smoothing" not in [number.name for number in siglip.numbers] and siglip.run.loss.label_smoothing == 0.0
+    sgd = plan("ViT-L/14", tools=TOOLS, optimizer="sgd", **few).run
+    assert (sgd.optimizer.name, sgd.optimizer.betas) == ("sgd", config.DEFAULTS.optimizer.betas)
+    adamw = plan(config.build({"optimizer": {"name": "sgd", "momentum": 0.5}, "schedule": {"steps": 9}}), tools=TOOLS, **few).run
+    assert (adamw.optimizer.name, adamw.optimizer.momentum) == ("adamw", config.DEFAULTS.optimizer.momentum)
+
+
+@given(st.sampled_from(["T4", "8xV100", "2xL4", "64xH100", "3xA100-40GB"]), st.integers(10_000, 10**9), st.floats(0.5, 50))
+@settings(max_examples=40, deadline=None)
+def test_every_plan_is_consistent_and_comes_back_from_its_files(gpu, data, epochs):
+    found = plan("ViT-L/14", tools=TOOLS, gpu=gpu, data=data, epochs=epochs)
+    assert found.how.shard * found.how.ranks == found.batch == found.run.batch.size <= max(data, found.how.ranks)
+    assert found.peak_bytes <= found.limit_bytes
+    assert found.how.precision == ("fp16" if gpu in ("T4", "8xV100") else "bf16")
+    assert Plan.from_json(found.as_json()) == found
+    assert config.build(json.loads(found.as_json())["run"]) == found.run
+
+
+def test_the_file_is_what_train_reads(medical, tmp_path):
+    path = write(medical, tmp_path / "new" / "run.toml")
+    assert config.read(path) == medical.run
+    with pytest.raises(ValueError, match="must end in"):
+        write(medical, tmp_path / "plan.txt")
+
+
+def test_terminal_and_markdown_show_every_number(medical):
+    from rich.console import Console
+
+    out = io.StringIO()
+    show(medical, Console(file=out, width=400))
+    markdown = as_markdown(medical)
+    for number in medical.numbers:
+        assert number.shown in out.getvalue() and number.name in markdown
+    assert "32,768" in headline(medical)
+
+
+def test_the_page_is_whole_escaped_and_loads_nothing(tmp_path):
+    wild = plan("ViT-L/14", tools=TOOLS, **{**MEDICAL, "source": "<script>alert(1)</script>&.tar"})
+    # Whatever is on the page is escaped, wherever it stands.
+    shouts = {"why": "<script>", "source": "<script>", "shown": "<script>"}
+    wild = dataclasses.replace(
+        wild,
+        machine="<script>",
+        numbers=tuple(number._replace(**shouts) for number in wild.numbers),
+        alternatives=tuple(way._replace(name=f"<script>{way.name}") for way in wild.alternatives),
+        notes=("<script>",),
+        changes=("<script>",),
+    )
+    text = write(wild, tmp_path / "plan.html").read_text("utf-8")
+    assert "<script" not in text and "&lt;script&gt;" in text
+    assert not re.search(r'(src|href)="(?!data:image/png)', text)
+    assert "default-src 'none'" in text
+    # Three pictures, each in the colours of light and dark pages.
+    assert text.count("data:image/png;base64,") == 6
+    assert "32,768" in text and "what fits without chunks" in text
+
+
+@pytest.mark.parametrize(
+    ("asked", "complaint"),
+    [
+        ({"memory": "-80GiB"}, "memory is '-80GiB'"),
+        ({"gpus": 0}, "gpus is 0"),
+        ({"gpu": "Voodoo 2"}, "no such device is known"),
+        ({"batch": 20_000, "data": 10_000}, "a batch cannot hold more samples than there are"),
+        ({"batch": 1000}, "must be a multiple"),
+        ({"data": None}, "data is not given"),
+        ({"colour": "blue"}, "unexpected keyword argument 'colour'"),
+        ({"gpu": "V100", "precision": "bf16"}, "has fp32, fp16"),
+        ({"gpu": None, "memory": "1GiB"}, "take a larger device"),
+        ({"base_lr": "fast"}, "base_lr is 'fast'"),
+    ],
+)
+def test_nonsense_is_answered_with_what_is_wrong(asked, complaint):
+    question = {"data": "10M", "epochs": 30, "gpu": "A100-80GB", "gpus": 7}
+    with pytest.raises(ValueError, match=complaint):
+        plan("ViT-L/14", tools=TOOLS, **{**question, **asked})
+
+
+def test_an_unknown_model_is_named():
+    with pytest.raises(ValueError, match="there is no tower 'resnetty'"):
+        plan("resnetty", data="1M", gpu="H200", tools=SMALL)

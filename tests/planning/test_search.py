@@ -1,0 +1,100 @@
+"""The search for a way to a batch, over memory and time models of a few numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_works import small_work
+
+from megabatch.costs.hardware import find_machine
+from megabatch.costs.strategy import How
+from megabatch.costs.time import Task, step_time
+from megabatch.planning.search import all_ways, best_chunk, chunk_sizes, search
+
+GIB = 2**30
+WORK = small_work(175e9, 0.83e9, 2.5e9, 1100, 428_000_000)
+
+
+def memory(how: How) -> int:
+    """A model's memory by arithmetic: state, one chunk's graph, kept graphs, embeddings."""
+    state = 7 * GIB // (how.ranks if how.sharding == "fsdp2" else 1)
+    graph = int((0.03 if how.checkpointing else 0.2) * GIB * how.chunk)
+    return state + graph * max(1, min(how.keep, how.chunks)) + how.shard * 20_000
+
+
+def seconds(how: How) -> float:
+    return step_time(Task((WORK,), "clip", 768), how, find_machine("H200", how.ranks)).seconds
+
+
+@given(st.integers(1, 64), st.integers(0, 13), st.floats(7.3, 500))
+@settings(max_examples=150, deadline=None)
+def test_what_is_chosen_fits_and_the_next_size_up_does_not(ranks, power, gib):
+    ways = all_ways(ranks * 2**power, ranks, precisions=("bf16",))
+    limit = int(gib * GIB)
+    try:
+        found = search(ways, memory, seconds, limit)
+    except ValueError:
+        assert all(memory(dataclasses.replace(way, chunk=1)) > limit for way in ways)
+        return
+    how = found.how
+    assert how.shard * how.ranks == how.batch == ranks * 2**power
+    assert found.peak == memory(how) <= limit
+    assert found.seconds == seconds(how)
+    if how.chunk < how.shard:
+        assert memory(dataclasses.replace(how, chunk=2 * how.chunk, keep=0)) > limit
+    if how.keep < how.chunks:
+        assert memory(dataclasses.replace(how, keep=how.keep + 1)) > limit
+    # No other way at its largest chunk is faster by more than what simplicity is worth.
+    others = [best for way in ways if (best := best_chunk(way, memory, seconds, limit))]
+    assert found.seconds <= 1.05**2 * min(other.seconds for other in others)
+
+
+@given(st.floats(8, 400), st.floats(1, 4), st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_more_memory_never_means_a_smaller_chunk_and_never_more_time(gib, more, checkpointing):
+    (way,) = all_ways(8192, 1, precisions=("bf16",), checkpointing=(checkpointing,))
+    less = best_chunk(way, memory, seconds, int(gib * GIB))
+    rich = best_chunk(way, memory, seconds, int(gib * more * GIB))
+    assert less is not None and rich is not None
+    assert rich.how.chunk >= less.how.chunk
+    ways = all_ways(8192, 1, precisions=("bf16",))
+    assert (
+        search(ways, memory, seconds, int(gib * more * GIB)).seconds <= 1.05 * search(ways, memory, seconds, int(gib * GIB)).seconds
+    )
+
+
+def test_a_model_that_does_not_fit_at_one_row_is_refused_with_the_numbers():
+    with pytest.raises(ValueError, match=r"5.0 GiB that may be used: the model takes 7.0 GiB at the smallest chunk"):
+        search(all_ways(64, 1, precisions=("bf16",)), memory, seconds, 5 * GIB)
+
+
+@pytest.mark.parametrize("spare", range(9))
+def test_as_many_chunks_are_kept_as_there_is_room_for(spare):
+    # A graph in use takes 1,000 bytes a row, one that is kept 10: 8 chunks of 128 rows, the first kept one being free.
+    def cheap(how):
+        return 1000 * how.chunk + 10 * how.chunk * max(0, how.keep - 1)
+
+    found = best_chunk(How(1, 1024, 1024), cheap, seconds, 128_000 + spare * 1280)
+    assert found is not None
+    assert (found.how.chunk, found.how.keep) == (128, min(8, 1 + spare))
+
+
+def test_weights_that_do_not_fit_whole_are_sharded():
+    found = search(all_ways(64, 8, precisions=("bf16",)), memory, seconds, 5 * GIB)
+    assert found.how.sharding == "fsdp2"
+
+
+def test_a_batch_that_ranks_cannot_share_and_no_ranks_at_all():
+    with pytest.raises(ValueError, match="must be a multiple"):
+        all_ways(100, 8, precisions=("bf16",))
+    with pytest.raises(ValueError, match="gpus is 0"):
+        all_ways(100, 0, precisions=("bf16",))
+
+
+@given(st.integers(1, 10**6))
+def test_chunk_sizes_rise_to_the_shard(shard):
+    sizes = chunk_sizes(shard)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == shard and sizes[0] == (1 if shard > 1 else shard)

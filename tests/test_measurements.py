@@ -1,0 +1,273 @@
+"""Measurements as files, and plans that rest on them: what was measured stands in the place of what would be predicted."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_works import RUN, TOOLS
+
+from megabatch import config, measurements
+from megabatch.environment import device_name
+from megabatch.measurements import Fit, Measured, Noise, Profile, Sweep
+from megabatch.planning.plan import Plan
+from megabatch.planning.planner import plan
+
+SAID = "measured on NVIDIA H200, 2026-11-15"
+CLASSIFY = config.build(config.EMBEDDED, ["compute.precision=bf16", "loss.objective=classify"])
+
+
+def planned(*found, model=RUN, gpu="H200", **asked):
+    # 786,432 samples seen pay for a batch of 1,024.
+    return plan(model, gpu=gpu, tools=TOOLS, measured=found, seen=768 * 1024, **asked)
+
+
+def of(found, run=RUN, device="NVIDIA H200"):
+    return Measured(found, config.as_table(run), device, "2.13.0", "2026-11-15")
+
+
+KINDS = [
+    Fit(96, 10**11, ({"size": 96, "ran": True, "peak_bytes": 10**10, "seconds": 0.5, "why": None},)),
+    Profile(({"batch": 64, "chunk": 16, "seconds": 0.5},), 64, 64, None, "chunk", None, None, 100.0, ("a note",)),
+    Noise(1200.5, 900.0, 1600.0, 256, False, ({"step": 1, "critical": 2.0},), 1024),
+    Sweep(512, 1.23e-3, "samples", ({"batch": 512, "lr": 1e-3},)),
+]
+
+
+@pytest.mark.parametrize("found", KINDS)
+def test_every_measurement_comes_back_from_its_file(found, tmp_path):
+    path = measurements.write(of(found), tmp_path / "new" / "measured.json")
+    assert measurements.read(path) == of(found)
+    assert measurements.read(path).kind == type(found).__name__.lower()
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"measured": "magic"}', '{"measured": "fit", "found": {}}', "[1]"])
+def test_a_file_that_holds_no_measurement_is_named(text, tmp_path):
+    (tmp_path / "file.json").write_text(text)
+    with pytest.raises(ValueError, match=r"file.json: holds no measurement"):
+        planned(tmp_path / "file.json")
+    with pytest.raises(ValueError, match="there is no such file"):
+        planned(tmp_path / "nowhere.json")
+
+
+def test_without_measurements_nothing_changes():
+    assert planned() == plan(RUN, gpu="H200", tools=TOOLS, seen=768 * 1024)
+    with pytest.raises(ValueError, match="must be a list of files"):
+        plan(RUN, gpu="H200", tools=TOOLS, measured="measured.json")
+
+
+@given(st.integers(0, 14), st.floats(1e-6, 1), st.sampled_from(["samples", "updates", "time"]), st.sampled_from([1, 2]))
+@settings(max_examples=40, deadline=None)
+def test_a_sweeps_batch_and_rate_are_the_plans(power, lr, same, gpus):
+    found = planned(of(Sweep(gpus * 2**power, lr, same)), gpus=gpus)
+    assert (found.batch, found.run.batch.size, found.run.optimizer.lr) == (gpus * 2**power, gpus * 2**power, lr)
+    for name in ("batch", "learning rate"):
+        assert SAID in found.number(name).why and found.number(name).confidence == "measured"
+    assert not any(note.startswith("sweep the learning rate") for note in found.notes)
+    assert Plan.from_json(found.as_json()) == found
+
+
+def test_a_sweeps_batch_is_a_multiple_of_the_gpus():
+    found = planned(of(Sweep(512, 1e-3, "samples")), gpus=3)
+    assert found.batch == 513 and "512 is no multiple of 3 GPUs, 513 is" in found.number("batch").why
+    # Nearly the batch of the sweep: the rule leaves its rate, to two digits.
+    assert found.run.optimizer.lr == 1e-3
+
+
+def test_a_sweep_over_other_data_lends_its_rate_only():
+    other = dataclasses.replace(RUN, data=dataclasses.replace(RUN.data, source="other.csv"))
+    found = planned(of(Sweep(256, 1e-3, "samples"), other))
+    assert found.batch == planned().batch == 1024
+    # Adam, four times the batch: twice the rate.
+    assert found.run.optimizer.lr == pytest.approx(2e-3)
+    assert found.number("learning rate").confidence == "medium" and SAID in found.number("learning rate").why
+    assert any("'other.csv'" in note for note in found.notes)
+
+
+def test_what_is_given_goes_before_what_was_measured():
+    sweep = of(Sweep(256, 1e-3, "samples"))
+    assert planned(sweep, batch=2048).batch == 2048
+    assert planned(sweep, base_lr="5e-4@256").run.optimizer.lr == pytest.approx(5e-4)
+    noise = of(Noise(100.0, 50.0, 200.0, 64, False), CLASSIFY)
+    assert planned(noise, model=CLASSIFY, critical=8192).batch > planned(noise, model=CLASSIFY).batch
+
+
+def point(how, seconds, **more):
+    return {"batch": how.batch, "chunk": how.chunk, "keep": how.keep, "ranks": how.ranks, "seconds": seconds, **more}
+
+
+def profile(*points, against="batch"):
+    return Profile(points, points[0]["batch"], points[0]["batch"], against=against)
+
+
+@pytest.mark.parametrize("seconds", [0.1, 0.7, 1.2345, 3.3, 71.3])
+def test_measured_steps_stand_where_batch_and_chunk_are_theirs(seconds):
+    before = planned()
+    row = point(before.how, seconds, reserved_bytes=before.peak_bytes + 10**8)
+    found = planned(of(profile(row)))
+    assert found.how == before.how
+    assert (found.seconds_a_step, found.peak_bytes) == (seconds, before.peak_bytes + 10**8)
+    assert found.run.planned == config.Planned(found.peak_bytes, seconds)
+    assert sum(found.memory.values()) == found.peak_bytes
+    less = planned(of(profile({**row, "reserved_bytes": before.peak_bytes // 2})))
+    assert sum(less.memory.values()) == pytest.approx(less.peak_bytes, abs=10) and less.peak_bytes == before.peak_bytes // 2
+    for name in ("seconds a step", "peak memory"):
+        assert SAID in found.number(name).why and found.number(name).confidence == "measured"
+    assert sum(found.time.values()) == pytest.approx(seconds)
+
+
+def test_elsewhere_predictions_are_scaled_by_what_was_measured_nearby():
+    before = planned()
+    # Twice the time and 1.1 times the memory at this batch; five times at an eighth of it, which is farther from the double one.
+    small = dataclasses.replace(before.how, shard=128, chunk=128)
+    rows = [point(before.how, 2 * before.seconds_a_step, reserved_bytes=round(1.1 * before.peak_bytes)), point(small, 5.0)]
+    found = planned(of(profile(*rows)))
+    ways, expected = ({way.name: way for way in each.alternatives} for each in (found, before))
+    assert ways["twice the batch"].seconds_a_step == pytest.approx(2 * expected["twice the batch"].seconds_a_step, rel=1e-6)
+    assert ways["twice the batch"].hours == pytest.approx(2 * expected["twice the batch"].hours, rel=1e-6)
+    asked = planned(of(profile(rows[0])), batch=4096)
+    alone = planned(batch=4096)
+    assert asked.how.chunk <= alone.how.chunk
+    assert asked.number("seconds a step").confidence == "medium"
+    assert "scaled by what steps at batch 1,024" in asked.number("seconds a step").why
+    assert asked.seconds_a_step == pytest.approx(2 * alone.seconds_a_step, rel=0.1)
+
+
+def test_the_fastest_of_the_measured_chunks_is_taken():
+    how, seconds = planned().how, {128: 1.0, 200: 0.5, 1024: 2.0}
+    assert how.chunk == 1024
+    rows = [point(dataclasses.replace(how, chunk=chunk, keep=1), seconds[chunk]) for chunk in seconds]
+    found = planned(of(profile(*rows, against="chunk")))
+    assert found.how.chunk == 200
+    assert "the fastest of 3 that were timed, of those that fit" in found.number("chunk").why
+    assert found.number("chunk").confidence == "measured"
+    # Where batches varied, chunks were not compared with each other.
+    assert planned(of(profile(*rows))).how.chunk == 1024
+
+
+def test_what_fit_found_caps_the_chunk():
+    found = planned(of(Fit(100, 90 * 2**30)))
+    assert found.how.chunk == found.run.batch.chunk == 100
+    assert "100 rows are the largest that ran within 90.0 GiB, " + SAID in found.number("chunk").why
+    assert found.number("chunk").confidence == "measured"
+    assert found.peak_bytes <= found.limit_bytes
+
+
+def test_what_has_run_fits_whatever_was_predicted():
+    # Of 10 GiB 8.6e9 bytes may be used: 64 rows by prediction. 90 rows ran.
+    assert planned(memory="10GiB").how.chunk == 64
+    found = planned(of(Fit(90, None)), memory="10GiB")
+    assert (found.how.chunk, found.how.keep) == (90, 1)
+    # What has not run, does not.
+    assert next(way.batch for way in found.alternatives if way.name == "what fits without chunks") == 64
+    # At eight times the batch that fit ran at, more than the chunk takes memory: the prediction has its say again.
+    assert planned(of(Fit(90, None)), memory="10GiB", batch=8192).how.chunk == 64
+
+
+def test_critical_batch_that_was_measured():
+    before = planned(model=CLASSIFY, priority="speed")
+    assert any("the critical batch is a prior" in note for note in before.notes)
+    found = planned(of(Noise(200.0, 120.0, 310.0, 64, False, branch=256), CLASSIFY), model=CLASSIFY, priority="speed")
+    assert found.batch <= 200 and found.batch < before.batch
+    why = found.number("batch").why
+    assert "1 + 200/B" in why and f"the critical batch is 200 (120 to 310), {SAID}" in why
+    assert found.number("batch").confidence == "measured"
+    assert not any("prior" in note for note in found.notes) and any("256 was the largest batch" in note for note in found.notes)
+
+
+def test_noise_of_compared_samples_does_not_choose_a_classifiers_batch_either():
+    found = planned(of(Noise(2.0, 1.0, 3.0, 64, True), CLASSIFY), model=CLASSIFY, priority="speed")
+    assert found.batch == planned(model=CLASSIFY, priority="speed").batch
+
+
+def test_noise_of_compared_samples_is_a_note():
+    found = planned(of(Noise(200.0, 120.0, 310.0, 64, True)))
+    assert found.batch == planned().batch
+    assert any("at batch 64 implies a critical batch of 200 (120 to 310)" in note and SAID in note for note in found.notes)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ("x.name=vit", r"is of x.name = 'vit', the plan is for 'cnn'"),
+        ("x.options={}", r"is of x.options = {}"),
+        ("y.locked=true", r"is of y.locked = True"),
+        ("loss.dim=64", r"is of loss.dim = 64, the plan is for 128"),
+        ("loss.objective=siglip", r"is of loss.objective = 'siglip', the plan is for 'clip'"),
+    ],
+)
+def test_a_measurement_of_something_else_is_refused(kind, change, complaint, tmp_path):
+    other = config.build(config.EMBEDDED, ["compute.precision=bf16", change])
+    path = measurements.write(of(kind, other), tmp_path / "other.json")
+    with pytest.raises(ValueError, match=rf"other.json: {complaint}"):
+        planned(path)
+
+
+def test_the_second_tower_of_a_classifier_does_not_count():
+    other = dataclasses.replace(CLASSIFY, y=config.Tower("text", {"width": 8}))
+    assert planned(of(Fit(100, None), other), model=CLASSIFY).how.chunk <= 100
+
+
+def test_another_precision_is_refused_where_it_counts_and_noted_where_it_does_not():
+    other = config.build(config.EMBEDDED)
+    for found in KINDS[:2]:
+        with pytest.raises(ValueError, match=r"is of compute.precision = 'fp32', the plan is for 'bf16'"):
+            planned(of(found, other))
+        planned(of(found, other), precision="fp32")
+    for found in KINDS[2:]:
+        assert any("in fp32; the plan is in bf16" in note for note in planned(of(found, other)).notes)
+
+
+def test_another_device_weakens_what_it_says():
+    before = planned()
+    found = planned(of(Fit(100, None), device="NVIDIA A100-SXM4-80GB"))
+    assert found.how == before.how and any("its chunk is not taken" in note for note in found.notes)
+    row = point(before.how, 3.0, predicted_seconds=2.0)
+    found = planned(of(profile(row), device="NVIDIA A100-SXM4-80GB"))
+    assert found.seconds_a_step == pytest.approx(1.5 * before.seconds_a_step)
+    assert found.number("seconds a step").confidence == "low"
+    assert any("not on H200: times are scaled" in note for note in found.notes)
+    found = planned(of(profile(point(before.how, 3.0)), device="NVIDIA A100-SXM4-80GB"))
+    assert found.seconds_a_step == before.seconds_a_step
+    assert any("without predictions it is not used" in note for note in found.notes)
+
+
+def test_on_a_cpu_the_device_is_this_machines():
+    run = config.build(config.EMBEDDED)
+    here, there = device_name(torch.device("cpu")), "Another CPU"
+    assert planned(of(Fit(100, None), run, here), model=run, gpu="cpu").how.chunk == 100
+    assert planned(of(Fit(100, None), run, there), model=run, gpu="cpu").how.chunk != 100
+
+
+def test_one_of_each_kind_and_profiles_add_up():
+    with pytest.raises(ValueError, match="a second measurement of fit"):
+        planned(of(Fit(100, None)), of(Fit(200, None)))
+    how = planned().how
+    rows = [point(dataclasses.replace(how, chunk=chunk, keep=1), seconds) for chunk, seconds in ((128, 1.0), (256, 0.5))]
+    assert planned(*(of(profile(row, against="chunk")) for row in rows)).how.chunk == 256
+    found = planned(of(Fit(100, None)), of(Sweep(512, 1e-3, "samples")))
+    assert (found.batch, found.how.chunk) == (512, 100)
+
+
+def test_a_loop_that_is_no_run_of_ours_says_nothing_of_a_plan():
+    with pytest.raises(ValueError, match="was measured in a loop of its own"):
+        planned(Measured(Fit(100, None), {}, "NVIDIA H200", "2.13.0", "2026-11-15"))
+    table = json.loads(json.dumps(config.as_table(RUN))) | {"colour": "blue"}
+    with pytest.raises(ValueError, match="the run that it is true of cannot be read"):
+        planned(Measured(Fit(100, None), table, "NVIDIA H200", "2.13.0", "2026-11-15"))
+
+
+def test_an_interval_without_an_end_is_written_as_json_that_anyone_reads(tmp_path):
+    open_ended = Measured(Noise(12.0, 3.0, float("inf"), 64, False, ({"step": 1, "high": float("inf")},)), {}, "a device", "2")
+    path = measurements.write(open_ended, tmp_path / "measured.json")
+
+    def refuse(name):
+        raise AssertionError(f"{name} is no JSON")
+
+    assert json.loads(path.read_text(), parse_constant=refuse)["found"]["high"] == "inf"
+    assert measurements.read(path) == open_ended

@@ -1,0 +1,240 @@
+"""The kernels for Hopper: taken where they serve, and right in every case that they take."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from cases import Case, build, embeddings, errors, formula
+from test_fused_gpu import assert_the_formula, on_gpu
+
+import megabatch
+from megabatch.tiles.fused import hopper, saved_exp
+
+pytestmark = [
+    pytest.mark.gpu,
+    # Some cases have a scale below 1.
+    pytest.mark.filterwarnings("ignore:scale="),
+    pytest.mark.skipif(
+        not (torch.cuda.is_available() and hopper._available(torch.device("cuda"))),
+        reason="needs a Hopper device and a version of Triton that its kernels were tried with",
+    ),
+]
+
+OPTIONS = [
+    {k: v for group in groups for k, v in group.items()}
+    for groups in itertools.product(
+        ({}, {"ids": True}),
+        ({}, {"label_smoothing": 0.1}),
+        ({}, {"weights": True}),
+        ({}, {"symmetric": False}, {"symmetric": False, "extra": 7}),
+    )
+]
+SIGLIP = [{}, {"ids": True}, {"weights": True}, {"ids": True, "weights": True}]
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """How often each kernel is started."""
+    number = collections.Counter()
+
+    def counting(name, function):
+        def call(*args):
+            number[name] += 1
+            return function(*args)
+
+        return call
+
+    for name in ("stats", "gradient", "correct", "sigmoid"):
+        monkeypatch.setattr(hopper, name, counting(name, getattr(hopper, name)))
+    return number
+
+
+@pytest.fixture
+def everywhere(monkeypatch, served):
+    """They take whatever they can, however small, and nothing is kept."""
+    found = hopper.rings_for
+    monkeypatch.setattr(hopper, "rings_for", lambda *place: (rings := found(*place)) and rings._replace(least_pairs=0))
+    monkeypatch.setattr(saved_exp, "LEAST_WIDTH", {})
+    return served
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_options_give_the_formula(options, everywhere):
+    assert_the_formula("clip_loss", options, torch.bfloat16)
+    assert everywhere["stats"] and everywhere["gradient"]
+
+
+@pytest.mark.parametrize("scale", [20.0, 50.0, 300.0])
+@pytest.mark.parametrize("options", [{}, {"ids": True}, {"weights": True}, {"symmetric": False, "extra": 7}], ids=str)
+def test_eight_bits_are_as_good_as_bf16(options, scale, everywhere):
+    case = build("clip_loss", 1000, (scale,), options, width=768).rounded(torch.bfloat16)
+    for name, e in errors(case, on_gpu(case, torch.bfloat16, tile=2**20, precision="int8"), formula(case)).items():
+        # The value and, of logits that are too large, the gradients do not come of them.
+        assert e <= (2e-5 if name == "value" else 5e-3), (name, e)
+    assert everywhere["correct"] and everywhere["correct"] == everywhere["gradient"]
+
+
+def test_large_gradients_of_eight_bits_have_to_be_made_right_again(everywhere, monkeypatch):
+    case = build("clip_loss", 1000, (50.0,), {}, width=768).rounded(torch.bfloat16)
+    options = {"tile": 2**20, "precision": "int8"}
+    right = errors(case, on_gpu(case, torch.bfloat16, **options), formula(case))
+    monkeypatch.setattr(hopper, "correct", lambda *_: None)
+    wrong = errors(case, on_gpu(case, torch.bfloat16, **options), formula(case))
+    assert all(wrong[name] > 1.5 * right[name] for name in ("x", "y"))
+
+
+@pytest.mark.parametrize(
+    "options", [{"label_smoothing": 0.1}, {"ids": True, "duplicates": "positive"}, {"drop_above": 0.2}], ids=str
+)
+def test_what_has_no_way_in_eight_bits_is_as_without(options, everywhere):
+    assert_the_formula("clip_loss", options, torch.bfloat16, precision="int8")
+    assert not everywhere["correct"]
+
+
+@pytest.mark.parametrize("options", SIGLIP, ids=str)
+def test_options_of_the_sigmoid_loss_give_the_formula(options, everywhere):
+    assert_the_formula("siglip_loss", options, torch.bfloat16)
+    assert everywhere["sigmoid"]
+
+
+@pytest.mark.parametrize("options", [{}, {"ids": True, "symmetric": False, "extra": 7}], ids=str)
+def test_half_precision_gives_the_formula(options, everywhere):
+    assert_the_formula("clip_loss", options, torch.float16)
+    assert everywhere["stats"] and not everywhere["gradient"]
+
+
+@pytest.mark.parametrize(
+    "loss, options, dtype",
+    [
+        ("clip_loss", {"ids": True, "duplicates": "positive"}, torch.bfloat16),
+        ("clip_loss", {"drop_above": 0.2}, torch.bfloat16),
+        ("siglip_loss", {"ids": True, "duplicates": "positive"}, torch.bfloat16),
+        ("siglip_loss", {}, torch.float16),
+    ],
+    ids=str,
+)
+def test_what_they_have_no_way_for_is_left_to_the_others(loss, options, dtype, everywhere):
+    assert_the_formula(loss, options, dtype)
+    assert not everywhere
+
+
+@pytest.mark.parametrize("width", [1, 7, 100, 512, 1152])
+@pytest.mark.parametrize("rows", [1, 2, 129, 257, 700])
+def test_any_shape_is_right_and_every_element_is_written(rows, width, everywhere):
+    torch.use_deterministic_algorithms(True)  # which also fills fresh memory with NaN
+    try:
+        for loss, scalars in itertools.product(("clip_loss", "siglip_loss"), ((30.0,), (-30.0,))):
+            scalars += () if loss == "clip_loss" else (-20.0,)
+            case = Case(loss, *embeddings(rows, width=width, kind="clustered"), scalars).rounded(torch.bfloat16)
+            for precision in ("ieee", "int8")[: 1 + (loss == "clip_loss")]:
+                for name, e in errors(case, on_gpu(case, torch.bfloat16, precision=precision), formula(case)).items():
+                    # Of narrow rows, eight bits are less.
+                    most = 2e-5 if name == "value" else 1e-2 if precision == "ieee" or width > 128 else 3e-2
+                    assert e <= most, (precision, name, e)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert everywhere["stats"] and everywhere["gradient"] and everywhere["correct"] and everywhere["sigmoid"]
+
+
+@pytest.mark.parametrize("gap", [50.0, 1000.0, 1e5])
+@pytest.mark.parametrize("loss, scalars", [("clip_loss", (1.0,)), ("siglip_loss", (1.0, -3.0))])
+def test_extreme_logits_are_right(loss, scalars, gap, everywhere):
+    x, y = embeddings(300, width=16, seed=1)
+    x = x * torch.where(torch.arange(300) % 3 == 0, gap, 1.0)[:, None].double()
+    y[5:7] *= gap
+    case = Case(loss, x, y, scalars).rounded(torch.bfloat16)
+    for name, e in errors(case, on_gpu(case, torch.bfloat16), formula(case)).items():
+        assert e < 64 * torch.finfo(torch.float32).eps + (0 if name == "value" else 2 * torch.finfo(torch.bfloat16).eps), (name, e)
+    assert everywhere["sigmoid" if loss == "siglip_loss" else "gradient"]
+
+
+@pytest.mark.parametrize("scale", [20.0, 300.0])
+def test_ten_runs_are_bit_equal(scale, everywhere):
+    x, y = (t.cuda().bfloat16() for t in embeddings(5000, width=768))
+    ids = torch.arange(5000, device="cuda") // 2
+    runs = []
+    for _ in range(10):
+        a, b = x.clone().requires_grad_(), y.clone().requires_grad_()
+        value = megabatch.clip_loss(a, b, scale, ids=ids, tile=2**24, label_smoothing=0.1)
+        value = value + megabatch.clip_loss(a, b, scale, ids=ids, tile=2**24, precision="int8")
+        value = value + megabatch.siglip_loss(a, b, scale, -10.0, ids=ids, tile=2**24)
+        value.backward()
+        runs.append((value.detach(), a.grad, b.grad))
+    assert everywhere["stats"] and everywhere["gradient"] and everywhere["correct"] and everywhere["sigmoid"]
+    assert all(torch.equal(s, t) for run in runs[1:] for s, t in zip(runs[0], run, strict=True))
+
+
+@pytest.mark.parametrize("loss, scalars", [("clip_loss", (30.0,)), ("siglip_loss", (30.0, -10.0))])
+@pytest.mark.parametrize("width", [512, 768, 1024])
+def test_a_large_batch_is_theirs_and_as_the_others_have_it(loss, scalars, width, served, monkeypatch):
+    rows = 30_100
+    g = torch.Generator(device="cuda").manual_seed(0)
+    x, y = (torch.randn(rows, width, device="cuda", generator=g) for _ in range(2))
+    x, y = (torch.nn.functional.normalize(t, dim=1).bfloat16().requires_grad_() for t in (x, y + x))
+
+    def step(**options):
+        value = getattr(megabatch, loss)(x, y, *scalars, tile=2**29, **options)
+        return value.detach(), *torch.autograd.grad(value, (x, y))
+
+    value, *gradients = step()
+    assert served["sigmoid"] if loss == "siglip_loss" else served["stats"] and served["gradient"]
+    if loss == "clip_loss":
+        again, *eight = step(precision="int8")
+        assert served["correct"] and torch.equal(value, again)
+        assert all((a.float() - b.float()).norm() < 3e-3 * b.float().norm() for a, b in zip(eight, gradients, strict=True))
+    served.clear()
+    monkeypatch.setattr(hopper, "rings_for", lambda *_: None)
+    again, *others = step()
+    assert not served
+    assert abs(value / again - 1) < 1e-6
+    assert all((a.float() - b.float()).norm() < 3e-3 * b.float().norm() for a, b in zip(gradients, others, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+def test_a_step_can_be_captured_and_never_waits(everywhere):
+    x, y = (t.cuda().bfloat16().requires_grad_() for t in embeddings(1000, width=64))
+    scale = torch.tensor(20.0, device="cuda", requires_grad=True)
+
+    def step():
+        value = megabatch.clip_loss(x, y, scale) + megabatch.clip_loss(x, y, scale, precision="int8")
+        return torch.autograd.grad(value + megabatch.siglip_loss(x, y, scale, -10.0), (x, y, scale))
+
+    right = step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    graph.replay()
+    assert everywhere["stats"] and everywhere["gradient"] and everywhere["correct"] and everywhere["sigmoid"]
+    assert all(torch.equal(a, b) for a, b in zip(captured, right, strict=True))
+
+
+@pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer")
+def test_the_sanitizer_finds_nothing(tmp_path):
+    script = tmp_path / "small.py"
+    script.write_text(
+        "import torch, megabatch\n"
+        "from megabatch.tiles.fused import hopper, kept\n"
+        "found, kept.LEAST_WIDTH = hopper.rings_for, {}\n"
+        "hopper.rings_for = lambda *place: found(*place)._replace(least_pairs=0)\n"
+        "x, y = (torch.randn(300, 72, device='cuda', dtype=torch.bfloat16).requires_grad_() for _ in range(2))\n"
+        "ids = torch.arange(300, device='cuda') // 2\n"
+        "megabatch.clip_loss(x, y, 3.0, ids=ids).backward()\n"
+        "megabatch.clip_loss(x, y, 3.0, label_smoothing=0.1, tile=40_000).backward()\n"
+        "megabatch.clip_loss(x / 9, y / 9, 3.0, precision='int8', tile=40_000).backward()\n"
+        "megabatch.siglip_loss(x, y, 3.0, -5.0, ids=ids, tile=40_000).backward()\n"
+    )
+    command = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", sys.executable, str(script)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    assert ended.returncode == 0 and "ERROR SUMMARY: 0 errors" in ended.stdout, ended.stdout[-2000:] + ended.stderr[-2000:]

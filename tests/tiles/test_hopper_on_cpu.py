@@ -1,0 +1,617 @@
+"""The kernels for Hopper on a CPU, by an interpreter of Gluon: what they compute is the formula, whatever happens first.
+
+Legend: src/megabatch/tiles/contract.py. Similarities are whole multiples of 1/64 here, which fp32 sums up exactly.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import itertools
+import math
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import embeddings
+from gluon_device import Broken, Deadlock
+from gluon_on_cpu import Descriptor, Kernel, hopper, jit, kernels, mbarrier, tma
+from gluon_on_cpu import language as gl
+from torch import Tensor
+
+from megabatch.tiles import eager
+from megabatch.tiles.contract import Means, Pairs, Softmax, Wanted
+
+HOPPER = Path(__file__).parents[2] / "src" / "megabatch" / "tiles" / "fused" / "kernels" / "hopper"
+TILE = 64
+SIZES = {"M": TILE, "N": TILE, "K": 16, "GROUP": 2, "X_SLOTS": 2, "Y_SLOTS": 3, "BEHIND": 2}
+# Sums of exponentials out of here have lost something, says ../stats.py.
+LEAST_SUM, LARGEST_SUM = 2.0**-60, 2.0**100
+# Above which gradients in eight bits are to be marked.
+LIMIT = 1 / 64
+EPS = torch.finfo(torch.float32).eps
+# Rows, columns, width and programs: one pair alone, whole tiles, and edges of all kinds.
+SHAPES = [(1, 1, 8, 1), (128, 64, 16, 1), (150, 200, 40, 2), (130, 70, 33, 3), (257, 129, 24, 2), (64, 140, 50, 3)]
+PAIRS = [{"shift": 70}, {"shift": -70}, {"shift": -30, "ids": True}, {"ids": True}]
+
+shapes = pytest.mark.parametrize("rows, columns, width, programs", SHAPES)
+
+
+@functools.cache
+def kernel(name: str, *change: str) -> Kernel:
+    """A kernel from its file; change: some of its source, and what takes its place."""
+    return getattr(kernels(HOPPER / f"{name}.py", dict([change]) if change else {}), f"{name}_kernel")
+
+
+@dataclass
+class Panel:
+    """A panel, its pairs and their similarities. shift: by how many columns positives are ahead, where there are any."""
+
+    rows: int
+    columns: int
+    width: int
+    shift: int | None = None
+    ids: bool = False
+    scale: float = 0.3
+    dtype: torch.dtype = torch.bfloat16
+
+    def __post_init__(self) -> None:
+        g = torch.Generator().manual_seed(self.rows + self.columns + self.width)
+        self.x, self.y = (torch.randint(-8, 9, (n, self.width), generator=g) / 8.0 for n in (self.rows, self.columns))
+        # Alone, but for those whose low halves are equal, and of them every second one as a whole.
+        self.ids_M, self.ids_N = torch.arange(self.rows), torch.arange(self.columns) + 1000
+        self.ids_N[::37] = self.ids_M[torch.randint(self.rows, self.ids_N[::37].shape, generator=g)]
+        self.ids_N[::74] += 2**32
+
+    @property
+    def z(self) -> Tensor:
+        return self.x.double() @ self.y.double().T
+
+    @property
+    def counts(self) -> Tensor:
+        """Pairs that are neither positives nor equal in id."""
+        i, j = torch.arange(self.rows)[:, None], torch.arange(self.columns)[None, :]
+        counts = torch.ones(self.rows, self.columns, dtype=torch.bool)
+        if self.shift is not None:
+            counts &= i + self.shift != j
+        if self.ids:
+            counts &= self.ids_M[:, None] != self.ids_N[None, :]
+        return counts
+
+    @property
+    def error(self) -> float:
+        """What an exponential in fp32 may be wrong by, relative to itself: bounds as in test_losses.py."""
+        return 32 * EPS * (1 + (self.scale * self.z).abs().max().item())
+
+    def start(self, kernel: Kernel, programs: int = 2, seed: int = 0, marked: int = TILE, **given: Any) -> None:
+        """Starts a kernel. Options that are not given are off: None, or a constant that is False."""
+        given = {**SIZES, "WIDTH": self.width, "HOME": self.shift is not None, "shift": self.shift or 0, **given}
+        if "row_step" in given:
+            x, y = self.x / given["row_step"][: self.rows, None], self.y / given["column_step"][: self.columns, None]
+            x, y = x.round().to(torch.int8), y.round().to(torch.int8)
+        else:
+            x, y = self.x.to(self.dtype), self.y.to(self.dtype)
+        given |= {name: described(surrounded(t), TILE, given["K"]) for name, t in (("x", x), ("y", y))}
+        given["scale"] = torch.tensor(self.scale)
+        given |= {"rows": self.rows, "columns": self.columns}
+        if self.ids:
+            given |= {"ids_M": self.ids_M.view(torch.int32), "ids_N": self.ids_N.view(torch.int32)}
+            given["matches"] = self._matches(marked)
+        off = {name: False if name in kernel.constants else None for name in kernel.arg_names if name not in given}
+        kernel[(programs,)](**given, **off, seed=seed)
+
+    def _matches(self, width: int) -> Tensor:
+        """Tiles, so wide, in which the low halves of some two ids are equal."""
+        equal = self.ids_M[:, None] % 2**32 == self.ids_N[None, :] % 2**32
+        return torch.stack([torch.stack([t.any() for t in r.split(width, 1)]) for r in equal.split(TILE)]).to(torch.int8)
+
+
+def surrounded(t: Tensor) -> Tensor:
+    """The same matrix, amidst others that are no numbers, with rows that begin where TMA can begin."""
+    around = t.new_full((t.shape[0] + 2, (t.shape[1] + 31) // 16 * 16), torch.nan if t.is_floating_point() else -128)
+    inner = around[1:-1, 16 : 16 + t.shape[1]]
+    return inner.copy_(t)
+
+
+def amidst_nothing(inner: Tensor) -> bool:
+    """Whether all of a surrounded matrix is numbers, and nothing else around it is."""
+    around = torch.as_strided(inner, (inner.shape[0] + 2, inner.stride(0)), (inner.stride(0), 1), 0)
+    return bool(inner.isfinite().all()) and int(around.isfinite().sum()) == inner.numel()
+
+
+def described(t: Tensor, *block: int) -> Descriptor:
+    return Descriptor(t, t.shape, t.stride(), block)
+
+
+def sums_of_tiles(panel: Panel, z: Tensor, counts: Tensor, smoothed: bool) -> dict[int, Tensor]:
+    """What tiles have to say of rows (tile, row), by channel."""
+    tiles = list(zip(z.split(TILE, 1), counts.split(TILE, 1), strict=True))
+    found = {1: [((panel.scale * part).exp() * some).sum(1) for part, some in tiles]}
+    if smoothed:
+        found |= {2: [(part * some).sum(1) for part, some in tiles], 3: [some.sum(1) for _, some in tiles]}
+    return {channel: torch.stack(of_tiles).double() for channel, of_tiles in found.items()}
+
+
+def assert_the_sums(
+    panel: Panel, symmetric: bool = True, smoothed: bool = False, change: tuple[str, ...] = (), **given: Any
+) -> Tensor:
+    """Asserts the sums of all tiles, and that those which have lost something have left their marks. Returns these."""
+    z, counts = panel.z, panel.counts
+    expected = [sums_of_tiles(panel, *side, smoothed) for side in [(z, counts), (z.T, counts.T)][: 1 + symmetric]]
+    parts = [torch.full((1 + smoothed, 2, *sums[1].shape), torch.nan) for sums in expected]
+    trouble, marks = torch.zeros(2, TILE, dtype=torch.int32)
+    outputs = {"row_parts": parts[0], "column_parts": parts[1] if symmetric else None, "trouble": trouble}
+    panel.start(kernel("stats", *change), **outputs, SMOOTHED=smoothed, **given)
+    for found, sums in zip(parts, expected, strict=True):
+        for channel, values in enumerate(found.flatten(0, 1)):
+            if channel == 0:
+                # Of exponentials as they are, the peak is not written.
+                assert values.isnan().all()
+            else:
+                # Underflow is no error: such sums leave a mark.
+                close = {"rtol": panel.error, "atol": 1e-36} if channel == 1 else {"rtol": 0, "atol": 0}
+                torch.testing.assert_close(values, sums[channel].float(), **close)
+        lost = ((sums[1] < LEAST_SUM) | (sums[1] > LARGEST_SUM)).any(0)
+        marks[lost.nonzero() % TILE] = 1
+    assert torch.equal(trouble, marks)
+    return marks
+
+
+def assert_the_gradient(
+    panel: Panel,
+    symmetric: bool = True,
+    smoothed: bool = False,
+    eight: bool = False,
+    change: tuple[str, ...] = (),
+    marked: int = TILE,
+    **given: Any,
+) -> None:
+    """Asserts the gradient. eight: of embeddings in eight bits, and the marks of what is large in it."""
+    g = torch.Generator().manual_seed(1)
+    # Gains reach a pair of tiles beyond their end, shares of the target do not.
+    gain_M, gain_N = (torch.cat((torch.rand(n, generator=g), torch.zeros(2 * TILE))) for n in (panel.rows, panel.columns))
+    counted_M, counted_N = (torch.rand(n, generator=g) for n in (panel.rows, panel.columns))
+    softmax = {"row_gain": gain_M, "column_gain": gain_N if symmetric else None}
+    if smoothed:
+        softmax |= {"row_counted": counted_M, "column_counted": counted_N if symmetric else None}
+    large = torch.full((-(-panel.columns // TILE), panel.rows), 7, dtype=torch.int8)
+    if eight:
+        steps = [torch.cat((torch.rand(n, generator=g) / 8, torch.zeros(2 * TILE))) for n in (panel.rows, panel.columns)]
+        # As they are when they were rounded.
+        panel.x, panel.y = (8 * t * step[: len(t), None] for t, step in zip((panel.x, panel.y), steps, strict=True))
+        softmax |= {"row_step": steps[0], "column_step": steps[1], "large": large, "limit": torch.tensor(LIMIT)}
+        for gain in (gain_M, gain_N):
+            gain *= 0.02 * gain
+    target = surrounded(torch.full((panel.rows, panel.columns), torch.nan, dtype=torch.bfloat16))
+    sizes = {"PLACES": 2, "MARKED": marked, "marked": marked, "gradient": described(target, TILE, TILE // 4)}
+    panel.start(kernel("gradient", *change), **softmax, **{**sizes, **given})
+    gains = gain_M[: panel.rows, None].double() + symmetric * gain_N[None, : panel.columns]
+    shares = smoothed * (counted_M[:, None].double() + symmetric * counted_N[None, :])
+    weights = (panel.scale * panel.z).exp() * gains
+    expected = (weights - shares) * panel.counts
+    bound = panel.error * (weights + shares) + torch.finfo(torch.bfloat16).eps / 2 * expected.abs()
+    # A NaN is within no bound.
+    assert ((target.double() - expected).abs() <= bound * panel.counts).all()
+    assert amidst_nothing(target)
+    if eight:
+        most = torch.stack([part.max(1).values for part in expected.split(TILE, 1)])
+        assert set(large.unique().tolist()) <= {0, 1}
+        assert large[most > LIMIT * (1 + panel.error)].all() and not large[most < LIMIT * (1 - panel.error)].any()
+
+
+def assert_the_sigmoid(
+    panel: Panel, weighted: bool = False, bias: float = -2.0, change: tuple[str, ...] = (), **given: Any
+) -> Tensor:
+    """Asserts values and slopes of all tiles, the gradient, and marks where a value overflows. Returns these."""
+    logits, counts = (panel.scale * panel.z + bias).split(TILE, 1), panel.counts.split(TILE, 1)
+    slopes = [part.sigmoid() * some for part, some in zip(logits, counts, strict=True)]
+    costs = [torch.nn.functional.softplus(part) * some for part, some in zip(logits, counts, strict=True)]
+    # The factors of half a row of a tile are multiplied before their logarithm is taken.
+    halves = [half.sum(1) for part in costs for half in part.split(TILE // 2, 1)]
+    lost = torch.stack([half > math.log(torch.finfo(torch.float32).max) for half in halves]).any(0)
+    weights = torch.rand(panel.rows, generator=torch.Generator().manual_seed(1)) if weighted else None
+    target = surrounded(torch.full((panel.rows, panel.columns), torch.nan, dtype=torch.bfloat16))
+    parts, (trouble, marks) = torch.full((2, len(logits), panel.rows), torch.nan), torch.zeros(2, TILE, dtype=torch.int32)
+    outputs = {"gradient": described(target, TILE, TILE // 4), "weights_M": weights, "row_parts": parts, "trouble": trouble}
+    panel.start(kernel("sigmoid", *change), bias=torch.tensor(bias), **outputs, **{"PLACES": 2, **given})
+    marks[lost.nonzero() % TILE] = 1
+    assert torch.equal(trouble, marks)
+    error = panel.error + 32 * EPS * abs(bias)
+    for found, expected in zip(parts, (costs, slopes), strict=True):
+        sums = torch.stack([part.sum(1) for part in expected])
+        torch.testing.assert_close(found.double()[:, ~lost], sums[:, ~lost], rtol=error, atol=0)
+    expected = torch.cat(slopes, 1) * (1.0 if weights is None else weights.double()[:, None])
+    off = (target.double() - expected).abs()[~lost]
+    assert (off <= (error + torch.finfo(torch.bfloat16).eps / 2) * expected[~lost]).all()
+    assert amidst_nothing(target) or lost.any()
+    return marks
+
+
+@shapes
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_sums_of_any_shape(rows, columns, width, programs, symmetric):
+    assert_the_sums(Panel(rows, columns, width), symmetric, programs=programs)
+
+
+@pytest.mark.parametrize("smoothed", [False, True])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("pairs", [*PAIRS, {"shift": 3, "dtype": torch.float16}], ids=str)
+def test_sums_with_any_options(pairs, symmetric, smoothed):
+    assert_the_sums(Panel(150, 140, 40, **pairs), symmetric, smoothed, seed=smoothed)
+
+
+@pytest.mark.parametrize("scale, number", [(-0.3, 0), (0.0, 0), (30.0, TILE), (-30.0, TILE)])
+def test_sums_that_lose_something_leave_a_mark(scale, number):
+    assert assert_the_sums(Panel(150, 140, 40, shift=5, scale=scale)).sum() == number
+
+
+def test_one_row_and_one_column_alone_leave_a_mark():
+    panel = Panel(150, 140, 40, scale=-1.5)
+    panel.x[:, 0], panel.y[:, 0] = 1, 1
+    for t, place in ((panel.x, 137), (panel.y, 70)):
+        t[place] = 0
+        t[place, 0] = 64
+    assert assert_the_sums(panel).nonzero().flatten().tolist() == [70 - TILE, 137 - 2 * TILE]
+
+
+@shapes
+@pytest.mark.parametrize("symmetric, eight", [(True, False), (False, False), (True, True)])
+def test_gradient_of_any_shape(rows, columns, width, programs, symmetric, eight):
+    assert_the_gradient(Panel(rows, columns, width), symmetric, eight=eight, programs=programs)
+
+
+@pytest.mark.parametrize("smoothed", [False, True])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("pairs", PAIRS, ids=str)
+def test_gradient_with_any_options(pairs, symmetric, smoothed):
+    assert_the_gradient(Panel(150, 140, 40, **pairs), symmetric, smoothed, seed=smoothed)
+    if not smoothed:
+        assert_the_gradient(Panel(150, 140, 40, **pairs), symmetric, eight=True)
+
+
+@shapes
+def test_sigmoid_of_any_shape(rows, columns, width, programs):
+    assert_the_sigmoid(Panel(rows, columns, width), programs=programs)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("pairs", PAIRS, ids=str)
+def test_sigmoid_with_any_options(pairs, weighted):
+    assert_the_sigmoid(Panel(150, 140, 40, **pairs), weighted, seed=weighted)
+
+
+@pytest.mark.parametrize("scale, bias", [(0.3, -60.0), (-0.3, 0.0), (0.0, 1.0)])
+def test_sigmoid_of_small_values_and_of_large_ones(scale, bias):
+    assert not assert_the_sigmoid(Panel(150, 140, 40, shift=5, scale=scale), bias=bias).any()
+
+
+def test_sigmoids_that_overflow_leave_a_mark():
+    panel = Panel(150, 140, 40, scale=0.1)
+    panel.x[:, 0], panel.y[:, 0] = 0, 1
+    # Of all that is multiplied, one row is too large, and another has no single exponential that fp32 could hold.
+    panel.x[70, 0], panel.x[137, 0] = 64, 1000
+    assert assert_the_sigmoid(panel).nonzero().flatten().tolist() == [70 - TILE, 137 - 2 * TILE]
+
+
+def test_gradient_with_marks_of_wider_tiles():
+    assert_the_gradient(Panel(130, 300, 16, ids=True), marked=2 * TILE)
+
+
+@pytest.mark.parametrize("places", [1, 2, 4])
+def test_gradient_by_way_of_any_number_of_places(places):
+    assert_the_gradient(Panel(150, 200, 16), PLACES=places)
+
+
+@pytest.mark.parametrize("x_slots, y_slots", list(itertools.product((2, 3), (2, 3, 4))))
+def test_any_number_of_slots_will_do_for_any_number_of_steps(x_slots, y_slots):
+    for width, behind in itertools.product((10, 40, 70), range(y_slots)):
+        slots = {"X_SLOTS": x_slots, "Y_SLOTS": y_slots, "BEHIND": behind}
+        assert_the_sums(Panel(100, 130, width), symmetric=False, programs=1, seed=behind, **slots)
+
+
+TOO_FEW = [(1, 3, 1), (2, 1, 0), (2, 3, 3)]
+CHECK = "gl.static_assert((X_SLOTS > 1) & (Y_SLOTS > 1) & (BEHIND < Y_SLOTS))", ""
+
+
+@pytest.mark.parametrize("x_slots, y_slots, behind", TOO_FEW)
+@pytest.mark.parametrize("change, error", [((), AssertionError), (CHECK, Deadlock)], ids=["checked", "not checked"])
+def test_too_few_slots_are_refused_because_groups_would_wait_for_ever(x_slots, y_slots, behind, change, error):
+    outputs = {"row_parts": torch.empty(1, 2, 3, 100), "trouble": torch.empty(TILE, dtype=torch.int32)}
+    with pytest.raises(error):
+        Panel(100, 130, 70).start(kernel("stats", *change), 1, **outputs, X_SLOTS=x_slots, Y_SLOTS=y_slots, BEHIND=behind)
+
+
+def test_a_number_of_places_that_is_no_part_of_four_is_refused():
+    with pytest.raises(AssertionError):
+        assert_the_gradient(Panel(150, 200, 16), PLACES=3)
+
+
+def test_the_order_of_events_changes_nothing():
+    for seed in range(4):
+        assert_the_sums(Panel(260, 140, 40, shift=0), seed=seed)
+        assert_the_gradient(Panel(260, 140, 40, shift=0), seed=seed)
+        assert_the_sigmoid(Panel(260, 140, 40, shift=0), seed=seed)
+
+
+@pytest.fixture
+def started(monkeypatch) -> collections.Counter[str]:
+    """The library takes these kernels wherever it can, interpreted. How often it has started each."""
+    pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+    from megabatch.tiles.fused import capability, gradients, launch, tuned_configs
+    from megabatch.tiles.fused import hopper as host
+
+    if not capability.INTERPRETED:
+        pytest.skip("the other kernels are compiled here")
+    number = collections.Counter[str]()
+
+    class Counted:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            number[self.name] += 1
+            return kernel(self.name)[grid]
+
+    def add(_: Any, into: Tensor, g: Tensor, embeddings: Tensor, first: bool) -> None:
+        """Products of bf16 summed up in fp32, which PyTorch has on a device only."""
+        product = g.float() @ embeddings.float()
+        into.copy_(product if first else into + product)
+
+    monkeypatch.setattr(gradients.Products, "_add", add)
+    monkeypatch.setattr(host, "_available", lambda device: True)
+    monkeypatch.setattr(host, "_kernel", Counted)
+    monkeypatch.setattr(
+        host, "rings_for", lambda *_: tuned_configs.Rings(2, x_slots=2, y_slots=3, behind=2, places=2, least_pairs=0)
+    )
+    monkeypatch.setattr(launch, "blocks_for", lambda *_: tuned_configs.Blocks(host.TILE, host.TILE, host.DEPTH, 4, 1))
+    return number
+
+
+# Triton's interpreter says so when numpy divides by nothing, in what the kernels throw away.
+@pytest.mark.filterwarnings(r"ignore:divide by zero encountered in log2:RuntimeWarning:triton\.runtime\.interpreter")
+def test_the_library_starts_them_with_all_that_they_need(started):
+    from megabatch.tiles import fused
+
+    x, y = (t.bfloat16() for t in embeddings(190, width=72, kind="clustered"))
+    exact, scale, ids = (x.double(), y.double()), torch.tensor(10.0), torch.arange(190) // 2
+    pairs = Pairs(home=True, ids_M=ids, ids_N=ids, smoothed=True)
+    # So little working memory that there are four panels.
+    found = fused.softmax_stats(x, y, scale, pairs, columns=True, means=Means(5000))
+    true = eager.softmax_stats(*exact, scale.double(), pairs, columns=True, means=Means(2**24))
+    for ours, theirs in ((found.rows, true.rows), (found.columns, true.columns)):
+        sums, true_sums = (stats.peak.double() + stats.total.double().log() for stats in (ours, theirs))
+        # Logits are below 11 here.
+        torch.testing.assert_close(sums, true_sums, rtol=0, atol=32 * EPS * 11)
+        torch.testing.assert_close(ours.counted.double(), theirs.counted, rtol=32 * EPS, atol=32 * EPS)
+        assert torch.equal(ours.counted_count, theirs.counted_count.long())
+    weights_M, positive_M = torch.arange(190.0).double(), (exact[0] * exact[1]).sum(1)
+    normalised = eager.normalise(true.rows, true.columns, positive_M, scale.double(), weights_M, 0.1)
+    softmax = [Softmax(*(None if t is None else t.float() for t in side)) for side in (normalised.rows, normalised.columns)]
+    gradients = fused.softmax_grads(x, y, scale, pairs, *softmax, wanted=Wanted(True, True), means=Means(50_000))
+    wanted = {"wanted": Wanted(True, True), "means": Means(2**24)}
+    expected = eager.softmax_grads(*exact, scale.double(), pairs, normalised.rows, normalised.columns, **wanted)
+    for ours, theirs in zip(gradients, expected, strict=True):
+        # The gradient in the logits is rounded to bf16.
+        assert (ours.double() - theirs).norm() < torch.finfo(torch.bfloat16).eps * theirs.norm()
+    assert started == {"stats": 4, "gradient": 4}
+
+
+@pytest.mark.parametrize("symmetric, weight", [(True, 1.0), (False, 1.0), (True, 1e-3)])
+def test_the_library_makes_large_gradients_of_eight_bits_right_again(symmetric, weight, started, monkeypatch):
+    from megabatch.tiles import fused
+    from megabatch.tiles.fused import hopper, int8
+
+    # Triton's interpreter cannot multiply bf16.
+    rounded = int8.rounded
+    monkeypatch.setattr(int8, "rounded", lambda t, beyond: rounded(t.float(), beyond))
+    # Four in a cluster, two of them with equal ids: two or three negatives are large.
+    g = torch.Generator().manual_seed(0)
+    centres, *noise = torch.randn(3, 190, 72, generator=g)
+    x, y = (torch.nn.functional.normalize(centres[torch.arange(190) // 4] + 0.5 * t, dim=1).bfloat16() for t in noise)
+    exact, ids, scale = (x.double(), y.double()), torch.arange(190) // 2, torch.tensor(60.0)
+    pairs, wanted = Pairs(home=True, ids_M=ids, ids_N=ids), Wanted(True, True)
+    weights_M = torch.full((190,), weight, dtype=torch.float64)
+    true = eager.softmax_stats(*exact, scale.double(), pairs, columns=symmetric, means=Means(2**24))
+    normalised = eager.normalise(true.rows, true.columns, (exact[0] * exact[1]).sum(1), scale.double(), weights_M, 0.0)
+    sides, own_M = (normalised.rows, normalised.columns), normalised.own_M
+    softmax = [side and Softmax(*(None if t is None else t.float() for t in side)) for side in sides]
+    others = eager.softmax_grads(*exact, scale.double(), pairs, *sides, wanted=wanted, means=Means(2**24))
+    whole = [product + own_M[:, None] * partners for product, partners in zip(others, exact[::-1], strict=True)]
+
+    def errors() -> list[float]:
+        means = Means(50_000, eight_bits=True)
+        found = fused.softmax_grads(x, y, scale, pairs, *softmax, wanted=wanted, means=means, own_M=own_M.float())
+        return [float((a.double() - b).norm() / c.norm()) for a, b, c in zip(found, others, whole, strict=True)]
+
+    right = errors()
+    # The gradient in the logits is rounded to bf16.
+    assert max(right) < torch.finfo(torch.bfloat16).eps
+    monkeypatch.setattr(hopper, "correct", lambda *_: None)
+    assert min(errors()) > 5 * max(right)
+    assert started == {"gradient": 8}
+
+
+def test_the_library_starts_the_one_of_the_sigmoid_loss_too(started, monkeypatch):
+    from megabatch.tiles import fused
+
+    x, y = (t.bfloat16() for t in embeddings(190, width=72, kind="clustered"))
+    scalars, ids, weights_M = (torch.tensor(10.0), torch.tensor(-10.0)), torch.arange(190) // 2, torch.arange(190.0)
+    pairs, wanted = Pairs(home=True, ids_M=ids, ids_N=ids), Wanted(True, True)
+    found = fused.sigmoid_sums(x, y, *scalars, pairs, weights_M, wanted=wanted, means=Means(50_000))
+    exact = [t.double() for t in (x, y, *scalars)]
+    expected = eager.sigmoid_sums(*exact, pairs, weights_M.double(), wanted=wanted, means=Means(2**24))
+    # Logits are between -20 and 1, else the others would have to take over.
+    torch.testing.assert_close(found.value_M.double(), expected.value_M, rtol=32 * EPS * 20, atol=0)
+    torch.testing.assert_close(found.slope_M.double(), expected.slope_M, rtol=32 * EPS * 20, atol=0)
+    for ours, theirs in ((found.gx_MD, expected.gx_MD), (found.gy_ND, expected.gy_ND)):
+        assert (ours.double() - theirs).norm() < torch.finfo(torch.bfloat16).eps * theirs.norm()
+    assert started == {"sigmoid": 4}
+    # Whatever they have no way for is left to the others, which bf16 cannot be interpreted by.
+    left: list[bool] = []
+    monkeypatch.setattr(fused, "sigmoid_kernel", {(1,): lambda *_, CAREFUL, **__: left.append(CAREFUL)})
+    monkeypatch.setattr(fused, "merge_panel", lambda *_: None)
+    several, ranked = Pairs(home=True, ids_M=ids, ids_N=ids, several=True), Pairs(home=True, ranked=True, positive_M=weights_M)
+    for other, gradients in ((several, wanted), (ranked, wanted), (pairs, None)):
+        fused.sigmoid_sums(x[:9], y[:9], *scalars, other, None, wanted=gradients, means=Means(50_000))
+    assert left == [False, True] * 3 and started == {"sigmoid": 4}
+
+
+CHANGES = {
+    "a slot is given back too early": ("stats", "z = warpgroup_mma_wait(1, deps=(z,))", "pass", "changes while a product reads"),
+    "a product is not waited for": ("stats", "z = warpgroup_mma_wait(0, deps=(z,))", "pass", "before it is waited for"),
+    "the wrong turn": ("stats", "(turn & 1) ^ 1", "turn & 1", "no group of warps can go on"),
+    "half of the bytes": ("stats", "primitive_bitwidth // 8", "primitive_bitwidth // 16", "that nobody expects"),
+    "twice the bytes": ("stats", "primitive_bitwidth // 8", "primitive_bitwidth // 4", "no group of warps can go on"),
+    "the rows of the first group": ("stats", "row + WHO * M, k * K", "row, k * K", "not close"),
+    "half of a row is lost": ("sigmoid", "slope + more", "slope", "not close"),
+    "a place is written to too early": ("gradient", "store_wait(PLACES - 1)", "store_wait(PLACES)", "changes while a store reads"),
+    "what has not left its place": ("gradient", "tma.store_wait(0)", "pass", "before its stores are waited for"),
+    "the step of one row for all": ("eight", "gl.load(row_step + i)", "gl.load(row_step + 0 * i)", "assert"),
+    "one quarter that is looked at": ("eight", "gl.maximum(most, _folded(g, M, QUARTER))", "most", "assert"),
+}
+
+
+@pytest.mark.parametrize("name, before, after, message", CHANGES.values(), ids=CHANGES)
+def test_the_interpreter_sees_what_is_wrong(name, before, after, message):
+    check = {
+        "stats": assert_the_sums,
+        "gradient": assert_the_gradient,
+        "eight": functools.partial(assert_the_gradient, eight=True),
+        "sigmoid": assert_the_sigmoid,
+    }[name]
+    with pytest.raises((Broken, AssertionError), match=message):
+        check(Panel(150, 200, 40), change=(before, after))
+
+
+def _load_blocks(x, slot, full, empty):
+    for n in gl.range(8):
+        mbarrier.wait(empty, (n & 1) ^ 1)
+        mbarrier.expect(full, 64 * 16 * 2)
+        tma.async_copy_global_to_shared(x, [n * 64, 0], full, slot)
+
+
+def _multiply_blocks(products, slot, full, empty, early):
+    z = gl.zeros((64, 64), gl.float32)
+    for n in gl.range(8):
+        mbarrier.wait(full, n & 1)
+        z = hopper.warpgroup_mma(slot, slot.permute((1, 0)), z, is_async=True)
+        mbarrier.arrive(empty, count=1, pred=early)
+        z = hopper.warpgroup_mma_wait(0, deps=(z,))
+        mbarrier.arrive(empty, count=1, pred=not early)
+    i = gl.arange(0, 64)
+    gl.store(products + i[:, None] * 64 + i[None, :], z)
+
+
+@jit
+def _one_slot_kernel(x, products, EARLY: gl.constexpr):
+    """The sum of products of blocks, by way of one slot. EARLY: it is given back before the product is waited for."""
+    slot = gl.allocate_shared_memory(x.dtype, [64, 16], x.layout)
+    full, empty = (gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()) for _ in range(2))
+    mbarrier.init(full, count=1)
+    mbarrier.init(empty, count=1)
+    work = (_multiply_blocks, (products, slot, full, empty, EARLY)), (_load_blocks, (x, slot, full, empty))
+    gl.warp_specialize(work, [1], [40])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_slot_is_given_back_after_its_product_and_not_before(seed):
+    x, products = torch.randint(-8, 9, (8 * 64, 13)) / 8.0, torch.full((64, 64), torch.nan)
+    matrix = described(surrounded(x.bfloat16()), 64, 16)
+    _one_slot_kernel[(1,)](matrix, products, EARLY=False, seed=seed)
+    assert torch.equal(products, sum(block @ block.T for block in x.split(64)))
+    with pytest.raises(Broken, match="changes while a product reads it"):
+        _one_slot_kernel[(1,)](matrix, products, EARLY=True, seed=seed)
+
+
+@jit
+def _barrier_kernel(ARRIVALS: gl.constexpr, PARITY: gl.constexpr):
+    barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(barrier, count=2)
+    for _ in gl.static_range(ARRIVALS):
+        mbarrier.arrive(barrier)
+    mbarrier.wait(barrier, PARITY)
+
+
+@pytest.mark.parametrize("arrivals", range(6))
+def test_a_barrier_lets_pass_whom_its_last_phase_ended_for(arrivals):
+    ended = 1 - arrivals // 2 % 2
+    _barrier_kernel[(1,)](ARRIVALS=arrivals, PARITY=ended)
+    with pytest.raises(Deadlock, match=r"the program, test_hopper_on_cpu\.py:\d+, waits for the end of a phase"):
+        _barrier_kernel[(1,)](ARRIVALS=arrivals, PARITY=1 - ended)
+
+
+@jit
+def _copy_kernel(source, target, length, FROM: gl.constexpr, MASKED: gl.constexpr):
+    i = FROM + gl.arange(0, 16)
+    if MASKED:
+        gl.store(target + i, gl.load(source + i, mask=(i >= 0) & (i < length), other=7.0), mask=(i >= 0) & (i < length))
+    else:
+        gl.store(target + i, gl.load(source + i))
+
+
+@pytest.mark.parametrize("first", [-1, 5, 20])
+def test_pointers_stay_inside_their_tensor(first):
+    # Others are behind it in memory.
+    source, target = torch.arange(40.0)[:20], torch.zeros(40)[:20]
+    _copy_kernel[(1,)](source, target, 20, FROM=first, MASKED=True)
+    inside = slice(max(first, 0), first + 16)
+    assert torch.equal(target[inside], source[inside]) and target.sum() == source[inside].sum()
+    for given in ((source, torch.zeros(40)), (torch.zeros(40), target)):
+        with pytest.raises(Broken, match="reaches"):
+            _copy_kernel[(1,)](*given, 20, FROM=first, MASKED=False)
+
+
+def _fail():
+    mbarrier.wait(gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()), 0)
+
+
+def _wait(barrier):
+    mbarrier.wait(barrier, 0)
+
+
+@jit
+def _failing_kernel():
+    barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(barrier, count=1)
+    gl.warp_specialize([(_wait, (barrier,)), (_fail, ()), (_wait, (barrier,))], [1, 1], None)
+
+
+def test_what_one_group_of_warps_raises_ends_all():
+    before = threading.active_count()
+    with pytest.raises(Broken, match="there is no barrier at shared memory 1"):
+        _failing_kernel[(3,)]()
+    assert threading.active_count() == before
+
+
+@jit
+def _numbers_kernel(whole, others, n):
+    """Where Python, or PyTorch, has other rules."""
+    gl.store(whole, (0 - n) // 2)
+    gl.store(whole + 1, (0 - n) % 4)
+    gl.store(whole + 2, n * 2**30)
+    gl.store(whole + 3, (gl.full((1, 1), -2.5, gl.float32).to(gl.uint32, bitcast=True) >> 31).to(gl.int32).sum())
+    gl.store(whole + 4, gl.sum((gl.arange(0, 8) < n).to(gl.int1), 0))
+    gl.store(others, (n + 0.00390625).to(gl.bfloat16))
+    gl.store(others + 1, gl.maximum(gl.full((1,), float("nan"), gl.float32), n).sum())
+    gl.store(others + 2, n / 2)
+
+
+def test_numbers_are_those_of_a_device():
+    whole, others = torch.zeros(5, dtype=torch.int32), torch.zeros(3)
+    _numbers_kernel[(1,)](whole, others, 7)
+    assert whole.tolist() == [-3, -3, -(2**30), 1, 7] and others.tolist() == [7.0, 7.0, 3.5]
+
+
+def test_others_see_the_true_modules():
+    before = dict(sys.modules)
+    kernels(HOPPER / "gradient.py")
+    assert sys.modules == before
+
+
+def test_what_the_interpreter_has_not_is_named():
+    with pytest.raises(AttributeError, match="has no 'inline_asm_elementwise'"):
+        gl.inline_asm_elementwise("", "", [], gl.int32, True, 1)
