@@ -62,7 +62,7 @@ def contestants(device: str, loss: str) -> list[Contestant]:
     """What is compared on a device; precisions of products are a matter of CUDA, and eight bits one of clip, which has a second
     product of the embeddings."""
     on_cuda = device == "cuda"
-    options: dict[str, Any] = {"tile": TILE} if on_cuda else {}
+    options: dict[str, Any] = {"workspace": TILE} if on_cuda else {}
 
     def ours(dtype: torch.dtype, precision: str = "") -> Contestant:
         title = f"megabatch, {str(dtype).removeprefix('torch.')} {precision}".rstrip()

@@ -25,7 +25,7 @@ import triton
 from torch import Tensor
 
 from megabatch.tiles import fused
-from megabatch.tiles.contract import Means, Pairs, Softmax, Wanted
+from megabatch.tiles.contract import ComputeOptions, NeedsGrad, Pairs, Softmax
 from megabatch.tiles.fused import hopper
 from megabatch.tiles.fused import tuned_configs as measured
 from megabatch.tiles.fused.launch import Launch, Panel
@@ -223,33 +223,37 @@ def _work(kernel: str, kind: str, width: int, way: Blocks | Rings | None, rows: 
     None there all ways that are known in bf16.
     """
     torch.manual_seed(0)
-    eight_bits = kind == "int8"
-    dtype = torch.bfloat16 if eight_bits else getattr(torch, kind, torch.float32)
+    int8_similarities = kind == "int8"
+    dtype = torch.bfloat16 if int8_similarities else getattr(torch, kind, torch.float32)
     x, y = (torch.nn.functional.normalize(torch.randn(rows, width, device="cuda"), dim=1).to(dtype) for _ in range(2))
     scale, bias = torch.tensor(20.0, device="cuda"), torch.tensor(-10.0, device="cuda")
-    pairs = Pairs(home=True)
-    means = Means(2**33, kind if kind in ("tf32", "ieee") else "ieee", eight_bits=eight_bits and way is not None)
+    pairs = Pairs(is_local=True)
+    compute = ComputeOptions(
+        2**33, kind if kind in ("tf32", "ieee") else "ieee", int8_similarities=int8_similarities and way is not None
+    )
     vectors: list[Tensor] = [torch.full((rows,), value, device="cuda") for value in (12.0, 1e-4)]
 
     def work() -> Any:
         with ExitStack() as patches:
             patches.enter_context(mock.patch.object(fused.Products, "add", lambda *_: None))
-            if way is not None or not eight_bits:
+            if way is not None or not int8_similarities:
                 patches.enter_context(mock.patch.object(hopper, "rings_for", lambda *_: way if isinstance(way, Rings) else None))
             if isinstance(way, Blocks):
                 patches.enter_context(mock.patch.object(fused.launch, "blocks_for", lambda *_: way))
             if kernel == "stats":
-                return fused.softmax_stats(x, y, scale, pairs, columns=True, means=means)
+                return fused.softmax_stats(x, y, scale, pairs, columns=True, compute=compute)
             if kernel == "gradient":
                 softmax = Softmax(*vectors)
-                wanted, own_M = Wanted(True, True), vectors[0]
-                return fused.softmax_grads(x, y, scale, pairs, softmax, softmax, wanted=wanted, means=means, own_M=own_M)
-            return fused.sigmoid_sums(x, y, scale, bias, pairs, None, wanted=Wanted(True, True), means=means)
+                needs_grad, dpos_M = NeedsGrad(True, True), vectors[0]
+                return fused.softmax_grads(
+                    x, y, scale, pairs, softmax, softmax, needs_grad=needs_grad, compute=compute, dpos_M=dpos_M
+                )
+            return fused.sigmoid_sums(x, y, scale, bias, pairs, None, needs_grad=NeedsGrad(True, True), compute=compute)
 
-    assert eight_bits or kind == kind_of(dtype, means.precision)
+    assert int8_similarities or kind == kind_of(dtype, compute.precision)
     whole = Panel(slice(0, rows), slice(0, rows))
     with mock.patch.object(hopper, "rings_for", lambda *_: way):
-        if isinstance(way, Rings) and hopper.serves(Launch(kernel, x, y, means), whole) is None:
+        if isinstance(way, Rings) and hopper.serves(Launch(kernel, x, y, compute), whole) is None:
             raise ValueError("the blocks of the careful launch are no tiles of the kernel for Hopper")
     return work
 

@@ -93,8 +93,8 @@ def test_a_text_that_cannot_be_written_or_opened_is_refused_by_name(key, value):
         (["evaluate.large=[64, -1]"], ["evaluate.large"]),
         (["evaluate.templates=[]"], ["evaluate.templates", "at least one"]),
         (['evaluate.templates=["{}", "a picture"]'], ["evaluate.templates", "{}"]),
-        (["compute.tile=1"], ["compute.tile is 1", "bytes", "65536"]),
-        (["compute.tile=0"], ["compute.tile is 0"]),
+        (["compute.workspace=1"], ["compute.workspace is 1", "bytes", "65536"]),
+        (["compute.workspace=0"], ["compute.workspace is 0"]),
         (["compute.threads=100000"], ["compute.threads is 100000", f"{os.cpu_count()} cores"]),
         (["data.workers=100000"], ["data.workers is 100000", f"{os.cpu_count()} cores"]),
         (["optimizer.lr=1e38"], ["optimizer.lr is 1e+38", "at most 1000"]),
@@ -107,7 +107,7 @@ def test_a_text_that_cannot_be_written_or_opened_is_refused_by_name(key, value):
         (["loss.dim=4611686018427387904"], ["loss.dim"]),
         (["schedule.steps=9223372036854775807"], ["schedule.steps", "64 bits"]),
         (["schedule.steps=1e11"], ["must be an integer", "write 100000000000"]),
-        (["planned.seconds_a_step=-1"], ["planned.seconds_a_step"]),
+        (["planned.seconds_per_step=-1"], ["planned.seconds_per_step"]),
     ],
 )
 def test_what_cannot_be_meant_is_refused_with_rule_and_remedy(overrides, words):

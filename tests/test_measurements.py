@@ -110,7 +110,7 @@ def test_measured_steps_stand_where_batch_and_chunk_are_theirs(seconds):
     row = point(before.how, seconds, reserved_bytes=before.peak_bytes + 10**8)
     found = planned(of(profile(row)))
     assert found.how == before.how
-    assert (found.seconds_a_step, found.peak_bytes) == (seconds, before.peak_bytes + 10**8)
+    assert (found.seconds_per_step, found.peak_bytes) == (seconds, before.peak_bytes + 10**8)
     assert found.run.planned == config.Planned(found.peak_bytes, seconds)
     assert sum(found.memory.values()) == found.peak_bytes
     less = planned(of(profile({**row, "reserved_bytes": before.peak_bytes // 2})))
@@ -124,17 +124,17 @@ def test_elsewhere_predictions_are_scaled_by_what_was_measured_nearby():
     before = planned()
     # Twice the time and 1.1 times the memory at this batch; five times at an eighth of it, which is farther from the double one.
     small = dataclasses.replace(before.how, shard=128, chunk=128)
-    rows = [point(before.how, 2 * before.seconds_a_step, reserved_bytes=round(1.1 * before.peak_bytes)), point(small, 5.0)]
+    rows = [point(before.how, 2 * before.seconds_per_step, reserved_bytes=round(1.1 * before.peak_bytes)), point(small, 5.0)]
     found = planned(of(profile(*rows)))
     ways, expected = ({way.name: way for way in each.alternatives} for each in (found, before))
-    assert ways["twice the batch"].seconds_a_step == pytest.approx(2 * expected["twice the batch"].seconds_a_step, rel=1e-6)
+    assert ways["twice the batch"].seconds_per_step == pytest.approx(2 * expected["twice the batch"].seconds_per_step, rel=1e-6)
     assert ways["twice the batch"].hours == pytest.approx(2 * expected["twice the batch"].hours, rel=1e-6)
     asked = planned(of(profile(rows[0])), batch=4096)
     alone = planned(batch=4096)
     assert asked.how.chunk <= alone.how.chunk
     assert asked.number("seconds a step").confidence == "medium"
     assert "scaled by what steps at batch 1,024" in asked.number("seconds a step").why
-    assert asked.seconds_a_step == pytest.approx(2 * alone.seconds_a_step, rel=0.1)
+    assert asked.seconds_per_step == pytest.approx(2 * alone.seconds_per_step, rel=0.1)
 
 
 def test_the_fastest_of_the_measured_chunks_is_taken():
@@ -229,11 +229,11 @@ def test_another_device_weakens_what_it_says():
     assert found.how == before.how and any("its chunk is not taken" in note for note in found.notes)
     row = point(before.how, 3.0, predicted_seconds=2.0)
     found = planned(of(profile(row), device="NVIDIA A100-SXM4-80GB"))
-    assert found.seconds_a_step == pytest.approx(1.5 * before.seconds_a_step)
+    assert found.seconds_per_step == pytest.approx(1.5 * before.seconds_per_step)
     assert found.number("seconds a step").confidence == "low"
     assert any("not on H200: times are scaled" in note for note in found.notes)
     found = planned(of(profile(point(before.how, 3.0)), device="NVIDIA A100-SXM4-80GB"))
-    assert found.seconds_a_step == before.seconds_a_step
+    assert found.seconds_per_step == before.seconds_per_step
     assert any("without predictions it is not used" in note for note in found.notes)
 
 

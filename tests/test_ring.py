@@ -93,7 +93,7 @@ def train_sharded(rank: int, size: int) -> dict[str, tuple[float, dict[str, Tens
     for variant, options in VARIANTS.items():
         model = DistributedDataParallel(Towers().double())
         data = shard(rank, size, "extra" in options)
-        loss = step(model, megabatch, data, variant, group=dist.group.WORLD, tile=700)
+        loss = step(model, megabatch, data, variant, group=dist.group.WORLD, workspace=700)
         found[variant] = loss.item(), {name: p.grad for name, p in model.module.named_parameters()}
     return found
 

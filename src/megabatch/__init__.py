@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .audit import audit
     from .chunks.accumulate import accumulate
     from .chunks.cached import cached
-    from .chunks.oom import repeat_on_oom
+    from .chunks.oom import retry_on_oom
     from .costs.memory import predict_memory
     from .losses import ClipLoss, Diagnostics, SigLipLoss, clip_loss, siglip_loss
     from .measuring import NoiseScale, find_chunk, fitted, micro_batches
@@ -34,7 +34,7 @@ __all__ = [
     "plan",
     "predict_memory",
     "reference",
-    "repeat_on_oom",
+    "retry_on_oom",
     "siglip_loss",
 ]
 
@@ -46,7 +46,7 @@ if not TYPE_CHECKING:
         # Not `from . import losses`: that statement looks for the attribute first, and would call this function again.
         if name in ("losses", "ClipLoss", "Diagnostics", "SigLipLoss", "clip_loss", "siglip_loss"):
             import megabatch.losses as module
-        elif name in ("chunks", "accumulate", "cached", "repeat_on_oom"):
+        elif name in ("chunks", "accumulate", "cached", "retry_on_oom"):
             import megabatch.chunks as module
         elif name == "reference":
             import megabatch.reference as module

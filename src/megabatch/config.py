@@ -188,7 +188,7 @@ class Schedule:
 class Compute:
     """device: "cpu", "cuda", …; None: the accelerator if there is one. precision: of autocast; "fp32" is none.
 
-    sharding: over ranks: "ddp" copies the weights, "fsdp2" shards them. tile: working memory of the loss in bytes,
+    sharding: over ranks: "ddp" copies the weights, "fsdp2" shards them. workspace: working memory of the loss in bytes,
         64 KiB or more. threads: of PyTorch on a CPU.
     """
 
@@ -197,7 +197,7 @@ class Compute:
     sharding: Literal["ddp", "fsdp2"] = "ddp"
     sync_batchnorm: bool = False
     compile: bool = False
-    tile: int | None = None
+    workspace: int | None = None
     threads: int | None = None
 
 
@@ -239,7 +239,7 @@ class Planned:
     """What the plan predicted, for the report to set beside what was measured."""
 
     peak_bytes: int | None = None
-    seconds_a_step: float | None = None
+    seconds_per_step: float | None = None
 
 
 @dataclass(frozen=True)
@@ -446,13 +446,13 @@ def _rules(run: Run) -> list[tuple[str, Any, bool, str]]:
         ("evaluate.templates", run.evaluate.templates, all("{}" in each for each in run.evaluate.templates),
          "each must hold {} where the name of the class goes, as in 'a picture of a {}'"),
         ("evaluate.templates", run.evaluate.templates, len(run.evaluate.templates) > 0, "must hold at least one, for example '{}'"),
-        ("compute.tile", run.compute.tile, _within(run.compute.tile, SMALLEST_TILE, INT64),
+        ("compute.workspace", run.compute.workspace, _within(run.compute.workspace, SMALLEST_TILE, INT64),
          f"counts bytes, and must be at least {SMALLEST_TILE}; leave it out for the device's default"),
         ("compute.threads", run.compute.threads, _above(run.compute.threads, 0), "must be at least 1"),
         ("compute.threads", run.compute.threads, _within(run.compute.threads, 1, many),
          f"must be at most {many}: this machine has {cores} cores, and more threads than that only wait for each other"),
         ("planned.peak_bytes", run.planned.peak_bytes, _within(run.planned.peak_bytes, 0, INT64), "must not be negative"),
-        ("planned.seconds_a_step", run.planned.seconds_a_step, _above(run.planned.seconds_a_step, 0), "must be above 0"),
+        ("planned.seconds_per_step", run.planned.seconds_per_step, _above(run.planned.seconds_per_step, 0), "must be above 0"),
     ]  # fmt: skip
 
 

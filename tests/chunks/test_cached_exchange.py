@@ -214,7 +214,7 @@ def unrepeatable_on_one_rank(rank: int, size: int) -> str:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     try:
-        megabatch.repeat_on_oom(step, optimizer, group=dist.group.WORLD)(torch.ones(4, 6))
+        megabatch.retry_on_oom(step, optimizer, group=dist.group.WORLD)(torch.ones(4, 6))
     except RuntimeError as error:
         return str(error)
     return "no error"

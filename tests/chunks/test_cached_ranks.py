@@ -213,7 +213,7 @@ def on_a_device(rank: int, size: int) -> list[Tensor]:
     (megabatch.cached(ddp, chunk=3)(x) ** 2).mean().backward()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     encode = megabatch.cached(ddp, chunk=3)
-    megabatch.repeat_on_oom(lambda: (encode(x) ** 2).mean().backward(), optimizer, group=dist.group.WORLD)()
+    megabatch.retry_on_oom(lambda: (encode(x) ** 2).mean().backward(), optimizer, group=dist.group.WORLD)()
     return [p.grad for p in model.parameters()]
 
 

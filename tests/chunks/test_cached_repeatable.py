@@ -390,7 +390,7 @@ def repeated(encoder: Hungry, change: Callable[[Tensor], Any]) -> list[Any]:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        megabatch.repeat_on_oom(step, optimizer)(batch())
+        megabatch.retry_on_oom(step, optimizer)(batch())
     return drawn
 
 

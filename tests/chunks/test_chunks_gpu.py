@@ -155,7 +155,7 @@ def peak_mib(rows: int, chunk: int, keep: Any = 0) -> float:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         z = encode(x)
-        megabatch.clip_loss(z, z.roll(1, 0), 5.0, tile=MIB).backward()
+        megabatch.clip_loss(z, z.roll(1, 0), 5.0, workspace=MIB).backward()
         del z
         torch.cuda.synchronize()
     return (torch.cuda.max_memory_allocated() - before) / MIB
@@ -207,9 +207,9 @@ def test_a_device_that_is_really_out_of_memory_is_survived():
 
         def once() -> None:
             z = encode(x)
-            megabatch.clip_loss(z, z.roll(1, 0), 5.0, tile=MIB).backward()
+            megabatch.clip_loss(z, z.roll(1, 0), 5.0, workspace=MIB).backward()
 
-        repeated = megabatch.repeat_on_oom(once, optimizer)
+        repeated = megabatch.retry_on_oom(once, optimizer)
         with use(total) if total else warnings.catch_warnings():
             for _ in range(2):
                 repeated()

@@ -75,7 +75,7 @@ def train(
         loss.backward()
         return loss.detach()
 
-    take = megabatch.repeat_on_oom(step, optimizer, group=group) if repeat else step
+    take = megabatch.retry_on_oom(step, optimizer, group=group) if repeat else step
     torch.manual_seed(7)
     for seed in range(3):
         x, y = data(seed)
@@ -123,7 +123,7 @@ def test_gradients_that_were_there_before_the_step_are_there_after_a_repetition(
     def step(x: Tensor) -> None:
         (encode(x) ** 2).sum().backward()
 
-    take = megabatch.repeat_on_oom(step, optimizer)
+    take = megabatch.retry_on_oom(step, optimizer)
     x, y = data(0)
     (tower(x[:2]) ** 2).sum().backward()
     views = [p.grad for p in tower.parameters()]
@@ -141,7 +141,7 @@ def test_running_statistics_are_those_of_one_attempt():
         tower = model(where)
         tower[1].train()
         encode = megabatch.cached(tower, chunk=6)
-        step = megabatch.repeat_on_oom(lambda x: encode(x).sum().backward(), torch.optim.SGD(tower.parameters(), lr=0.1))
+        step = megabatch.retry_on_oom(lambda x: encode(x).sum().backward(), torch.optim.SGD(tower.parameters(), lr=0.1))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             step(data(0)[0])
@@ -201,7 +201,7 @@ def test_a_step_without_chunks_raises_what_the_device_said():
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
 
     with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
-        megabatch.repeat_on_oom(step, torch.optim.SGD(model().parameters()))()
+        megabatch.retry_on_oom(step, torch.optim.SGD(model().parameters()))()
 
 
 def test_other_errors_are_not_repeated():
@@ -212,14 +212,14 @@ def test_other_errors_are_not_repeated():
         raise RuntimeError("shapes differ")
 
     with pytest.raises(RuntimeError, match="shapes differ"):
-        megabatch.repeat_on_oom(step, torch.optim.SGD(model().parameters()))()
+        megabatch.retry_on_oom(step, torch.optim.SGD(model().parameters()))()
     assert calls == [1]
 
 
 @pytest.mark.parametrize("optimizers, words", [((), "no optimizer"), ((nn.Linear(1, 1),), "must be an optimizer")])
 def test_optimizers_are_needed(optimizers, words):
     with pytest.raises(ValueError, match=words):
-        megabatch.repeat_on_oom(lambda: None, *optimizers)
+        megabatch.retry_on_oom(lambda: None, *optimizers)
 
 
 @pytest.mark.parametrize(
@@ -285,7 +285,7 @@ def exchanges(rank: int, size: int, options: dict[str, Any]) -> Any:
     encode = megabatch.cached(ddp, chunk=2)
     optimizer = torch.optim.SGD(tower.parameters(), lr=0.1)
     x, _ = data(0)
-    step = megabatch.repeat_on_oom(lambda x: (encode(x) ** 2).mean().backward(), optimizer, group=dist.group.WORLD)
+    step = megabatch.retry_on_oom(lambda x: (encode(x) ** 2).mean().backward(), optimizer, group=dist.group.WORLD)
     for _ in range(3):
         counts = counted(lambda: step(x[part_of(rank, size)]))
         grads = [p.grad.clone() for p in tower.parameters()]
@@ -319,7 +319,7 @@ def unused(rank: int, size: int) -> Any:
     ddp = DDP(Model(), find_unused_parameters=True)
     encode = megabatch.cached(ddp, chunk=2)
     optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
-    step = megabatch.repeat_on_oom(lambda x: (encode(x) ** 2).mean().backward(), optimizer, group=dist.group.WORLD)
+    step = megabatch.retry_on_oom(lambda x: (encode(x) ** 2).mean().backward(), optimizer, group=dist.group.WORLD)
     step(torch.ones(4, 3))
     return {name: layer.weight.grad for name, layer in layers.items()}
 
@@ -343,9 +343,9 @@ def refusals(rank: int, size: int) -> list[str]:
     messages = []
     for call in (megabatch.cached(sharded, chunk=2), ddp, static):
         optimizer = torch.optim.SGD(around.parameters(), lr=0.1)
-        step = megabatch.repeat_on_oom(lambda call=call: call(x).sum().backward(), optimizer, group=dist.group.WORLD)
+        step = megabatch.retry_on_oom(lambda call=call: call(x).sum().backward(), optimizer, group=dist.group.WORLD)
         messages.append(error_of(step))
-    messages.append(error_of(megabatch.repeat_on_oom(lambda: None, optimizer)))
+    messages.append(error_of(megabatch.retry_on_oom(lambda: None, optimizer)))
     return messages
 
 
@@ -362,7 +362,7 @@ def accumulated(rank: int, size: int, culprit: int) -> Any:
     ddp = DDP(tower)
     optimizer = torch.optim.SGD(tower.parameters(), lr=0.1)
     mean = megabatch.accumulate(lambda x: (ddp(x) ** 2).mean(), ddp, chunk=4)
-    step = megabatch.repeat_on_oom(mean, optimizer, group=dist.group.WORLD)
+    step = megabatch.retry_on_oom(mean, optimizer, group=dist.group.WORLD)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         value = step(data(0)[0][part_of(rank, size)])

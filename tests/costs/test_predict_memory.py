@@ -316,7 +316,7 @@ def contrastive(rows: int, **how: Any) -> Prediction:
 
 
 def test_a_chunk_decides_about_activations_and_rows_about_embeddings() -> None:
-    small, large, wider = (contrastive(rows, chunk=chunk, tile=MIB) for rows, chunk in ((512, 128), (8192, 128), (8192, 256)))
+    small, large, wider = (contrastive(rows, chunk=chunk, workspace=MIB) for rows, chunk in ((512, 128), (8192, 128), (8192, 256)))
     assert small.parts["activations"] == large.parts["activations"]
     assert wider.parts["activations"] == pytest.approx(2 * large.parts["activations"], rel=0.01)
     # Two sides, embeddings and gradients, fp32: 16 bytes an element.
@@ -337,12 +337,12 @@ def test_kept_chunks_add_a_graph_each_and_the_first_is_free() -> None:
 
 def test_tiles_stay_within_their_memory_and_rings_add_blocks() -> None:
     rows = 65536
-    alone = contrastive(rows, chunk=1, tile=64 * MIB)
+    alone = contrastive(rows, chunk=1, workspace=64 * MIB)
     assert alone.moment == "backward of the loss" and alone.parts["loss tiles"] == 64 * MIB
     assert contrastive(rows, chunk=1).parts["loss tiles"] == 512 * MIB
-    ring = contrastive(rows, chunk=1, tile=64 * MIB, ranks=4)
+    ring = contrastive(rows, chunk=1, workspace=64 * MIB, ranks=4)
     assert ring.parts["ring buffers"] == 5 * rows * 32 * 4
-    sigmoid = contrastive(rows, chunk=1, tile=64 * MIB, objective="siglip")
+    sigmoid = contrastive(rows, chunk=1, workspace=64 * MIB, objective="siglip")
     assert sigmoid.peak_bytes > alone.peak_bytes - 64 * MIB
 
 
@@ -377,7 +377,7 @@ def test_what_the_loss_keeps_for_its_gradient_is_held_from_forward_on() -> None:
     assert held(4096, 512) == (36 * MIB, 32 * MIB, 36 * MIB)
     # At most the working memory and a quarter of it.
     assert held(65536, 512) == (640 * MIB, 512 * MIB, 640 * MIB)
-    assert held(65536, 512, tile=64 * MIB) == (80 * MIB, 64 * MIB, 80 * MIB)
+    assert held(65536, 512, workspace=64 * MIB) == (80 * MIB, 64 * MIB, 80 * MIB)
     # Narrow embeddings are multiplied again, and so are all on a CPU, whose tiles are small.
     assert held(4096, 256) == (4 * MIB, 0, 32 * MIB)
     assert held(4096, 512, device="cpu")[1] == 0

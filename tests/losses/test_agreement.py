@@ -120,7 +120,7 @@ def agree_all_the_same(rank: int, size: int) -> list[float]:
         clip(x.requires_grad_(rank == 0), y).item(),
         clip(x, y, 4.0 if rank else torch.tensor(4.0, requires_grad=True)).item(),
         clip(x, y, rounded).item(),
-        clip(x, y, tile=700 if rank else None).item(),
+        clip(x, y, workspace=700 if rank else None).item(),
         *(clip(x, y, ids=(IDS + 5 * rank).to(dtype)).item() for dtype in (torch.int8, torch.int32, torch.uint16, torch.uint64)),
         float(clip(x, y, torch.tensor(torch.nan)).isnan()),
     ]

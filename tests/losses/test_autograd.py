@@ -76,12 +76,12 @@ def test_similarities_are_computed_once_forward_and_once_backward(monkeypatch):
     x.requires_grad_()
     counted, mm = [], torch.mm
     monkeypatch.setattr(torch, "mm", lambda a, b, **kw: counted.append(len(a) * b.shape[1]) or mm(a, b, **kw))
-    loss = megabatch.clip_loss(x, y, 5.0, tile=4000)
+    loss = megabatch.clip_loss(x, y, 5.0, workspace=4000)
     assert sum(counted) == 64 * 64
     loss.backward()
     assert sum(counted) == 2 * 64 * 64
     counted.clear()
-    megabatch.siglip_loss(x, y, 5.0, -1.0, tile=4000).backward()
+    megabatch.siglip_loss(x, y, 5.0, -1.0, workspace=4000).backward()
     assert sum(counted) == 64 * 64
 
 
@@ -92,7 +92,7 @@ def test_two_runs_are_bit_equal(loss, dtype):
     runs = []
     for _ in range(3):
         a, b = x.clone().requires_grad_(), y.clone().requires_grad_()
-        value = loss(a, b, tile=2**16)
+        value = loss(a, b, workspace=2**16)
         value.backward()
         runs.append((value, a.grad, b.grad))
     assert all(torch.equal(s, t) for run in runs[1:] for s, t in zip(runs[0], run, strict=True))
@@ -157,7 +157,7 @@ def test_torch_compile_of_a_training_step_breaks_the_graph_cleanly():
 
     def step(a, b):
         x, y = (torch.nn.functional.normalize(towers(t), dim=-1) for t in (a, b))
-        loss = megabatch.clip_loss(x, y, scale.exp(), tile=500) + megabatch.siglip_loss(x, y, scale.exp(), -1.0, tile=500)
+        loss = megabatch.clip_loss(x, y, scale.exp(), workspace=500) + megabatch.siglip_loss(x, y, scale.exp(), -1.0, workspace=500)
         return 3 * loss
 
     def gradients(f):

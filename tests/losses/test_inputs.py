@@ -42,8 +42,8 @@ X, Y = torch.randn(5, 4), torch.randn(5, 4)
         ({"drop_above": math.nan}, "drop_above=nan"),
         ({"backend": "cuda"}, "backend='cuda': must be one of 'eager', 'fused'"),
         ({"x": X.double(), "y": Y.double(), "backend": "fused"}, "backend='fused': .*; pass backend='eager' or None"),
-        ({"tile": 0}, "tile=0: must be a positive number of bytes"),
-        ({"tile": 1.5}, "tile=1.5"),
+        ({"workspace": 0}, "workspace=0: must be a positive number of bytes"),
+        ({"workspace": 1.5}, "workspace=1.5"),
         ({"precision": "fp8"}, "precision='fp8': must be one of 'ieee', 'tf32', 'int8'; 'int8' is for bf16, the others for fp32"),
         ({"precision": "int8"}, r"precision='int8' and x is float32: must be bfloat16 for it; pass x.bfloat16\(\), or"),
         ({"group": 3}, "group=3: must be None, a process group"),
@@ -83,10 +83,10 @@ def test_the_bias_is_checked_like_the_scale():
 
 def test_a_module_keeps_the_options_and_knows_its_own():
     x, y, ids = torch.randn(6, 4), torch.randn(6, 4), torch.arange(6) // 2
-    module = megabatch.ClipLoss(label_smoothing=0.1, duplicates="positive", tile=2000)
+    module = megabatch.ClipLoss(label_smoothing=0.1, duplicates="positive", workspace=2000)
     assert torch.equal(
         module(x, y, 3.0, ids=ids),
-        megabatch.clip_loss(x, y, 3.0, ids=ids, label_smoothing=0.1, duplicates="positive", tile=2000),
+        megabatch.clip_loss(x, y, 3.0, ids=ids, label_smoothing=0.1, duplicates="positive", workspace=2000),
     )
     assert "label_smoothing=0.1" in repr(module)
     sigmoid = megabatch.SigLipLoss(duplicates="positive")

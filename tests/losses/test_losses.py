@@ -33,7 +33,7 @@ def assert_exact(case: Case, **more) -> None:
     ids=str,
 )
 def test_every_combination_of_options_of_the_softmax_loss_is_the_formula(options):
-    assert_exact(build("clip_loss", 21, (7.0,), options), tile=1000)
+    assert_exact(build("clip_loss", 21, (7.0,), options), workspace=1000)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_every_combination_of_options_of_the_softmax_loss_is_the_formula(options
     ids=str,
 )
 def test_every_combination_of_options_of_the_sigmoid_loss_is_the_formula(options):
-    assert_exact(build("siglip_loss", 21, (7.0, -3.0), options), tile=1000)
+    assert_exact(build("siglip_loss", 21, (7.0, -3.0), options), workspace=1000)
 
 
 @st.composite
@@ -73,15 +73,15 @@ def cases(draw) -> Case:
 
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(cases(), st.sampled_from(TILES))
-def test_any_case_is_the_formula_in_fp64(case, tile):
-    assert_exact(case, tile=tile)
+def test_any_case_is_the_formula_in_fp64(case, workspace):
+    assert_exact(case, workspace=workspace)
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(cases(), st.sampled_from(TILES), st.sampled_from((torch.float32, torch.bfloat16, torch.float16)))
-def test_any_case_is_as_exact_as_fp32_sums_allow(case, tile, dtype):
+def test_any_case_is_as_exact_as_fp32_sums_allow(case, workspace, dtype):
     case = case.rounded(dtype)
-    true, found = formula(case), ours(case, dtype, tile=tile)
+    true, found = formula(case), ours(case, dtype, workspace=workspace)
     # A logit of size S is rounded by up to S·eps/2 in each of the few sums it passes through, and moves what follows by as much;
     # sums of up to 50 terms add their own rounding. A gradient is then rounded once to the dtype of its input.
     sums = 32 * torch.finfo(torch.float32).eps * (1 + largest_logit(case))
@@ -103,7 +103,7 @@ def test_the_error_is_not_larger_than_pytorchs_own(loss, scale, kind, dtype):
     x, y = embeddings(400, width=48, kind=kind, seed=3)
     case = Case(loss, x, y, (scale, -5.0)[: 1 if loss == "clip_loss" else 2]).rounded(dtype)
     true = formula(case)
-    own, theirs = errors(case, ours(case, dtype, tile=2**17), true), errors(case, formula(case, dtype), true)
+    own, theirs = errors(case, ours(case, dtype, workspace=2**17), true), errors(case, formula(case, dtype), true)
     for name in true:
         # Both round; a factor of 1.5 and a few units of fp32 are luck. A gradient cannot be better than its dtype.
         slack = 8 * torch.finfo(torch.float32).eps + (torch.finfo(dtype).eps if name in ("x", "y") else 0)
@@ -120,21 +120,21 @@ def test_logits_are_not_rounded_to_bf16():
 
 @pytest.mark.parametrize("gap", [50.0, 1000.0, 1e5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("tile", [500, None])
-def test_rows_far_below_the_largest_logit_of_their_tile_are_right(gap, dtype, tile):
+@pytest.mark.parametrize("workspace", [500, None])
+def test_rows_far_below_the_largest_logit_of_their_tile_are_right(gap, dtype, workspace):
     x, y = embeddings(30, width=4, kind="random", seed=1)
     x = x * torch.where(torch.arange(30) % 3 == 0, gap, 1.0)[:, None].double()
     y[5:7] *= gap
     case = Case("clip_loss", x, y, (1.0,))
     eps = torch.finfo(dtype).eps
-    for name, e in errors(case, ours(case, dtype, tile=tile), formula(case)).items():
+    for name, e in errors(case, ours(case, dtype, workspace=workspace), formula(case)).items():
         assert e < 32 * eps, (name, e)
 
 
 def test_identical_rows_give_log_n_at_any_size_of_logit():
     for norm, scale in ((1.0, 1.0), (1.0, 100.0), (1e3, 100.0), (1e4, 1e3)):
         x = torch.full((64, 16), norm / 4)
-        assert megabatch.clip_loss(x, x, scale, tile=4000).item() == pytest.approx(math.log(64), rel=1e-6)
+        assert megabatch.clip_loss(x, x, scale, workspace=4000).item() == pytest.approx(math.log(64), rel=1e-6)
 
 
 def test_a_small_loss_keeps_its_digits():
@@ -176,13 +176,13 @@ def test_several_positives_are_a_uniform_target():
 @pytest.mark.parametrize("loss", ["clip_loss", "siglip_loss"])
 @pytest.mark.parametrize("extra", [0, 6])
 @pytest.mark.parametrize("with_ids", [False, True])
-@pytest.mark.parametrize("tile", [600, None])
-def test_diagnostics_rank_every_positive(loss, extra, with_ids, tile):
+@pytest.mark.parametrize("workspace", [600, None])
+def test_diagnostics_rank_every_positive(loss, extra, with_ids, workspace):
     x, y = embeddings(33, extra, width=5, seed=2)
     ids = torch.arange(len(y)) % 20 if with_ids else None
     options = {"symmetric": not extra} if loss == "clip_loss" else {}
     scalars = (3.0,) if loss == "clip_loss" else (3.0, -1.0)
-    value, found = getattr(megabatch, loss)(x, y, *scalars, ids=ids, tile=tile, diagnostics=True, **options)
+    value, found = getattr(megabatch, loss)(x, y, *scalars, ids=ids, workspace=workspace, diagnostics=True, **options)
     rank, hardest = reference.ranks(x, y, ids)
     assert torch.equal(found.row_rank, rank)
     assert torch.allclose(found.row_hardest, hardest)
@@ -247,7 +247,7 @@ def test_a_frozen_side_gets_no_gradient_and_the_rest_is_right(loss, frozen):
     x.requires_grad_(frozen == "y")
     y.requires_grad_(frozen == "x")
     parameters = [torch.tensor(s, dtype=torch.float64, requires_grad=True) for s in scalars]
-    getattr(megabatch, loss)(x, y, *parameters, tile=900).backward()
+    getattr(megabatch, loss)(x, y, *parameters, workspace=900).backward()
     assert (x.grad is None) == (frozen != "y") and (y.grad is None) == (frozen != "x")
     for name, found in (("x", x.grad), ("y", y.grad), ("scale", parameters[0].grad)):
         assert found is None or torch.allclose(found, true[name], rtol=1e-10)

@@ -11,12 +11,12 @@ import megabatch
 WIDTH = 32
 
 
-def work(loss: str, rows: int, tile: int, options: dict) -> None:
+def work(loss: str, rows: int, workspace: int, options: dict) -> None:
     x, y = (torch.randn(rows, WIDTH).requires_grad_() for _ in range(2))
     scalars = (0.5,) if loss == "clip_loss" else (0.5, -5.0)
     if options.get("ids"):
         options = {**options, "ids": torch.arange(rows) // 2}
-    getattr(megabatch, loss)(x, y, *scalars, tile=tile, **options).backward()
+    getattr(megabatch, loss)(x, y, *scalars, workspace=workspace, **options).backward()
 
 
 def encode(rows: int, chunk: int, keep: int) -> None:
@@ -28,8 +28,8 @@ def encode(rows: int, chunk: int, keep: int) -> None:
     z.square().mean().backward()
 
 
-def peak(loss: str, rows: int, tile: int, options: dict | None = None) -> int:
-    return measured(work, (loss, 64, 4096, options or {}), (loss, rows, tile, options or {}))
+def peak(loss: str, rows: int, workspace: int, options: dict | None = None) -> int:
+    return measured(work, (loss, 64, 4096, options or {}), (loss, rows, workspace, options or {}))
 
 
 @pytest.mark.parametrize(
@@ -42,12 +42,12 @@ def peak(loss: str, rows: int, tile: int, options: dict | None = None) -> int:
     ids=["clip", "clip with every option", "siglip"],
 )
 def test_extra_memory_grows_linearly_at_most(loss, options):
-    tile = 4 * MIB
-    small, large = peak(loss, 3000, tile, options), peak(loss, 9000, tile, options)
+    workspace = 4 * MIB
+    small, large = peak(loss, 3000, workspace, options), peak(loss, 9000, workspace, options)
     # Of the linear part: inputs, gradients and fp32 sums are fewer than ten (rows, width) matrices; the matrix would be 309 MiB.
     assert large - small < 10 * 6000 * WIDTH * 4 + 2 * MIB
     # Masks and temporaries of a tile with every option stay within about twice the working memory.
-    assert large < 2 * tile + 10 * 9000 * WIDTH * 4 + 4 * MIB
+    assert large < 2 * workspace + 10 * 9000 * WIDTH * 4 + 4 * MIB
 
 
 def test_the_tile_sets_the_working_memory():

@@ -67,7 +67,7 @@ def test_sigmoid_logits_are_scaled_before_they_are_rounded():
 def ring_peaks(rank: int, size: int, rows: int, width: int) -> int:
     def step(count: int) -> None:
         x, y = (torch.randn(count, width).requires_grad_() for _ in range(2))
-        megabatch.clip_loss(x, y, 0.1, group=dist.group.WORLD, tile=2**20).backward()
+        megabatch.clip_loss(x, y, 0.1, group=dist.group.WORLD, workspace=2**20).backward()
 
     step(8)
     return peak_of(lambda: step(rows), "cpu").extra_bytes

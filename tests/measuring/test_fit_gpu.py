@@ -142,7 +142,7 @@ def test_more_than_the_device_has_is_refused():
 
 
 def test_a_run_end_to_end(tmp_path: Path):
-    settings = ["batch.size=8192", "data.workers=0", "schedule.steps=2", "compute.device=cuda", f"compute.tile={4 * MIB}"]
+    settings = ["batch.size=8192", "data.workers=0", "schedule.steps=2", "compute.device=cuda", f"compute.workspace={4 * MIB}"]
     run = config.build(config.EMBEDDED, settings)
     whole = fit(run, out=tmp_path / "whole")
     assert whole.found.chunk == 8192

@@ -170,7 +170,7 @@ def test_chunks_vary_at_the_runs_batch_and_memory_grows_with_them(pairs, tmp_pat
 
     # What cannot be predicted is measured all the same.
     monkeypatch.setattr("megabatch.measuring.profile.curve.predictions", refuse)
-    run = run_of(pairs, "batch.keep=0", "batch.size=512", "compute.tile=262144")
+    run = run_of(pairs, "batch.keep=0", "batch.size=512", "compute.workspace=262144")
     found = profile(run, chunks=[32, 512], steps=1, out=tmp_path).found
     assert found.against == "chunk"
     assert [(row["batch"], row["chunk"], row["keep"]) for row in found.points] == [(512, 32, 0), (512, 512, 0)]

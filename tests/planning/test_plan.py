@@ -96,8 +96,8 @@ def test_the_plan_fits_and_its_numbers_agree(medical):
     assert how.shard * how.ranks == medical.batch == run.batch.size
     assert medical.peak_bytes <= medical.limit_bytes == int(0.8 * medical.device_bytes)
     assert (run.batch.chunk, run.batch.keep) == (how.chunk, how.keep)
-    assert (run.planned.peak_bytes, run.planned.seconds_a_step) == (medical.peak_bytes, medical.seconds_a_step)
-    assert sum(medical.time.values()) == pytest.approx(medical.seconds_a_step)
+    assert (run.planned.peak_bytes, run.planned.seconds_per_step) == (medical.peak_bytes, medical.seconds_per_step)
+    assert sum(medical.time.values()) == pytest.approx(medical.seconds_per_step)
     assert sum(medical.memory.values()) == medical.peak_bytes
     assert run.schedule.samples == 300_000_000
     assert run.loss.duplicates == "mask"

@@ -31,7 +31,9 @@ def predicted(work: Workload, *overrides: str, gpu: str = "H200") -> Any:
 
 
 def test_a_smaller_tile_is_a_smaller_peak(work: Workload) -> None:
-    usual, less, least = (predicted(work, *tile) for tile in ([], [f"compute.tile={128 * MIB}"], [f"compute.tile={64 * MIB}"]))
+    usual, less, least = (
+        predicted(work, *workspace) for workspace in ([], [f"compute.workspace={128 * MIB}"], [f"compute.workspace={64 * MIB}"])
+    )
     # What is kept of the tiles, and beside it the sums of 8,192 rows and columns.
     assert usual.parts["loss tiles"] == (256 + 16) * MIB and less.parts["loss tiles"] == (128 + 16) * MIB
     assert usual.peak_bytes - less.peak_bytes == 128 * MIB and less.peak_bytes - least.peak_bytes == 64 * MIB

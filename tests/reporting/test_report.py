@@ -65,7 +65,7 @@ def whole_run(run: Path) -> Path:
     write_log(run, step(1), step(2), evaluation(2, first=0.1), *rows)
     flat = [{"pairs": 1024 * n, "chunk": 256, "seconds": n, "peak_bytes": 2**29 + n} for n in (4, 16)]
     result = {"steps": 2, "samples": 2048, "seconds": 9.5, "pairs_per_s": 215.6, "peak_bytes": 3 * 2**28, "parameters": 3456789}
-    result |= {"planned": {"peak_bytes": 2**29, "seconds_a_step": 5.0}, "evaluation": evaluation(2), "bad": 1, "flat": flat}
+    result |= {"planned": {"peak_bytes": 2**29, "seconds_per_step": 5.0}, "evaluation": evaluation(2), "bad": 1, "flat": flat}
     (run / "result.json").write_text(json.dumps(result))
     answers = [{"text": text, "picture": "contact/found.png", "right": not place, "score": 0.5} for place, text in enumerate(ODD)]
     written = [{**answer, "picture": None} for answer in answers]

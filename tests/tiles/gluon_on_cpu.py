@@ -172,17 +172,17 @@ class Sources:
             exec(compile(source, path, "exec", dont_inherit=True), vars(module))
         return self.modules[path]
 
-    def _find(self, name: str, within: Any = None, _: Any = None, wanted: Sequence[str] | None = (), level: int = 0) -> Any:
+    def _find(self, name: str, within: Any = None, _: Any = None, needs_grad: Sequence[str] | None = (), level: int = 0) -> Any:
         """Takes the place of `__import__`."""
         if level:
             folder = Path(within["__file__"]).parents[level - 1]
             if name:
                 return self.module(folder.joinpath(*name.split(".")))
-            return Namespace(**{each: self.module(folder / each) for each in wanted or ()})
+            return Namespace(**{each: self.module(folder / each) for each in needs_grad or ()})
         first, *further = name.split(".")
         if first == "triton":
-            return functools.reduce(getattr, further if wanted else (), triton)
-        return builtins.__import__(name, within, None, wanted or (), level)
+            return functools.reduce(getattr, further if needs_grad else (), triton)
+        return builtins.__import__(name, within, None, needs_grad or (), level)
 
 
 def kernels(path: Path, changes: Mapping[str, str] | None = None) -> ModuleType:

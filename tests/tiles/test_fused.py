@@ -22,7 +22,7 @@ import megabatch
 from megabatch import tiles
 from megabatch.costs.memory.loss import BESIDE_KEPT, DEFAULT_TILE, KEPT_WIDTH
 from megabatch.tiles import backend_for, backend_name, eager
-from megabatch.tiles.contract import Means, Pairs, Softmax, Wanted
+from megabatch.tiles.contract import ComputeOptions, NeedsGrad, Pairs, Softmax
 
 pytest.importorskip("triton")
 
@@ -121,7 +121,7 @@ def test_gradients_above_a_limit_are_computed_again_and_no_others(symmetric):
     g = torch.Generator().manual_seed(0)
     x, y = torch.randn(70, 20, generator=g) / 4, torch.randn(300, 20, generator=g) / 4
     gains = torch.rand(70 + 99, generator=g), torch.rand(300 + 99, generator=g) if symmetric else None
-    layout, whole = launch.Launch("gradient", x, y, Means(2**24)), launch.Panel(slice(0, 70), slice(0, 300))
+    layout, whole = launch.Launch("gradient", x, y, ComputeOptions(2**24)), launch.Panel(slice(0, 70), slice(0, 300))
     panel = torch.rand(70, 304, generator=g)[:, :300]
     before, limit = panel.clone(), torch.tensor(0.97)
     marks = torch.stack([(part > limit).any(1) for part in panel.split(64, 1)])
@@ -142,7 +142,7 @@ def test_gradients_above_a_limit_are_computed_again_and_no_others(symmetric):
 def test_options(loss, place, options):
     scalars = (7.0, 20.0, 300.0, -3.0)[place % 4], -3.0
     dtype = torch.float16 if place % 5 == 2 else torch.float32
-    assert_exact(build(loss, 21, scalars[: len(SCALARS[loss])], options), dtype, tile=1000)
+    assert_exact(build(loss, 21, scalars[: len(SCALARS[loss])], options), dtype, workspace=1000)
 
 
 @both_losses
@@ -198,9 +198,9 @@ def test_inputs_may_lie_in_memory_as_they_like(loss, layout):
 @both_losses
 def test_without_tensor_descriptors_it_is_the_same(loss, monkeypatch):
     case = build(loss, 21, SCALARS[loss], EVERY_OPTION[loss], width=23)
-    described = ours(case, torch.float32, backend="fused", tile=1000)
+    described = ours(case, torch.float32, backend="fused", workspace=1000)
     monkeypatch.setattr(launch, "has_descriptors", lambda device: False)
-    found = ours(case, torch.float32, backend="fused", tile=1000)
+    found = ours(case, torch.float32, backend="fused", workspace=1000)
     assert all(torch.allclose(found[name], t, rtol=1e-6, atol=1e-7) for name, t in described.items())
 
 
@@ -217,7 +217,7 @@ def use_blocks(monkeypatch) -> Iterator[Callable[..., None]]:
 @both_losses
 def test_tiles_that_are_not_halved(loss, use_blocks):
     use_blocks(pieces=1)
-    assert_exact(build(loss, 37, SCALARS[loss], {}), tile=1000)
+    assert_exact(build(loss, 37, SCALARS[loss], {}), workspace=1000)
     assert_exact(build(loss, 21, SCALARS[loss], EVERY_OPTION[loss]))
 
 
@@ -284,7 +284,7 @@ def far_apart(gap: float) -> Case:
 
 @pytest.mark.parametrize("gap", [50.0, 1000.0, 1e5])
 def test_rows_far_below_the_largest_logit_of_their_tile_are_right(gap):
-    assert_exact(far_apart(gap), allowed=32 * EPS, tile=1000)
+    assert_exact(far_apart(gap), allowed=32 * EPS, workspace=1000)
 
 
 @pytest.mark.parametrize("offset", [-500.0, 500.0])
@@ -357,7 +357,7 @@ def test_diagnostics_are_those_of_the_other_backend(loss, options):
     ids = torch.arange(len(y)) % 20
     f = getattr(megabatch, loss)
     found, expected = (
-        f(x, y, *SCALARS[loss], ids=ids, diagnostics=True, tile=1000, backend=backend, **options)[1]
+        f(x, y, *SCALARS[loss], ids=ids, diagnostics=True, workspace=1000, backend=backend, **options)[1]
         for backend in ("fused", "eager")
     )
     for mine, theirs in zip(found, expected, strict=True):
@@ -387,7 +387,7 @@ def test_a_collapsed_model_does_not_look_perfect():
 @both_losses
 def test_two_runs_are_equal_to_the_last_bit(loss):
     case = build(loss, 21, SCALARS[loss], {"ids": True})
-    first, second = (ours(case, torch.float32, backend="fused", tile=1000) for _ in range(2))
+    first, second = (ours(case, torch.float32, backend="fused", workspace=1000) for _ in range(2))
     assert all(torch.equal(second[name], t) for name, t in first.items())
 
 
@@ -495,27 +495,27 @@ def test_a_device_is_asked_what_it_can_do(monkeypatch):
     st.sampled_from((0.25, 1.5, 2.0, 4.0)),
     st.none() | st.integers(32, 400),
 )
-def test_panels_hold_every_pair_once_and_keep_to_the_working_memory(rows, columns, tile, bytes_a_cell, widest):
+def test_panels_hold_every_pair_once_and_keep_to_the_working_memory(rows, columns, workspace, bytes_a_cell, widest):
     x, y = torch.empty(rows, 4), torch.empty(columns, 4)
-    work = launch.Launch("stats", x, y, Means(tile))
+    work = launch.Launch("stats", x, y, ComputeOptions(workspace))
     panels, held = list(work.panels(bytes_a_cell, widest)), torch.zeros(rows, columns, dtype=torch.int64)
     for p in panels:
         held[p.r, p.c] += 1
-        assert p.rows * p.columns <= max(tile / bytes_a_cell, work.blocks.m * work.blocks.n)
+        assert p.rows * p.columns <= max(workspace / bytes_a_cell, work.blocks.m * work.blocks.n)
         assert p.r.start % work.blocks.m == 0 and p.c.start % work.blocks.n == 0
         assert widest is None or p.columns <= widest
     assert (held == 1).all()
-    assert len(panels) <= 1 or rows * columns > tile / bytes_a_cell or columns > (widest or columns)
+    assert len(panels) <= 1 or rows * columns > workspace / bytes_a_cell or columns > (widest or columns)
     assert panels == sorted(panels, key=lambda p: (p.r.start, p.c.start))
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.integers(1, 300), st.integers(1, 300), st.integers(1, 2**16), st.none() | st.integers(32, 400))
-def test_around_a_kept_panel_every_pair_is_held_once_and_sums_begin_where_they_are_said_to(rows, columns, tile, widest):
-    x, y, means = torch.empty(rows, 4), torch.empty(columns, 4), Means(tile)
-    work = launch.Launch("stats", x, y, means)
-    kept = room_to_keep(work, means)
-    first = next(launch.Launch("gradient", x, y, means).panels(4))
+def test_around_a_kept_panel_every_pair_is_held_once_and_sums_begin_where_they_are_said_to(rows, columns, workspace, widest):
+    x, y, compute = torch.empty(rows, 4), torch.empty(columns, 4), ComputeOptions(workspace)
+    work = launch.Launch("stats", x, y, compute)
+    kept = room_to_keep(work, compute)
+    first = next(launch.Launch("gradient", x, y, compute).panels(4))
     assert (kept.panel.r, kept.panel.c) == (first.r, first.c) and kept.buffer.dtype == torch.float32
     held = torch.zeros(rows, columns, dtype=torch.int64)
     for p in work.panels(0.5, widest, kept.panel):
@@ -532,37 +532,37 @@ def test_around_a_kept_panel_every_pair_is_held_once_and_sums_begin_where_they_a
 
 def kept_of(width=8, dtype=torch.float32, **options):
     x, y = embeddings(70, width=width)
-    pairs = Pairs(home=True, positive_M=torch.zeros(70), positive_N=torch.zeros(70), **options)
-    means = Means(40 * 64 * 4)
+    pairs = Pairs(is_local=True, positive_M=torch.zeros(70), positive_N=torch.zeros(70), **options)
+    compute = ComputeOptions(40 * 64 * 4)
     tensors = x.to(dtype), y.to(dtype), torch.tensor(3.0)
-    return tensors, pairs, means, fused.softmax_stats(*tensors, pairs, columns=True, means=means, keep=True).kept
+    return tensors, pairs, compute, fused.softmax_stats(*tensors, pairs, columns=True, compute=compute, keep=True).kept
 
 
 def test_kept_exponentials_are_those_of_the_first_panel_and_what_gradients_are_made_of():
-    (x, y, scale), pairs, means, kept = kept_of()
+    (x, y, scale), pairs, compute, kept = kept_of()
     rows, columns = kept.panel.rows, kept.panel.columns
     assert rows < 70 and columns < 70
     true = (3 * x.double() @ y.double().T).exp().fill_diagonal_(0)[:rows, :columns]
     assert torch.allclose(kept.values(kept.panel).double(), true, rtol=1e-5)
     softmax = Softmax(torch.zeros(70), torch.ones(70))
     arguments = x, y, scale, pairs, softmax, softmax
-    again, _ = fused.softmax_grads(*arguments, wanted=Wanted(True, True), means=means)
+    again, _ = fused.softmax_grads(*arguments, needs_grad=NeedsGrad(True, True), compute=compute)
     kept.buffer.mul_(2)
-    doubled, _ = fused.softmax_grads(*arguments, wanted=Wanted(True, True), means=means, kept=kept)
+    doubled, _ = fused.softmax_grads(*arguments, needs_grad=NeedsGrad(True, True), compute=compute, kept=kept)
     extra = 2 * true @ y[:columns].double()
     assert torch.allclose((doubled - again)[:rows].double(), extra, rtol=1e-4, atol=1e-3)
     assert torch.allclose(doubled[rows:], again[rows:], rtol=1e-5)
 
 
-@pytest.mark.parametrize("tile, symmetric", [(2**20, False), (40 * 64 * 4, True)])
-def test_what_is_kept_tells_the_pairs_that_count_however_small_their_exponentials(tile, symmetric):
+@pytest.mark.parametrize("workspace, symmetric", [(2**20, False), (40 * 64 * 4, True)])
+def test_what_is_kept_tells_the_pairs_that_count_however_small_their_exponentials(workspace, symmetric):
     x, y = embeddings(70, width=8)
     # Logits of some rows are about zero for ten columns, and so low for the others that fp32 has no exponential of them.
     y[:, 0] = torch.where(torch.arange(70) < 10, 0.0, 1.0)
     x[20:23, 0] = -200
     case = Case("clip_loss", x, y, (1.0,), {"ids": torch.arange(70) // 2, "label_smoothing": 0.3, "symmetric": symmetric})
     a, b = (t.float().requires_grad_() for t in (x, y))
-    loss = megabatch.clip_loss(a, b, 1.0, backend="fused", tile=tile, **case.options)
+    loss = megabatch.clip_loss(a, b, 1.0, backend="fused", workspace=workspace, **case.options)
     assert loss.grad_fn.way_back.kept is not None
     true = formula(case)
     for found in (torch.autograd.grad(loss, (a, b), retain_graph=True), torch.autograd.grad(loss, (a, b))):
@@ -575,22 +575,22 @@ def test_what_options_add_to_a_gradient_is_not_kept():
     assert all(kept_of(**options)[-1] for options in ({"ids_M": ids, "ids_N": ids}, {"ranked": True}, {"smoothed": True}))
     for options in ({"ids_M": ids, "ids_N": ids, "several": True}, {"drop_above": 0.1}):
         assert kept_of(**options)[-1] is None
-    (x, y, scale), pairs, means, _ = kept_of()
-    assert fused.softmax_stats(x, y, scale, pairs, columns=True, means=means).kept is None
+    (x, y, scale), pairs, compute, _ = kept_of()
+    assert fused.softmax_stats(x, y, scale, pairs, columns=True, compute=compute).kept is None
     # Nor is it on a device where products are faster: those of fp16, whose panels take four bytes a cell, and narrow ones.
     for dtype, width in ((torch.float16, 768), (torch.bfloat16, 256), (torch.float32, 32)):
         x_MD = torch.empty(8, width, dtype=dtype, device="meta")
-        assert room_to_keep(SimpleNamespace(x_MD=x_MD, y_ND=x_MD), means) is None
+        assert room_to_keep(SimpleNamespace(x_MD=x_MD, y_ND=x_MD), compute) is None
 
 
 def test_predicted_memory_keeps_where_the_kernels_do():
     assert {2: LEAST_WIDTH["bfloat16"], 4: LEAST_WIDTH["ieee"]} == KEPT_WIDTH
-    assert DEFAULT_TILE["cuda"] == fused.default_tile(CUDA) and BESIDE_KEPT == launch.BESIDE_KEPT
+    assert DEFAULT_TILE["cuda"] == fused.default_workspace(CUDA) and BESIDE_KEPT == launch.BESIDE_KEPT
 
 
 def test_a_second_way_back_computes_again_what_the_first_used_up():
     x, y = (t.float().requires_grad_() for t in embeddings(70, width=8))
-    loss = megabatch.clip_loss(x, y, 3.0, backend="fused", tile=40 * 64 * 4)
+    loss = megabatch.clip_loss(x, y, 3.0, backend="fused", workspace=40 * 64 * 4)
     first, second = (torch.autograd.grad(loss, (x, y), retain_graph=True) for _ in range(2))
     assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-8) for a, b in zip(first, second, strict=True))
 
@@ -619,7 +619,7 @@ def test_tiles_in_which_ids_may_be_equal_are_marked():
     ids_M, ids_N = torch.arange(40), torch.arange(40, 640)
     for i, j, high in ((0, 599, 0), (17, 5, 1), (18, 300, -1), (39, 270, 0)):
         ids_N[j] = ids_M[i] + high * 2**32
-    work = launch.Launch("stats", torch.empty(40, 4), torch.empty(600, 4), Means(2**20))
+    work = launch.Launch("stats", torch.empty(40, 4), torch.empty(600, 4), ComputeOptions(2**20))
     marks = work.pairs(Pairs(ids_M=ids_M, ids_N=ids_N), launch.Panel(slice(0, 40), slice(0, 600)))[0]
     assert marks.nonzero().tolist() == [[0, 599 // 32], [1, 5 // 32], [1, 300 // 32], [2, 270 // 32]]
 
@@ -756,14 +756,14 @@ def test_blocks_were_measured_here_or_on_the_like_at_the_nearest_width(monkeypat
 def test_gains_are_lifted_and_wild_peaks_leave_marks():
     peaks, gains = (torch.randn(2, 300, generator=torch.Generator().manual_seed(seed)).unbind() for seed in (0, 1))
     rows, columns = Softmax(peaks[0], gains[0]), Softmax(peaks[1][:129], gains[1][:129])
-    trouble = torch.zeros(128, dtype=torch.int32)
+    needs_fallback = torch.zeros(128, dtype=torch.int32)
     for other in (columns, None):
-        found = hopper.lift(rows, other, trouble)
+        found = hopper.lift(rows, other, needs_fallback)
         torch.testing.assert_close(found.rows[:300], gains[0] * torch.exp(-peaks[0]))
         assert not found.rows[300:].any() and len(found.rows) == 300 + 2 * hopper.TILE
         if other:
             torch.testing.assert_close(found.columns[:129], gains[1][:129] * torch.exp(-peaks[1][:129]))
-        assert not trouble.any()
+        assert not needs_fallback.any()
     peaks[1][3] = 65.0
-    hopper.lift(rows, columns, trouble)
-    assert trouble.any()
+    hopper.lift(rows, columns, needs_fallback)
+    assert needs_fallback.any()

@@ -21,7 +21,7 @@ from megabatch import reference
 from megabatch.losses import inputs
 from megabatch.ring import BLOCK, RESULT, Ring
 from megabatch.tiles import backend_name, fused
-from megabatch.tiles.contract import Means, Pairs, Softmax, Wanted
+from megabatch.tiles.contract import ComputeOptions, NeedsGrad, Pairs, Softmax
 from megabatch.tiles.fused import launch, saved_exp, tuned_configs
 
 pytestmark = [
@@ -64,7 +64,7 @@ def assert_the_formula(loss: str, options: dict, dtype: torch.dtype, **more) -> 
         # As on a CPU; gradient products of bf16 and fp16 embeddings read the gradient in the logits with as many digits.
         allowed = 32 * eps * (1 + largest_logit(case))
         rounding = 2 * torch.finfo(dtype).eps if dtype != torch.float64 else 0
-        for name, e in errors(case, on_gpu(case, dtype, tile=40_000, **more), formula(case)).items():
+        for name, e in errors(case, on_gpu(case, dtype, workspace=40_000, **more), formula(case)).items():
             assert e <= allowed + (0 if name == "value" else rounding), (options, scale, name, e)
 
 
@@ -156,7 +156,7 @@ def test_more_is_kept_than_an_int_counts():
     rows, width = 50_000, 64
     g = torch.Generator(device="cuda").manual_seed(0)
     x, y = (torch.randn(rows, width, device="cuda", generator=g).bfloat16().requires_grad_() for _ in range(2))
-    loss = megabatch.clip_loss(x, y, 0.2, tile=6 * 2**30)
+    loss = megabatch.clip_loss(x, y, 0.2, workspace=6 * 2**30)
     assert loss.grad_fn.way_back.kept.panel.rows == loss.grad_fn.way_back.kept.panel.columns == rows
     found = torch.autograd.grad(loss, (x, y), retain_graph=True)
     again = torch.autograd.grad(loss, (x, y))
@@ -228,7 +228,7 @@ def test_ten_runs_are_bit_equal(loss, scale):
     for _ in range(10):
         a, b = x.clone().requires_grad_(), y.clone().requires_grad_()
         value, found = getattr(megabatch, loss)(
-            a, b, *(scale, -5.0)[: 1 if loss == "clip_loss" else 2], ids=ids, tile=2**22, diagnostics=True
+            a, b, *(scale, -5.0)[: 1 if loss == "clip_loss" else 2], ids=ids, workspace=2**22, diagnostics=True
         )
         value.backward()
         runs.append((value.detach(), a.grad, b.grad, found.row_rank, found.column_hardest))
@@ -246,7 +246,7 @@ def test_ranks_and_hardest_negatives_are_exact_ties_included(loss, dtype, collap
         x, y = torch.ones_like(x), torch.ones_like(y)
     ids = torch.arange(700, device="cuda") % 690
     scalars = (0.5, -1.0)[: 1 if loss == "clip_loss" else 2]
-    found = getattr(megabatch, loss)(x.to(dtype), y.to(dtype), *scalars, ids=ids, diagnostics=True, tile=2**20)[1]
+    found = getattr(megabatch, loss)(x.to(dtype), y.to(dtype), *scalars, ids=ids, diagnostics=True, workspace=2**20)[1]
     z = (x.double() @ y.double().T).masked_fill(ids[:, None] == ids, -torch.inf)
     own = (x * y).sum(1).double()
     assert torch.equal(found.row_rank, (z >= own[:, None]).sum(1)) and torch.equal(found.column_rank, (z >= own).sum(0))
@@ -324,10 +324,10 @@ def test_more_elements_than_an_int_counts():
     g = torch.Generator(device="cuda").manual_seed(0)
     x = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16, generator=g)
     y = torch.randn(300, width, device="cuda", dtype=torch.bfloat16, generator=g)
-    scale, pairs, means = torch.tensor(0.05, device="cuda"), Pairs(), Means(2**29)
-    stats = fused.softmax_stats(x, y, scale, pairs, columns=False, means=means).rows
+    scale, pairs, compute = torch.tensor(0.05, device="cuda"), Pairs(), ComputeOptions(2**29)
+    stats = fused.softmax_stats(x, y, scale, pairs, columns=False, compute=compute).rows
     softmax = Softmax(stats.peak, 1 / stats.total)
-    gx, gy = fused.softmax_grads(x, y, scale, pairs, softmax, None, wanted=Wanted(True, True), means=means)
+    gx, gy = fused.softmax_grads(x, y, scale, pairs, softmax, None, needs_grad=NeedsGrad(True, True), compute=compute)
     tail = x[-100:].double()
     p = (0.05 * tail @ y.double().T).softmax(1)
     assert torch.allclose(gx[-100:].double(), p @ y.double(), atol=2e-2, rtol=2e-2)
@@ -456,8 +456,8 @@ def test_the_sanitizer_finds_nothing(tmp_path):
         "import torch, megabatch\n"
         "x, y = (torch.randn(200, 24, device='cuda', dtype=torch.bfloat16).requires_grad_() for _ in range(2))\n"
         "ids = torch.arange(200, device='cuda') // 2\n"
-        "megabatch.clip_loss(x, y, 3.0, ids=ids, diagnostics=True, tile=40_000)[0].backward()\n"
-        "megabatch.siglip_loss(x, y, 300.0, -5.0, ids=ids, tile=40_000).backward()\n"
+        "megabatch.clip_loss(x, y, 3.0, ids=ids, diagnostics=True, workspace=40_000)[0].backward()\n"
+        "megabatch.siglip_loss(x, y, 300.0, -5.0, ids=ids, workspace=40_000).backward()\n"
     )
     command = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", sys.executable, str(script)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=400)

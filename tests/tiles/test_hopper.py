@@ -29,9 +29,9 @@ def described(width, dtype=bfloat16):
 
 def compiled(kernel, sizes, dtype=bfloat16, **without):
     depth = 8 * hopper.DEPTH // dtype.primitive_bitwidth
-    constants = {"HOME": True, "WIDTH": 768, "M": hopper.TILE, "N": hopper.TILE, "K": depth, **sizes, **without}
+    constants = {"IS_LOCAL": True, "WIDTH": 768, "M": hopper.TILE, "N": hopper.TILE, "K": depth, **sizes, **without}
     kinds = dict.fromkeys(("x", "y"), described(depth, dtype)) | {"gradient": described(hopper.TILE // 4)}
-    kinds |= dict.fromkeys(("rows", "columns", "shift"), "i32") | dict.fromkeys(("trouble", "ids_M", "ids_N"), "*i32")
+    kinds |= dict.fromkeys(("rows", "columns", "shift"), "i32") | dict.fromkeys(("needs_fallback", "ids_M", "ids_N"), "*i32")
     kinds |= dict.fromkeys(("matches", "large"), "*i8")
     signature = {name: "constexpr" if name in constants else kinds.get(name, "*fp32") for name in kernel.arg_names}
     attributes = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}

@@ -74,7 +74,7 @@ def test_options_give_the_formula(options, everywhere):
 @pytest.mark.parametrize("options", [{}, {"ids": True}, {"weights": True}, {"symmetric": False, "extra": 7}], ids=str)
 def test_eight_bits_are_as_good_as_bf16(options, scale, everywhere):
     case = build("clip_loss", 1000, (scale,), options, width=768).rounded(torch.bfloat16)
-    for name, e in errors(case, on_gpu(case, torch.bfloat16, tile=2**20, precision="int8"), formula(case)).items():
+    for name, e in errors(case, on_gpu(case, torch.bfloat16, workspace=2**20, precision="int8"), formula(case)).items():
         # The value and, of logits that are too large, the gradients do not come of them.
         assert e <= (2e-5 if name == "value" else 5e-3), (name, e)
     assert everywhere["correct"] and everywhere["correct"] == everywhere["gradient"]
@@ -82,7 +82,7 @@ def test_eight_bits_are_as_good_as_bf16(options, scale, everywhere):
 
 def test_large_gradients_of_eight_bits_have_to_be_made_right_again(everywhere, monkeypatch):
     case = build("clip_loss", 1000, (50.0,), {}, width=768).rounded(torch.bfloat16)
-    options = {"tile": 2**20, "precision": "int8"}
+    options = {"workspace": 2**20, "precision": "int8"}
     right = errors(case, on_gpu(case, torch.bfloat16, **options), formula(case))
     monkeypatch.setattr(hopper, "correct", lambda *_: None)
     wrong = errors(case, on_gpu(case, torch.bfloat16, **options), formula(case))
@@ -161,9 +161,9 @@ def test_ten_runs_are_bit_equal(scale, everywhere):
     runs = []
     for _ in range(10):
         a, b = x.clone().requires_grad_(), y.clone().requires_grad_()
-        value = megabatch.clip_loss(a, b, scale, ids=ids, tile=2**24, label_smoothing=0.1)
-        value = value + megabatch.clip_loss(a, b, scale, ids=ids, tile=2**24, precision="int8")
-        value = value + megabatch.siglip_loss(a, b, scale, -10.0, ids=ids, tile=2**24)
+        value = megabatch.clip_loss(a, b, scale, ids=ids, workspace=2**24, label_smoothing=0.1)
+        value = value + megabatch.clip_loss(a, b, scale, ids=ids, workspace=2**24, precision="int8")
+        value = value + megabatch.siglip_loss(a, b, scale, -10.0, ids=ids, workspace=2**24)
         value.backward()
         runs.append((value.detach(), a.grad, b.grad))
     assert everywhere["stats"] and everywhere["gradient"] and everywhere["correct"] and everywhere["sigmoid"]
@@ -179,7 +179,7 @@ def test_a_large_batch_is_theirs_and_as_the_others_have_it(loss, scalars, width,
     x, y = (torch.nn.functional.normalize(t, dim=1).bfloat16().requires_grad_() for t in (x, y + x))
 
     def step(**options):
-        value = getattr(megabatch, loss)(x, y, *scalars, tile=2**29, **options)
+        value = getattr(megabatch, loss)(x, y, *scalars, workspace=2**29, **options)
         return value.detach(), *torch.autograd.grad(value, (x, y))
 
     value, *gradients = step()
@@ -231,9 +231,9 @@ def test_the_sanitizer_finds_nothing(tmp_path):
         "x, y = (torch.randn(300, 72, device='cuda', dtype=torch.bfloat16).requires_grad_() for _ in range(2))\n"
         "ids = torch.arange(300, device='cuda') // 2\n"
         "megabatch.clip_loss(x, y, 3.0, ids=ids).backward()\n"
-        "megabatch.clip_loss(x, y, 3.0, label_smoothing=0.1, tile=40_000).backward()\n"
-        "megabatch.clip_loss(x / 9, y / 9, 3.0, precision='int8', tile=40_000).backward()\n"
-        "megabatch.siglip_loss(x, y, 3.0, -5.0, ids=ids, tile=40_000).backward()\n"
+        "megabatch.clip_loss(x, y, 3.0, label_smoothing=0.1, workspace=40_000).backward()\n"
+        "megabatch.clip_loss(x / 9, y / 9, 3.0, precision='int8', workspace=40_000).backward()\n"
+        "megabatch.siglip_loss(x, y, 3.0, -5.0, ids=ids, workspace=40_000).backward()\n"
     )
     command = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", sys.executable, str(script)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=400)

@@ -24,7 +24,7 @@ from gluon_on_cpu import language as gl
 from torch import Tensor
 
 from megabatch.tiles import eager
-from megabatch.tiles.contract import Means, Pairs, Softmax, Wanted
+from megabatch.tiles.contract import ComputeOptions, NeedsGrad, Pairs, Softmax
 
 HOPPER = Path(__file__).parents[2] / "src" / "megabatch" / "tiles" / "fused" / "kernels" / "hopper"
 TILE = 64
@@ -89,7 +89,7 @@ class Panel:
 
     def start(self, kernel: Kernel, programs: int = 2, seed: int = 0, marked: int = TILE, **given: Any) -> None:
         """Starts a kernel. Options that are not given are off: None, or a constant that is False."""
-        given = {**SIZES, "WIDTH": self.width, "HOME": self.shift is not None, "shift": self.shift or 0, **given}
+        given = {**SIZES, "WIDTH": self.width, "IS_LOCAL": self.shift is not None, "shift": self.shift or 0, **given}
         if "row_step" in given:
             x, y = self.x / given["row_step"][: self.rows, None], self.y / given["column_step"][: self.columns, None]
             x, y = x.round().to(torch.int8), y.round().to(torch.int8)
@@ -143,8 +143,8 @@ def assert_the_sums(
     z, counts = panel.z, panel.counts
     expected = [sums_of_tiles(panel, *side, smoothed) for side in [(z, counts), (z.T, counts.T)][: 1 + symmetric]]
     parts = [torch.full((1 + smoothed, 2, *sums[1].shape), torch.nan) for sums in expected]
-    trouble, marks = torch.zeros(2, TILE, dtype=torch.int32)
-    outputs = {"row_parts": parts[0], "column_parts": parts[1] if symmetric else None, "trouble": trouble}
+    needs_fallback, marks = torch.zeros(2, TILE, dtype=torch.int32)
+    outputs = {"row_parts": parts[0], "column_parts": parts[1] if symmetric else None, "needs_fallback": needs_fallback}
     panel.start(kernel("stats", *change), **outputs, SMOOTHED=smoothed, **given)
     for found, sums in zip(parts, expected, strict=True):
         for channel, values in enumerate(found.flatten(0, 1)):
@@ -157,7 +157,7 @@ def assert_the_sums(
                 torch.testing.assert_close(values, sums[channel].float(), **close)
         lost = ((sums[1] < LEAST_SUM) | (sums[1] > LARGEST_SUM)).any(0)
         marks[lost.nonzero() % TILE] = 1
-    assert torch.equal(trouble, marks)
+    assert torch.equal(needs_fallback, marks)
     return marks
 
 
@@ -215,11 +215,16 @@ def assert_the_sigmoid(
     lost = torch.stack([half > math.log(torch.finfo(torch.float32).max) for half in halves]).any(0)
     weights = torch.rand(panel.rows, generator=torch.Generator().manual_seed(1)) if weighted else None
     target = surrounded(torch.full((panel.rows, panel.columns), torch.nan, dtype=torch.bfloat16))
-    parts, (trouble, marks) = torch.full((2, len(logits), panel.rows), torch.nan), torch.zeros(2, TILE, dtype=torch.int32)
-    outputs = {"gradient": described(target, TILE, TILE // 4), "weights_M": weights, "row_parts": parts, "trouble": trouble}
+    parts, (needs_fallback, marks) = torch.full((2, len(logits), panel.rows), torch.nan), torch.zeros(2, TILE, dtype=torch.int32)
+    outputs = {
+        "gradient": described(target, TILE, TILE // 4),
+        "weights_M": weights,
+        "row_parts": parts,
+        "needs_fallback": needs_fallback,
+    }
     panel.start(kernel("sigmoid", *change), bias=torch.tensor(bias), **outputs, **{"PLACES": 2, **given})
     marks[lost.nonzero() % TILE] = 1
-    assert torch.equal(trouble, marks)
+    assert torch.equal(needs_fallback, marks)
     error = panel.error + 32 * EPS * abs(bias)
     for found, expected in zip(parts, (costs, slopes), strict=True):
         sums = torch.stack([part.sum(1) for part in expected])
@@ -320,7 +325,7 @@ CHECK = "gl.static_assert((X_SLOTS > 1) & (Y_SLOTS > 1) & (BEHIND < Y_SLOTS))", 
 @pytest.mark.parametrize("x_slots, y_slots, behind", TOO_FEW)
 @pytest.mark.parametrize("change, error", [((), AssertionError), (CHECK, Deadlock)], ids=["checked", "not checked"])
 def test_too_few_slots_are_refused_because_groups_would_wait_for_ever(x_slots, y_slots, behind, change, error):
-    outputs = {"row_parts": torch.empty(1, 2, 3, 100), "trouble": torch.empty(TILE, dtype=torch.int32)}
+    outputs = {"row_parts": torch.empty(1, 2, 3, 100), "needs_fallback": torch.empty(TILE, dtype=torch.int32)}
     with pytest.raises(error):
         Panel(100, 130, 70).start(kernel("stats", *change), 1, **outputs, X_SLOTS=x_slots, Y_SLOTS=y_slots, BEHIND=behind)
 
@@ -378,10 +383,10 @@ def test_the_library_starts_them_with_all_that_they_need(started):
 
     x, y = (t.bfloat16() for t in embeddings(190, width=72, kind="clustered"))
     exact, scale, ids = (x.double(), y.double()), torch.tensor(10.0), torch.arange(190) // 2
-    pairs = Pairs(home=True, ids_M=ids, ids_N=ids, smoothed=True)
+    pairs = Pairs(is_local=True, ids_M=ids, ids_N=ids, smoothed=True)
     # So little working memory that there are four panels.
-    found = fused.softmax_stats(x, y, scale, pairs, columns=True, means=Means(5000))
-    true = eager.softmax_stats(*exact, scale.double(), pairs, columns=True, means=Means(2**24))
+    found = fused.softmax_stats(x, y, scale, pairs, columns=True, compute=ComputeOptions(5000))
+    true = eager.softmax_stats(*exact, scale.double(), pairs, columns=True, compute=ComputeOptions(2**24))
     for ours, theirs in ((found.rows, true.rows), (found.columns, true.columns)):
         sums, true_sums = (stats.peak.double() + stats.total.double().log() for stats in (ours, theirs))
         # Logits are below 11 here.
@@ -391,9 +396,9 @@ def test_the_library_starts_them_with_all_that_they_need(started):
     weights_M, positive_M = torch.arange(190.0).double(), (exact[0] * exact[1]).sum(1)
     normalised = eager.normalise(true.rows, true.columns, positive_M, scale.double(), weights_M, 0.1)
     softmax = [Softmax(*(None if t is None else t.float() for t in side)) for side in (normalised.rows, normalised.columns)]
-    gradients = fused.softmax_grads(x, y, scale, pairs, *softmax, wanted=Wanted(True, True), means=Means(50_000))
-    wanted = {"wanted": Wanted(True, True), "means": Means(2**24)}
-    expected = eager.softmax_grads(*exact, scale.double(), pairs, normalised.rows, normalised.columns, **wanted)
+    gradients = fused.softmax_grads(x, y, scale, pairs, *softmax, needs_grad=NeedsGrad(True, True), compute=ComputeOptions(50_000))
+    needs_grad = {"wanted": NeedsGrad(True, True), "means": ComputeOptions(2**24)}
+    expected = eager.softmax_grads(*exact, scale.double(), pairs, normalised.rows, normalised.columns, **needs_grad)
     for ours, theirs in zip(gradients, expected, strict=True):
         # The gradient in the logits is rounded to bf16.
         assert (ours.double() - theirs).norm() < torch.finfo(torch.bfloat16).eps * theirs.norm()
@@ -413,18 +418,18 @@ def test_the_library_makes_large_gradients_of_eight_bits_right_again(symmetric, 
     centres, *noise = torch.randn(3, 190, 72, generator=g)
     x, y = (torch.nn.functional.normalize(centres[torch.arange(190) // 4] + 0.5 * t, dim=1).bfloat16() for t in noise)
     exact, ids, scale = (x.double(), y.double()), torch.arange(190) // 2, torch.tensor(60.0)
-    pairs, wanted = Pairs(home=True, ids_M=ids, ids_N=ids), Wanted(True, True)
+    pairs, needs_grad = Pairs(is_local=True, ids_M=ids, ids_N=ids), NeedsGrad(True, True)
     weights_M = torch.full((190,), weight, dtype=torch.float64)
-    true = eager.softmax_stats(*exact, scale.double(), pairs, columns=symmetric, means=Means(2**24))
+    true = eager.softmax_stats(*exact, scale.double(), pairs, columns=symmetric, compute=ComputeOptions(2**24))
     normalised = eager.normalise(true.rows, true.columns, (exact[0] * exact[1]).sum(1), scale.double(), weights_M, 0.0)
-    sides, own_M = (normalised.rows, normalised.columns), normalised.own_M
+    sides, dpos_M = (normalised.rows, normalised.columns), normalised.dpos_M
     softmax = [side and Softmax(*(None if t is None else t.float() for t in side)) for side in sides]
-    others = eager.softmax_grads(*exact, scale.double(), pairs, *sides, wanted=wanted, means=Means(2**24))
-    whole = [product + own_M[:, None] * partners for product, partners in zip(others, exact[::-1], strict=True)]
+    others = eager.softmax_grads(*exact, scale.double(), pairs, *sides, needs_grad=needs_grad, compute=ComputeOptions(2**24))
+    whole = [product + dpos_M[:, None] * partners for product, partners in zip(others, exact[::-1], strict=True)]
 
     def errors() -> list[float]:
-        means = Means(50_000, eight_bits=True)
-        found = fused.softmax_grads(x, y, scale, pairs, *softmax, wanted=wanted, means=means, own_M=own_M.float())
+        compute = ComputeOptions(50_000, int8_similarities=True)
+        found = fused.softmax_grads(x, y, scale, pairs, *softmax, needs_grad=needs_grad, compute=compute, dpos_M=dpos_M.float())
         return [float((a.double() - b).norm() / c.norm()) for a, b, c in zip(found, others, whole, strict=True)]
 
     right = errors()
@@ -440,10 +445,10 @@ def test_the_library_starts_the_one_of_the_sigmoid_loss_too(started, monkeypatch
 
     x, y = (t.bfloat16() for t in embeddings(190, width=72, kind="clustered"))
     scalars, ids, weights_M = (torch.tensor(10.0), torch.tensor(-10.0)), torch.arange(190) // 2, torch.arange(190.0)
-    pairs, wanted = Pairs(home=True, ids_M=ids, ids_N=ids), Wanted(True, True)
-    found = fused.sigmoid_sums(x, y, *scalars, pairs, weights_M, wanted=wanted, means=Means(50_000))
+    pairs, needs_grad = Pairs(is_local=True, ids_M=ids, ids_N=ids), NeedsGrad(True, True)
+    found = fused.sigmoid_sums(x, y, *scalars, pairs, weights_M, needs_grad=needs_grad, compute=ComputeOptions(50_000))
     exact = [t.double() for t in (x, y, *scalars)]
-    expected = eager.sigmoid_sums(*exact, pairs, weights_M.double(), wanted=wanted, means=Means(2**24))
+    expected = eager.sigmoid_sums(*exact, pairs, weights_M.double(), needs_grad=needs_grad, compute=ComputeOptions(2**24))
     # Logits are between -20 and 1, else the others would have to take over.
     torch.testing.assert_close(found.value_M.double(), expected.value_M, rtol=32 * EPS * 20, atol=0)
     torch.testing.assert_close(found.slope_M.double(), expected.slope_M, rtol=32 * EPS * 20, atol=0)
@@ -454,9 +459,12 @@ def test_the_library_starts_the_one_of_the_sigmoid_loss_too(started, monkeypatch
     left: list[bool] = []
     monkeypatch.setattr(fused, "sigmoid_kernel", {(1,): lambda *_, CAREFUL, **__: left.append(CAREFUL)})
     monkeypatch.setattr(fused, "merge_panel", lambda *_: None)
-    several, ranked = Pairs(home=True, ids_M=ids, ids_N=ids, several=True), Pairs(home=True, ranked=True, positive_M=weights_M)
-    for other, gradients in ((several, wanted), (ranked, wanted), (pairs, None)):
-        fused.sigmoid_sums(x[:9], y[:9], *scalars, other, None, wanted=gradients, means=Means(50_000))
+    multi_positive, ranked = (
+        Pairs(is_local=True, ids_M=ids, ids_N=ids, multi_positive=True),
+        Pairs(is_local=True, ranked=True, positive_M=weights_M),
+    )
+    for other, gradients in ((multi_positive, needs_grad), (ranked, needs_grad), (pairs, None)):
+        fused.sigmoid_sums(x[:9], y[:9], *scalars, other, None, needs_grad=gradients, compute=ComputeOptions(50_000))
     assert left == [False, True] * 3 and started == {"sigmoid": 4}
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from megabatch.tiles import BACKENDS, backend_for
-from megabatch.tiles.contract import Means, Pairs, Ranking, SigmoidPass, Softmax, Stats, Wanted, merge
+from megabatch.tiles.contract import ComputeOptions, NeedsGrad, Pairs, Ranking, SigmoidPass, Softmax, Stats, merge
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EPS = torch.finfo(torch.float32).eps
@@ -36,7 +36,7 @@ class Case:
     """A block: M rows, N documents, D wide, and which pairs count."""
 
     shape: tuple[int, int, int] = (21, 29, 20)
-    home: bool = True
+    is_local: bool = True
     ids: str | None = None
     drop_above: float | None = None
     smoothed: bool = False
@@ -44,7 +44,7 @@ class Case:
     weighted: bool = False
     scale: float = 4.0
     gap: float = 1.0
-    tile: int = LARGE
+    workspace: int = LARGE
     rare: bool = False
 
 
@@ -53,27 +53,27 @@ OPTIONS = {
     "plain": Case((21, 37, 20)),
     "equal ids left out": Case(ids="mask"),
     "several positives": Case(ids="several"),
-    "one pair with equal ids": Case((16, 37, 7), home=False, ids="several", rare=True),
+    "one pair with equal ids": Case((16, 37, 7), is_local=False, ids="several", rare=True),
     "dropping": Case(drop_above=-0.2),
     "smoothed": Case(smoothed=True),
     "ranked": Case(ids="mask", ranked=True),
-    "weighted": Case(weighted=True, home=False),
+    "weighted": Case(weighted=True, is_local=False),
     "scale zero": Case(scale=0.0, smoothed=True),
     "scale below zero": Case(scale=-3.0, ids="several"),
     "everything, ids left out": Case(ids="mask", **EVERYTHING),
     "everything, several positives": Case(ids="several", ranked=True, **EVERYTHING),
-    "everything, another's block": Case(ids="several", home=False, **EVERYTHING),
-    "everything, panels": Case((20, 70, 20), ids="mask", tile=64, **EVERYTHING),
-    "logits far apart": Case((21, 37, 20), gap=300.0, tile=64),
+    "everything, another's block": Case(ids="several", is_local=False, **EVERYTHING),
+    "everything, panels": Case((20, 70, 20), ids="mask", workspace=64, **EVERYTHING),
+    "logits far apart": Case((21, 37, 20), gap=300.0, workspace=64),
     "logits far apart, everything": Case((20, 20, 7), gap=300.0, ids="several", **EVERYTHING),
 }
 EDGES = {
     "one row": Case((1, 37, 100), ids="mask", **EVERYTHING),
     "one row, one document": Case((1, 1, 7), ids="several", ranked=True, **EVERYTHING),
-    "one document, width one": Case((21, 1, 1), home=False, ids="several", **EVERYTHING),
-    "more rows than documents": Case((37, 5, 7), home=False, ids="mask", tile=64, ranked=True),
-    "no rows": Case((0, 19, 8), home=False, ids="several", ranked=True, **EVERYTHING),
-    "no documents": Case((19, 0, 8), home=False, ids="several", ranked=True, **EVERYTHING),
+    "one document, width one": Case((21, 1, 1), is_local=False, ids="several", **EVERYTHING),
+    "more rows than documents": Case((37, 5, 7), is_local=False, ids="mask", workspace=64, ranked=True),
+    "no rows": Case((0, 19, 8), is_local=False, ids="several", ranked=True, **EVERYTHING),
+    "no documents": Case((19, 0, 8), is_local=False, ids="several", ranked=True, **EVERYTHING),
     "whole blocks": Case((16, 64, 32)),
 }
 CASES = {**OPTIONS, **EDGES}
@@ -86,7 +86,7 @@ class Block:
     def __init__(self, case: Case, dtype: torch.dtype) -> None:
         g = torch.Generator().manual_seed(1)
         rows, documents, width = case.shape
-        self.case, self.means = case, Means(case.tile)
+        self.case, self.compute = case, ComputeOptions(case.workspace)
         x, y = (torch.randn(length, width, generator=g) / width**0.5 for length in (rows, documents))
         x[::3] *= case.gap
         y[2:5] *= case.gap**0.5
@@ -97,17 +97,17 @@ class Block:
         if case.rare:
             ids_M, ids_N = torch.arange(rows, device=DEVICE), torch.arange(documents, device=DEVICE) + rows
             ids_N[20], ids_N[36] = ids_M[3], ids_M[5] + 2**32
-        if case.home:
+        if case.is_local:
             ids_N[:rows] = ids_M
         # What similarities are compared with need not be similarities themselves.
         positive_M, positive_N = (torch.randn(length, generator=g).to(DEVICE) / 3 for length in (rows, documents))
         ids = (ids_M, ids_N) if case.ids else (None, None)
         self.pairs = Pairs(
-            case.home, *ids, case.ids == "several", case.drop_above, positive_M, positive_N, case.smoothed, case.ranked
+            case.is_local, *ids, case.ids == "several", case.drop_above, positive_M, positive_N, case.smoothed, case.ranked
         )
 
         self.z = self.x.double() @ self.y.double().T
-        self.own = torch.eye(rows, documents, dtype=torch.bool, device=DEVICE) & case.home
+        self.own = torch.eye(rows, documents, dtype=torch.bool, device=DEVICE) & case.is_local
         same = (ids_M[:, None] == ids_N) & (case.ids is not None) & ~self.own
         self.further = same & (case.ids == "several")
         self.negative = ~self.own & ~same
@@ -148,8 +148,8 @@ class Block:
         log_sum = self.log_sum(side)
         peak = log_sum.masked_fill(log_sum == -torch.inf, 0).float()
         above, gain, further, counted = torch.rand(4, len(peak), generator=g).to(DEVICE)
-        several, smoothed = self.case.ids == "several", self.case.smoothed
-        return Softmax(peak + above, gain + 0.1, further if several else None, counted / 10 if smoothed else None)
+        multi_positive, smoothed = self.case.ids == "several", self.case.smoothed
+        return Softmax(peak + above, gain + 0.1, further if multi_positive else None, counted / 10 if smoothed else None)
 
     def gradient(self, softmax: Softmax, side: int) -> Tensor:
         """In the logits, of the rows' or the columns' loss alone."""
@@ -173,11 +173,11 @@ class Block:
         self.assert_ranking(found.row_ranking, 0)
         self.assert_ranking(found.column_ranking, 1)
 
-    def assert_products(self, gx: Tensor | None, gy: Tensor | None, wanted: Wanted, g: Tensor) -> None:
+    def assert_products(self, gx: Tensor | None, gy: Tensor | None, needs_grad: NeedsGrad, g: Tensor) -> None:
         # fp16 embeddings meet a gradient of 11 bits, and each of a tile's terms is rounded by as much as its logit is.
         logits = (self.scale * self.z).abs().amax().item() if self.z.numel() else 0.0
         allowed = 8 * EPS * (1 + logits) + (2**-11 if self.x.dtype == torch.float16 else 0)
-        assert (gx is not None, gy is not None) == wanted
+        assert (gx is not None, gy is not None) == needs_grad
         for found, gradient, embeddings in ((gx, g, self.y.double()), (gy, g.T, self.x.double())):
             if found is not None:
                 assert found.dtype == torch.float32
@@ -207,7 +207,7 @@ def every_case_but(*names: str) -> Any:
 @every_case_but()
 def test_sums_of_exponentials_and_what_options_ask_for(tiles, case, dtype):
     block = Block(case, dtype)
-    found = tiles.softmax_stats(block.x, block.y, block.scale, block.pairs, columns=True, means=block.means)
+    found = tiles.softmax_stats(block.x, block.y, block.scale, block.pairs, columns=True, compute=block.compute)
     for side, stats, ranking in ((0, found.rows, found.row_ranking), (1, found.columns, found.column_ranking)):
         block.assert_stats(stats, side)
         block.assert_ranking(ranking, side)
@@ -217,86 +217,97 @@ def test_sums_of_exponentials_and_what_options_ask_for(tiles, case, dtype):
 def test_rows_alone(tiles, name):
     block = Block(CASES[name], torch.float32)
     pairs = replace(block.pairs, positive_N=None)
-    found = tiles.softmax_stats(block.x, block.y, block.scale, pairs, columns=False, means=block.means)
+    found = tiles.softmax_stats(block.x, block.y, block.scale, pairs, columns=False, compute=block.compute)
     block.assert_stats(found.rows, 0)
     block.assert_ranking(found.row_ranking, 0)
     assert found.columns is None and found.column_ranking is None
-    wanted, rows = Wanted(True, True), block.softmax(0)
-    products = tiles.softmax_grads(block.x, block.y, block.scale, pairs, rows, None, wanted=wanted, means=block.means)
-    block.assert_products(*products, wanted, block.gradient(rows, 0))
+    needs_grad, rows = NeedsGrad(True, True), block.softmax(0)
+    products = tiles.softmax_grads(block.x, block.y, block.scale, pairs, rows, None, needs_grad=needs_grad, compute=block.compute)
+    block.assert_products(*products, needs_grad, block.gradient(rows, 0))
 
 
 @every_case_but()
 def test_gradients_of_the_softmax(tiles, case, dtype):
     block = Block(case, dtype)
-    rows, columns, wanted = block.softmax(0), block.softmax(1), Wanted(True, True)
-    found = tiles.softmax_grads(block.x, block.y, block.scale, block.pairs, rows, columns, wanted=wanted, means=block.means)
-    block.assert_products(*found, wanted, block.gradient(rows, 0) + block.gradient(columns, 1))
+    rows, columns, needs_grad = block.softmax(0), block.softmax(1), NeedsGrad(True, True)
+    found = tiles.softmax_grads(
+        block.x, block.y, block.scale, block.pairs, rows, columns, needs_grad=needs_grad, compute=block.compute
+    )
+    block.assert_products(*found, needs_grad, block.gradient(rows, 0) + block.gradient(columns, 1))
 
 
 @every_case_but()
 def test_what_is_kept_of_the_sums_gives_the_gradients_of_the_softmax(tiles, case, dtype):
     block = Block(case, dtype)
     blocks = block.x, block.y, block.scale, block.pairs
-    kept = tiles.softmax_stats(*blocks, columns=True, means=block.means, keep=True).kept
-    rows, columns, wanted = block.softmax(0), block.softmax(1), Wanted(True, True)
-    found = tiles.softmax_grads(*blocks, rows, columns, wanted=wanted, means=block.means, kept=kept)
-    block.assert_products(*found, wanted, block.gradient(rows, 0) + block.gradient(columns, 1))
-    kept = tiles.softmax_stats(*blocks, columns=False, means=block.means, keep=True).kept
-    found = tiles.softmax_grads(*blocks, rows, None, wanted=wanted, means=block.means, kept=kept)
-    block.assert_products(*found, wanted, block.gradient(rows, 0))
+    kept = tiles.softmax_stats(*blocks, columns=True, compute=block.compute, keep=True).kept
+    rows, columns, needs_grad = block.softmax(0), block.softmax(1), NeedsGrad(True, True)
+    found = tiles.softmax_grads(*blocks, rows, columns, needs_grad=needs_grad, compute=block.compute, kept=kept)
+    block.assert_products(*found, needs_grad, block.gradient(rows, 0) + block.gradient(columns, 1))
+    kept = tiles.softmax_stats(*blocks, columns=False, compute=block.compute, keep=True).kept
+    found = tiles.softmax_grads(*blocks, rows, None, needs_grad=needs_grad, compute=block.compute, kept=kept)
+    block.assert_products(*found, needs_grad, block.gradient(rows, 0))
 
 
 @every_case_but("dropping", "smoothed")
 def test_values_slopes_and_gradients_of_the_sigmoid(tiles, case, dtype):
     block = Block(replace(case, drop_above=None), dtype)
-    wanted = Wanted(True, True)
+    needs_grad = NeedsGrad(True, True)
     found = tiles.sigmoid_sums(
-        block.x, block.y, block.scale, block.bias, block.pairs, block.weights, wanted=wanted, means=block.means
+        block.x, block.y, block.scale, block.bias, block.pairs, block.weights, needs_grad=needs_grad, compute=block.compute
     )
     block.assert_values(found)
-    block.assert_products(found.gx_MD, found.gy_ND, wanted, block.sigmoid_gradient())
+    block.assert_products(found.gx_MD, found.gy_ND, needs_grad, block.sigmoid_gradient())
 
 
 @pytest.mark.parametrize("name", ["plain", "everything, another's block", "no rows"])
 def test_values_of_the_sigmoid_alone(tiles, name):
     block = Block(replace(CASES[name], drop_above=None), torch.float32)
     found = tiles.sigmoid_sums(
-        block.x, block.y, block.scale, block.bias, block.pairs, block.weights, wanted=None, means=block.means
+        block.x, block.y, block.scale, block.bias, block.pairs, block.weights, needs_grad=None, compute=block.compute
     )
     block.assert_values(found)
     assert found.slope_M is found.gx_MD is found.gy_ND is None
 
 
-@pytest.mark.parametrize("wanted", [Wanted(True, False), Wanted(False, True)], ids=["x", "y"])
-def test_only_the_wanted_product_is_formed(tiles, wanted):
-    block = Block(Case((21, 37, 20), weighted=True, tile=64), torch.float32)
+@pytest.mark.parametrize("needs_grad", [NeedsGrad(True, False), NeedsGrad(False, True)], ids=["x", "y"])
+def test_only_the_wanted_product_is_formed(tiles, needs_grad):
+    block = Block(Case((21, 37, 20), weighted=True, workspace=64), torch.float32)
     rows, columns = block.softmax(0), block.softmax(1)
-    found = tiles.softmax_grads(block.x, block.y, block.scale, block.pairs, rows, columns, wanted=wanted, means=block.means)
-    block.assert_products(*found, wanted, block.gradient(rows, 0) + block.gradient(columns, 1))
-    found = tiles.sigmoid_sums(
-        block.x, block.y, block.scale, block.bias, block.pairs, block.weights, wanted=wanted, means=block.means
+    found = tiles.softmax_grads(
+        block.x, block.y, block.scale, block.pairs, rows, columns, needs_grad=needs_grad, compute=block.compute
     )
-    block.assert_products(found.gx_MD, found.gy_ND, wanted, block.sigmoid_gradient())
+    block.assert_products(*found, needs_grad, block.gradient(rows, 0) + block.gradient(columns, 1))
+    found = tiles.sigmoid_sums(
+        block.x, block.y, block.scale, block.bias, block.pairs, block.weights, needs_grad=needs_grad, compute=block.compute
+    )
+    block.assert_products(found.gx_MD, found.gy_ND, needs_grad, block.sigmoid_gradient())
 
 
 def test_two_blocks_merge_into_the_whole(tiles):
     block = Block(Case((13, 29, 20), ids="several", ranked=True, **EVERYTHING), torch.float32)
     parts = []
-    for home, where in ((True, slice(0, 18)), (False, slice(18, None))):
-        pairs = replace(block.pairs, home=home, ids_N=block.pairs.ids_N[where], positive_N=block.pairs.positive_N[where])
+    for is_local, where in ((True, slice(0, 18)), (False, slice(18, None))):
+        pairs = replace(block.pairs, is_local=is_local, ids_N=block.pairs.ids_N[where], positive_N=block.pairs.positive_N[where])
         parts.append((block.y[where], pairs))
-    softmax = [tiles.softmax_stats(block.x, y, block.scale, pairs, columns=True, means=block.means) for y, pairs in parts]
+    softmax = [tiles.softmax_stats(block.x, y, block.scale, pairs, columns=True, compute=block.compute) for y, pairs in parts]
     rows, ranking = merge(*((found.rows, found.row_ranking) for found in softmax))
     block.assert_stats(rows, 0)
     block.assert_ranking(ranking, 0)
     block.assert_stats(Stats(*map(torch.cat, zip(*(found.columns for found in softmax), strict=True))), 1)
 
     block = Block(replace(block.case, drop_above=None), torch.float32)
-    wanted = Wanted(True, False)
+    needs_grad = NeedsGrad(True, False)
     sigmoid = [
         tiles.sigmoid_sums(
-            block.x, y, block.scale, block.bias, replace(pairs, drop_above=None), block.weights, wanted=wanted, means=block.means
+            block.x,
+            y,
+            block.scale,
+            block.bias,
+            replace(pairs, drop_above=None),
+            block.weights,
+            needs_grad=needs_grad,
+            compute=block.compute,
         )
         for y, pairs in parts
     ]
@@ -304,22 +315,22 @@ def test_two_blocks_merge_into_the_whole(tiles):
     columns = Ranking(*map(torch.cat, zip(*(found.column_ranking for found in sigmoid), strict=True)))
     merged = [merge(a, b) for a, b in zip(*(found[:5] for found in sigmoid), strict=True)]
     block.assert_values(SigmoidPass(*merged, columns))
-    block.assert_products(merged[2], None, wanted, block.sigmoid_gradient())
+    block.assert_products(merged[2], None, needs_grad, block.sigmoid_gradient())
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (1, 5, 100), (21, 37, 20), (33, 33, 7), (0, 4, 8)], ids=str)
 def test_similarities_of_the_positives(tiles, shape):
     for dtype in (torch.float32, torch.float16):
         block = Block(Case(shape), dtype)
-        found = tiles.positives(block.x, block.y, block.means)
+        found = tiles.positives(block.x, block.y, block.compute)
         assert_close(found, block.z.diagonal(), 4 * EPS * (1 + block.z.diagonal().abs()))
 
 
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
-@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("multi_positive", [False, True])
 @pytest.mark.parametrize("sides", [1, 2])
-def test_losses_and_softmax_from_the_sums(tiles, sides, several, smoothing, weighted):
+def test_losses_and_softmax_from_the_sums(tiles, sides, multi_positive, smoothing, weighted):
     rows = 300
     g = torch.Generator().manual_seed(3)
 
@@ -335,7 +346,7 @@ def test_losses_and_softmax_from_the_sums(tiles, sides, several, smoothing, weig
         Stats(
             peak.roll(side),
             total.roll(side),
-            *((uniform(-3, 3), numbers[0].roll(side)) if several else (None, None)),
+            *((uniform(-3, 3), numbers[0].roll(side)) if multi_positive else (None, None)),
             *((uniform(-3, 3), numbers[1].roll(side)) if smoothing else (None, None)),
         )
         for side in range(sides)
@@ -355,14 +366,14 @@ def test_losses_and_softmax_from_the_sums(tiles, sides, several, smoothing, weig
         own -= (target + uniformly - 1) + (peak + total.log() - log_sum).exp()
         terms += 1 + log_sum.abs() + s.abs() + 7 * (sums[0].abs() + sums[2].abs())
         assert_close(softmax.gain.double().log() - softmax.peak.double(), weight.log() - log_sum, 8 * EPS * (1 + log_sum.abs()))
-        for given, wanted in ((softmax.further, several and target), (softmax.counted, bool(smoothing) and uniformly)):
-            assert (given is None) == (wanted is False)
+        for given, needs_grad in ((softmax.further, multi_positive and target), (softmax.counted, bool(smoothing) and uniformly)):
+            assert (given is None) == (needs_grad is False)
             if given is not None:
-                assert_close(given, weight * wanted, 4 * EPS * weight)
+                assert_close(given, weight * needs_grad, 4 * EPS * weight)
     assert_close(found.loss_M, weight * loss, 8 * EPS * weight * terms)
     # With nothing but the positive itself in the target, no digit of a small share is lost.
-    allowed = 4 * EPS if several or smoothing else 2**-16 * own.abs() + 1e-37
-    assert_close(found.own_M, weight * own, weight * allowed)
+    allowed = 4 * EPS if multi_positive or smoothing else 2**-16 * own.abs() + 1e-37
+    assert_close(found.dpos_M, weight * own, weight * allowed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

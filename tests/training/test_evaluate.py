@@ -37,16 +37,16 @@ def same(a: Retrieval, b: Retrieval) -> bool:
     return shares and (a.pairs, a.x_median_rank, a.y_median_rank) == (b.pairs, b.x_median_rank, b.y_median_rank)
 
 
-@pytest.mark.parametrize("tile", [None, 4096, TINY])
+@pytest.mark.parametrize("workspace", [None, 4096, TINY])
 @pytest.mark.parametrize("duplicates", [False, True])
 @pytest.mark.parametrize("rows", [1, 2, 37])
-def test_recall_and_median_rank_are_those_of_a_sort(rows, duplicates, tile):
+def test_recall_and_median_rank_are_those_of_a_sort(rows, duplicates, workspace):
     x, y = integers(rows, 6), integers(rows, 6, seed=1)
     y[rows // 2 :] = x[rows // 2 :] * 3
     ids = torch.arange(rows) // 3 if duplicates else None
     expected = brute_force(x, y, ids)
     assert rows < 3 or 0 < expected.x_to_y[1] < expected.x_to_y[10] < 1
-    assert same(retrieval(x, y, ids=ids, tile=tile), expected)
+    assert same(retrieval(x, y, ids=ids, workspace=workspace), expected)
 
 
 # numpy, on which Triton's interpreter runs the kernels, warns of what a GPU computes in silence.
@@ -67,17 +67,17 @@ def test_recall_is_that_of_a_sort_in_every_dtype(dtype):
 
 
 @pytest.mark.parametrize("width", [3, 64, 1000])
-@pytest.mark.parametrize("tile", [None, TINY])
-def test_a_collapsed_model_finds_nothing_whatever_the_tile(width, tile):
+@pytest.mark.parametrize("workspace", [None, TINY])
+def test_a_collapsed_model_finds_nothing_whatever_the_tile(width, workspace):
     row = normalize(torch.randn(1, width, generator=torch.Generator().manual_seed(0)), dim=1)
     # Sums in another order round otherwise: with small tiles, the partner's similarity is not exactly that of the others.
-    found = retrieval(row.repeat(30, 1), row.repeat(30, 1), tile=tile)
+    found = retrieval(row.repeat(30, 1), row.repeat(30, 1), workspace=workspace)
     assert found.x_to_y == found.y_to_x == {1: 0, 5: 0, 10: 0}
     assert found.x_median_rank == found.y_median_rank == 30
 
 
 def test_a_perfect_model_finds_everything():
-    found = retrieval(torch.eye(30), torch.eye(30), tile=TINY)
+    found = retrieval(torch.eye(30), torch.eye(30), workspace=TINY)
     assert found == Retrieval(30, {1: 1, 5: 1, 10: 1}, {1: 1, 5: 1, 10: 1}, 1, 1)
     assert found.facts()["y_to_x"] == {"1": 1, "5": 1, "10": 1}
 
@@ -134,12 +134,12 @@ def test_a_model_that_diverged_is_refused_instead_of_looking_perfect(where, valu
         zero_shot(both["x"], both["y"], torch.zeros(4, dtype=torch.int64))
 
 
-@pytest.mark.parametrize("tile", [2**20, 4096, TINY])
+@pytest.mark.parametrize("workspace", [2**20, 4096, TINY])
 @pytest.mark.parametrize("k", [1, 4, 40])
-def test_nearest_is_a_stable_sort_of_the_whole_matrix(k, tile):
+def test_nearest_is_a_stable_sort_of_the_whole_matrix(k, workspace):
     queries, documents = integers(23, 4), integers(40, 4, seed=1)
     z = queries @ documents.T
-    scores, indices = nearest(queries, documents, k, tile=tile)
+    scores, indices = nearest(queries, documents, k, workspace=workspace)
     expected = z.sort(dim=1, descending=True, stable=True)
     assert torch.equal(indices, expected.indices[:, :k])
     assert torch.equal(scores, expected.values[:, :k])
@@ -147,7 +147,7 @@ def test_nearest_is_a_stable_sort_of_the_whole_matrix(k, tile):
 
 def test_nearest_agrees_with_topk():
     queries, documents = (torch.randn(300, 32, generator=torch.Generator().manual_seed(seed)).double() for seed in (0, 1))
-    scores, indices = nearest(queries.float(), documents.float(), 10, tile=50_000)
+    scores, indices = nearest(queries.float(), documents.float(), 10, workspace=50_000)
     expected = (queries @ documents.T).topk(10)
     assert torch.equal(indices, expected.indices)
     # Similarities are below 32, where fp32 numbers are 2e-6 apart, and sum up 32 products.
@@ -177,8 +177,8 @@ def test_more_answers_than_documents_are_refused(k):
         ("must be pairs", lambda: retrieval(torch.ones(0, 2), torch.ones(0, 2))),
         ("width 2 .* 3", lambda: retrieval(torch.ones(3, 2), torch.ones(3, 3))),
         ("must be one integer", lambda: retrieval(torch.ones(3, 2), torch.ones(3, 2), ids=torch.ones(3))),
-        ("tile=0", lambda: retrieval(torch.ones(3, 2), torch.ones(3, 2), tile=0)),
-        ("tile=-1", lambda: nearest(torch.ones(3, 2), torch.ones(3, 2), 1, tile=-1)),
+        ("workspace=0", lambda: retrieval(torch.ones(3, 2), torch.ones(3, 2), workspace=0)),
+        ("workspace=-1", lambda: nearest(torch.ones(3, 2), torch.ones(3, 2), 1, workspace=-1)),
         ("must be floating-point", lambda: nearest(torch.ones(3), torch.ones(3, 2), 1)),
         ("between 0 and 1", lambda: zero_shot(torch.ones(1, 2), torch.ones(2, 2), torch.tensor([2]))),
         ("must be one integer", lambda: zero_shot(torch.ones(1, 2), torch.ones(2, 2), torch.ones(1))),
@@ -213,8 +213,8 @@ def test_a_class_is_the_mean_of_its_templates_each_of_norm_one():
 
 def evaluated(rows: int) -> None:
     x, y = torch.randn(2, rows, 16).unbind()
-    retrieval(x, y, ids=torch.arange(rows) // 2, tile=2 * MIB)
-    nearest(x[: rows // 10], y, 5, tile=2 * MIB)
+    retrieval(x, y, ids=torch.arange(rows) // 2, workspace=2 * MIB)
+    nearest(x[: rows // 10], y, 5, workspace=2 * MIB)
 
 
 def test_the_matrix_is_never_there():

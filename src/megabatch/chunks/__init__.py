@@ -2,6 +2,6 @@
 
 from .accumulate import accumulate
 from .cached import cached
-from .oom import repeat_on_oom
+from .oom import retry_on_oom
 
-__all__ = ["accumulate", "cached", "repeat_on_oom"]
+__all__ = ["accumulate", "cached", "retry_on_oom"]

@@ -37,18 +37,18 @@ class Attempt:
         if meeting:
             raise ValueError(
                 "ranks meet inside this model's forward (FSDP2 gathers weights, SyncBatchNorm statistics), so that one of them "
-                "cannot drop out of it alone: repeat_on_oom() works with DDP or one process; choose a chunk that fits, with some "
+                "cannot drop out of it alone: retry_on_oom() works with DDP or one process; choose a chunk that fits, with some "
                 "to spare"
             )
         active = DistributedDataParallel._active_ddp_module
         if active is not None and active is not ddp and active.require_backward_grad_sync and self.ring.size > 1:
             raise ValueError(
-                "repeat_on_oom() around a DDP model that calls the cached encoder: it would exchange gradients while another "
+                "retry_on_oom() around a DDP model that calls the cached encoder: it would exchange gradients while another "
                 "rank may have run out of memory; cache the DDP model itself, cached(ddp, chunk=…)"
             )
         if ddp is not None and ddp.static_graph:
             raise ValueError(
-                "repeat_on_oom() with DDP(static_graph=True): that exchanges gradients in the first backward, which has to wait "
+                "retry_on_oom() with DDP(static_graph=True): that exchanges gradients in the first backward, which has to wait "
                 "here until every rank is through it; leave static_graph out"
             )
         if all(chunked is not other for other in self.chunked):

@@ -65,7 +65,7 @@ def cached(
         encoder has computed something else.
 
     Dropout is replayed, autocast and GradScaler are honoured, frozen parts stay frozen. A chunk that does not fit in forward is
-    tried again in halves; `repeat_on_oom` does that for the whole step, backward included.
+    tried again in halves; `retry_on_oom` does that for the whole step, backward included.
 
     >>> import torch, megabatch
     >>> tower = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 16))

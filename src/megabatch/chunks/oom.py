@@ -22,7 +22,7 @@ Args = ParamSpec("Args")
 Result = TypeVar("Result")
 
 
-def repeat_on_oom(step: Callable[Args, Result], *optimizers: torch.optim.Optimizer, group: Group = ...) -> Callable[Args, Result]:
+def retry_on_oom(step: Callable[Args, Result], *optimizers: torch.optim.Optimizer, group: Group = ...) -> Callable[Args, Result]:
     """The step, repeated with smaller chunks if memory runs out on any rank; the batch and its gradients stay the same.
 
     step: encodes with `cached` encoders (or calls what `accumulate` returned) and runs backward. It neither updates weights nor
@@ -42,7 +42,7 @@ def repeat_on_oom(step: Callable[Args, Result], *optimizers: torch.optim.Optimiz
     ...     loss = megabatch.clip_loss(encode(x), encode(y), 10.0)
     ...     loss.backward()
     ...     return loss.detach()
-    >>> step = megabatch.repeat_on_oom(step, optimizer)
+    >>> step = megabatch.retry_on_oom(step, optimizer)
     >>> loss = step(torch.randn(256, 8), torch.randn(256, 8))
     """
     if not optimizers:

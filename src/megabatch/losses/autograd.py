@@ -126,7 +126,7 @@ def finish(
     y: Tensor,
     scale: Tensor,
     batch: Batch,
-    own_M: Tensor,
+    dpos_M: Tensor,
     share: Tensor | float,
     g: Tensor,
     products: list[Tensor | None],
@@ -135,7 +135,7 @@ def finish(
 ) -> Finished:
     """The last step of backward: the positives' part, the scale, the mean's share and the gradient that comes down are put in.
 
-    own_M: the gradient in the logit of each row's positive; products: gx_MD and gy_ND, which go as they are used up if `reuse`.
+    dpos_M: the gradient in the logit of each row's positive; products: gx_MD and gy_ND, which go as they are used up if `reuse`.
     """
     # The ranks hold one loss: its gradient takes what every rank's graph sends down, and all share one gradient in the scale.
     g = batch.ring.sum(g.to(batch.acc, copy=batch.ring.size > 1)) * share
@@ -147,7 +147,7 @@ def finish(
         if product is None:
             continue
         finished = product if reuse and product.dtype == mine.dtype else torch.empty_like(product, dtype=mine.dtype)
-        found = batch.tiles.finish(product, batch.read(mine), batch.read(partners), own_M, factor, finished)
+        found = batch.tiles.finish(product, batch.read(mine), batch.read(partners), dpos_M, factor, finished)
         slopes = found if slopes is None else slopes
         gradients[side] = finished
         if reuse:

@@ -35,7 +35,7 @@ def clip_loss(
     group: Group = ...,
     equal_shards: bool = False,
     backend: str | None = None,
-    tile: int | None = None,
+    workspace: int | None = None,
     precision: str = "ieee",
     diagnostics: bool = False,
 ) -> Any:
@@ -53,7 +53,7 @@ def clip_loss(
         hold different numbers of rows, even none. Must be given where there are several processes.
     equal_shards: states that every rank passes the same shapes, options and scalars, which saves the exchange that checks it in
         every call but the first one on the group.
-    backend: "eager" or "fused"; None chooses by device. tile: working memory in bytes (None: 32 MiB on a CPU, 512 MiB on CUDA).
+    backend: "eager" or "fused"; None chooses by device. workspace: working memory in bytes (None: 32 MiB on a CPU, 512 MiB on CUDA).
     precision: "tf32" lets CUDA devices round the operands of fp32 products to 10 bits; "ieee" does not. "int8", for bf16, lets
         them compute the similarities of backward from embeddings in eight bits, where they have kernels for it.
     diagnostics: also return a `Diagnostics`, as (loss, diagnostics).
@@ -74,13 +74,13 @@ def clip_loss(
         loss="clip_loss",
         ids=ids,
         weights=weights,
-        sharing=Sharing(group, equal_shards, backend, tile, precision),
+        sharing=Sharing(group, equal_shards, backend, workspace, precision),
         options=rules,
         same_rows=symmetric,
         precisions=(*PRECISIONS, EIGHT_BITS),
     )
     scale = scalar(scale, x, batch)
-    if batch.wanted is None:
+    if batch.needs_grad is None:
         loss, found, _ = _solve(batch.read(x), batch.read(y), scale, batch, rules)
     else:
         loss, found = _ClipLoss.apply(join_backward(batch, x, y, scale), y, scale, batch, rules)
@@ -120,19 +120,19 @@ class Documents(NamedTuple):
 
 
 @dataclass
-class WayBack:
+class Saved:
     """What the gradient needs: the softmax of rows and columns, the gradient in the positives' logits, what all of it is still to
     be multiplied with, the positives' similarities if pairs are compared with them, and what tiles have kept of this rank's block.
     """
 
     rows: Softmax
     columns: Softmax | None
-    own_M: Tensor
+    dpos_M: Tensor
     share: Tensor | float
     compared_M: Tensor | None
     kept: Any
 
-    def use_up(self) -> Any:
+    def pop(self) -> Any:
         """What tiles have kept, at the first way back; another one computes it again."""
         kept, self.kept = self.kept, None
         return kept
@@ -155,50 +155,50 @@ class _ClipLoss(torch.autograd.Function):
         if batch.ids_N is not None and batch.ids_N._version != ctx.ids_version:
             raise modified("ids")
         products = _gradients(batch.read(x), batch.read(y), scale, batch, ctx.rules, way_back)
-        dx, dy, dscale, _ = finish(x, y, scale, batch, way_back.own_M, way_back.share, g, products, reuse=True)
+        dx, dy, dscale, _ = finish(x, y, scale, batch, way_back.dpos_M, way_back.share, g, products, reuse=True)
         need_x, need_y, need_scale, *_ = ctx.needs_input_grad
         return dx if need_x else None, dy if need_y else None, dscale if need_scale else None, None, None
 
 
 @outside_autocast
-def _solve(x_MD: Tensor, y_ND: Tensor, scale: Tensor, batch: Batch, rules: Rules) -> tuple[Tensor, Diagnostics | None, WayBack]:
+def _solve(x_MD: Tensor, y_ND: Tensor, scale: Tensor, batch: Batch, rules: Rules) -> tuple[Tensor, Diagnostics | None, Saved]:
     """The loss of the whole batch, this rank's diagnostics, and what backward needs."""
     # Only where pairs are compared with the positives do these travel, and have to be there first.
     compares = rules.drop_above is not None or rules.diagnostics
-    compared_M = batch.tiles.positives(x_MD, y_ND, batch.means) if compares else None
+    compared_M = batch.tiles.positives(x_MD, y_ND, batch.compute) if compares else None
     kept: Any = None
 
     def visit(block: Documents, owner: int) -> tuple[Any, Any]:
         nonlocal kept
         pairs = _pairs(block, owner, batch, rules, compared_M)
         # Of this rank's own block, which both tours visit first: working memory is free again for the others.
-        keep = pairs.home and batch.wanted is not None
-        found = batch.tiles.softmax_stats(x_MD, block.y_ND, scale, pairs, columns=rules.symmetric, means=batch.means, keep=keep)
+        keep = pairs.is_local and batch.needs_grad is not None
+        found = batch.tiles.softmax_stats(x_MD, block.y_ND, scale, pairs, columns=rules.symmetric, compute=batch.compute, keep=keep)
         kept = found.kept if keep else kept
         return (found.rows, found.row_ranking), (found.columns, found.column_ranking)
 
     block = Documents(y_ND, batch.ids_N, compared_M if rules.symmetric else None, None)
     (row_stats, row_ranking), (column_stats, column_ranking) = batch.ring.tour(block, batch.lengths, visit, merge)
     # Else the device has work to do while these are on their way.
-    positive_M = batch.tiles.positives(x_MD, y_ND, batch.means) if compared_M is None else compared_M
-    loss_M, own_M, rows, columns = batch.tiles.normalise(
+    positive_M = batch.tiles.positives(x_MD, y_ND, batch.compute) if compared_M is None else compared_M
+    loss_M, dpos_M, rows, columns = batch.tiles.normalise(
         row_stats, column_stats, positive_M, scale, batch.weights_M, rules.label_smoothing
     )
     (loss,), weight = batch.totals(loss_M.sum())
     share = 1 / (weight * (2 if rules.symmetric else 1))
     diagnostics = diagnose(positive_M, row_ranking, column_ranking) if rules.diagnostics else None
-    return loss * share, diagnostics, WayBack(rows, columns, own_M, share, compared_M, kept)
+    return loss * share, diagnostics, Saved(rows, columns, dpos_M, share, compared_M, kept)
 
 
 @outside_autocast
-def _gradients(x_MD: Tensor, y_ND: Tensor, scale: Tensor, batch: Batch, rules: Rules, way_back: WayBack) -> list[Tensor | None]:
+def _gradients(x_MD: Tensor, y_ND: Tensor, scale: Tensor, batch: Batch, rules: Rules, way_back: Saved) -> list[Tensor | None]:
     """gx_MD and gy_ND of the others."""
-    wanted = batch.wanted
-    assert wanted is not None
+    needs_grad = batch.needs_grad
+    assert needs_grad is not None
 
     def visit(block: Documents, owner: int) -> tuple[Any, Any]:
         pairs = _pairs(block, owner, batch, rules, way_back.compared_M)
-        kept = way_back.use_up() if pairs.home else None
+        kept = way_back.pop() if pairs.is_local else None
         return batch.tiles.softmax_grads(
             x_MD,
             block.y_ND,
@@ -206,9 +206,9 @@ def _gradients(x_MD: Tensor, y_ND: Tensor, scale: Tensor, batch: Batch, rules: R
             pairs,
             way_back.rows,
             block.columns,
-            wanted=wanted,
-            means=batch.means,
-            own_M=way_back.own_M,
+            needs_grad=needs_grad,
+            compute=batch.compute,
+            dpos_M=way_back.dpos_M,
             kept=kept,
         )
 
@@ -219,10 +219,10 @@ def _gradients(x_MD: Tensor, y_ND: Tensor, scale: Tensor, batch: Batch, rules: R
 
 def _pairs(block: Documents, owner: int, batch: Batch, rules: Rules, compared_M: Tensor | None) -> Pairs:
     return Pairs(
-        home=owner == batch.ring.rank,
+        is_local=owner == batch.ring.rank,
         ids_M=None if batch.ids_N is None else batch.ids_N[: batch.rows],
         ids_N=block.ids_N,
-        several=rules.duplicates == "positive",
+        multi_positive=rules.duplicates == "positive",
         drop_above=rules.drop_above,
         positive_M=compared_M,
         positive_N=block.positive_N,

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..ring import Group, Ring
 from ..tiles import backend_for
-from ..tiles.contract import Means, Tiles, Wanted, accumulator
+from ..tiles.contract import ComputeOptions, NeedsGrad, Tiles, accumulator
 from .agreement import Shard, agree, check_values, is_first_call
 from .small_scale import can_wait, warn_of_small_scale
 
@@ -42,7 +42,7 @@ class Sharing:
     group: Group = ...
     equal_shards: bool = False
     backend: str | None = None
-    tile: int | None = None
+    workspace: int | None = None
     precision: str = "ieee"
 
 
@@ -69,8 +69,8 @@ class Batch:
     ring: Ring
     lengths: tuple[int, ...]
     tiles: Tiles
-    means: Means
-    wanted: Wanted | None
+    compute: ComputeOptions
+    needs_grad: NeedsGrad | None
 
     @property
     def acc(self) -> torch.dtype:
@@ -118,7 +118,7 @@ def prepare(
             _check_scalar(name, value, x)
         _check_group(x, ring)
         tiles = backend_for(x.device, _product_dtype(x), sharing.backend)
-        _check_tile(sharing.tile)
+        _check_workspace(sharing.workspace)
         _check_precision(sharing.precision, precisions, _product_dtype(x))
     except ValueError as error:
         if not exchanges:
@@ -158,8 +158,8 @@ def prepare(
         ring=ring,
         lengths=tuple(each.documents for each in shards),
         tiles=tiles,
-        means=_means(sharing, tiles.default_tile(x.device)),
-        wanted=Wanted(wants[0] or not wants[1], wants[1]) if any(wants) else None,
+        compute=_compute_options(sharing, tiles.default_workspace(x.device)),
+        needs_grad=NeedsGrad(wants[0] or not wants[1], wants[1]) if any(wants) else None,
     )
 
 
@@ -182,7 +182,7 @@ def scalar(value: Tensor | float, x: Tensor, batch: Batch) -> Tensor:
 
 def join_backward(batch: Batch, x: Tensor, *others: Tensor) -> Tensor:
     """x, made to require a gradient where nothing here does but other ranks wait for this one in backward."""
-    if batch.wanted is None or any(t.requires_grad for t in (x, *others)):
+    if batch.needs_grad is None or any(t.requires_grad for t in (x, *others)):
         return x
     return x.detach().requires_grad_()
 
@@ -359,9 +359,9 @@ def _facts(
     return facts
 
 
-def _check_tile(tile: int | None) -> None:
-    if tile is not None and (not isinstance(tile, int) or isinstance(tile, bool) or tile <= 0):
-        raise ValueError(f"tile={tile!r}: must be a positive number of bytes of working memory, for example 64 * 2**20")
+def _check_workspace(workspace: int | None) -> None:
+    if workspace is not None and (not isinstance(workspace, int) or isinstance(workspace, bool) or workspace <= 0):
+        raise ValueError(f"workspace={workspace!r}: must be a positive number of bytes of working memory, for example 64 * 2**20")
 
 
 def _check_precision(precision: str, precisions: Sequence[str], dtype: torch.dtype) -> None:
@@ -375,9 +375,13 @@ def _check_precision(precision: str, precisions: Sequence[str], dtype: torch.dty
         )
 
 
-def _means(sharing: Sharing, default_tile: int) -> Means:
-    tile = default_tile if sharing.tile is None else sharing.tile
-    return Means(tile, eight_bits=True) if sharing.precision == EIGHT_BITS else Means(tile, sharing.precision)
+def _compute_options(sharing: Sharing, default_workspace: int) -> ComputeOptions:
+    workspace = default_workspace if sharing.workspace is None else sharing.workspace
+    return (
+        ComputeOptions(workspace, int8_similarities=True)
+        if sharing.precision == EIGHT_BITS
+        else ComputeOptions(workspace, sharing.precision)
+    )
 
 
 def _product_dtype(t: Tensor) -> torch.dtype:

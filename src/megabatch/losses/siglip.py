@@ -33,7 +33,7 @@ def siglip_loss(
     group: Group = ...,
     equal_shards: bool = False,
     backend: str | None = None,
-    tile: int | None = None,
+    workspace: int | None = None,
     precision: str = "ieee",
     diagnostics: bool = False,
 ) -> Any:
@@ -57,12 +57,12 @@ def siglip_loss(
         loss="siglip_loss",
         ids=ids,
         weights=weights,
-        sharing=Sharing(group, equal_shards, backend, tile, precision),
+        sharing=Sharing(group, equal_shards, backend, workspace, precision),
         options=rules,
         same_rows=False,
     )
     scale, bias = scalar(scale, x, batch), scalar(bias, x, batch)
-    if batch.wanted is None:
+    if batch.needs_grad is None:
         loss, found, _ = _solve(batch.read(x), batch.read(y), scale, bias, batch, rules)
     else:
         loss, found = _SigLipLoss.apply(join_backward(batch, x, y, scale, bias), y, scale, bias, batch, rules)
@@ -94,13 +94,13 @@ class Documents(NamedTuple):
     positive_N: Tensor | None
 
 
-class WayBack(NamedTuple):
+class Saved(NamedTuple):
     """What the gradient needs: gx_MD and gy_ND of the others, the gradient in the positives' logits, that in the bias, and what all
     of it is still to be multiplied with."""
 
     gx_MD: Tensor | None
     gy_ND: Tensor | None
-    own_M: Tensor
+    dpos_M: Tensor
     slope: Tensor
     share: Tensor | float
 
@@ -119,9 +119,9 @@ class _SigLipLoss(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx: Any, g: Tensor, _: None) -> tuple[Tensor | None, ...]:
         x, y, scale, _bias = saved(ctx)
-        *products, own_M, slope, share = ctx.way_back
+        *products, dpos_M, slope, share = ctx.way_back
         # Not reused: backward may be called again.
-        dx, dy, dscale, factor = finish(x, y, scale, ctx.batch, own_M, share, g, products, reuse=False)
+        dx, dy, dscale, factor = finish(x, y, scale, ctx.batch, dpos_M, share, g, products, reuse=False)
         need_x, need_y, need_scale, need_bias, *_ = ctx.needs_input_grad
         return (
             dx if need_x else None,
@@ -136,22 +136,22 @@ class _SigLipLoss(torch.autograd.Function):
 @outside_autocast
 def _solve(
     x_MD: Tensor, y_ND: Tensor, scale: Tensor, bias: Tensor, batch: Batch, rules: Rules
-) -> tuple[Tensor, Diagnostics | None, WayBack | None]:
+) -> tuple[Tensor, Diagnostics | None, Saved | None]:
     """The loss of the whole batch, this rank's diagnostics and, if gradients are wanted, what backward needs."""
-    positive_M = batch.tiles.positives(x_MD, y_ND, batch.means)
+    positive_M = batch.tiles.positives(x_MD, y_ND, batch.compute)
 
     def visit(block: Documents, owner: int) -> tuple[Any, Any]:
         pairs = Pairs(
-            home=owner == batch.ring.rank,
+            is_local=owner == batch.ring.rank,
             ids_M=None if batch.ids_N is None else batch.ids_N[: batch.rows],
             ids_N=block.ids_N,
-            several=rules.duplicates == "positive",
+            multi_positive=rules.duplicates == "positive",
             positive_M=positive_M,
             positive_N=block.positive_N,
             ranked=rules.diagnostics,
         )
         found = batch.tiles.sigmoid_sums(
-            x_MD, block.y_ND, scale, bias, pairs, batch.weights_M, wanted=batch.wanted, means=batch.means
+            x_MD, block.y_ND, scale, bias, pairs, batch.weights_M, needs_grad=batch.needs_grad, compute=batch.compute
         )
         return (found.value_M, found.slope_M, found.gx_MD, found.row_ranking), (found.gy_ND, found.column_ranking)
 
@@ -161,10 +161,10 @@ def _solve(
     (value_M, slope_M, gx_MD, row_ranking), (gy_ND, column_ranking) = batch.ring.tour(block, batch.lengths, visit, merge)
     own_logit_M = scale * positive_M + bias
     weight_M = torch.ones_like(own_logit_M) if batch.weights_M is None else batch.weights_M
-    own_M = -weight_M * torch.sigmoid(-own_logit_M)
+    dpos_M = -weight_M * torch.sigmoid(-own_logit_M)
     sums = [(weight_M * (value_M + softplus(-own_logit_M))).sum()]
     if slope_M is not None:
-        sums.append((weight_M * slope_M + own_M).sum())
+        sums.append((weight_M * slope_M + dpos_M).sum())
     (loss, *slope), weight = batch.totals(*sums)
     diagnostics = diagnose(positive_M, row_ranking, column_ranking) if rules.diagnostics else None
-    return loss / weight, diagnostics, WayBack(gx_MD, gy_ND, own_M, slope[0], 1 / weight) if slope else None
+    return loss / weight, diagnostics, Saved(gx_MD, gy_ND, dpos_M, slope[0], 1 / weight) if slope else None

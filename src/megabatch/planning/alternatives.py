@@ -23,7 +23,7 @@ class Alternative(NamedTuple):
     chunk: int
     keep: int
     peak_bytes: int
-    seconds_a_step: float
+    seconds_per_step: float
     updates: int
     hours: float
     cost: float

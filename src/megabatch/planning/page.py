@@ -23,7 +23,7 @@ def _opening(plan: Plan) -> str:
         ("rows a GPU", f"{how.shard:,}"),
         ("chunk", f"{how.chunk:,}"),
         ("memory", bytes_text(plan.peak_bytes)),
-        ("a step", seconds_text(plan.seconds_a_step)),
+        ("a step", seconds_text(plan.seconds_per_step)),
         ("updates", f"{plan.alternatives[0].updates:,}"),
         ("the run", seconds_text(3600 * plan.alternatives[0].hours)),
     ]

@@ -27,7 +27,7 @@ class Plan:
     machine: str
     device_bytes: int
     limit_bytes: int
-    seconds_a_step: float
+    seconds_per_step: float
     peak_bytes: int
     moment: str
     memory: dict[str, int]

@@ -92,7 +92,7 @@ class Planner:
             machine=f"{self.machine.gpus} × {self.machine.device.name}",
             device_bytes=self.machine.device.memory,
             limit_bytes=self.limit,
-            seconds_a_step=found.seconds,
+            seconds_per_step=found.seconds,
             peak_bytes=found.peak,
             moment=predicted.moment,
             memory=_scaled(predicted, found.peak),

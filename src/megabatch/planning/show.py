@@ -25,7 +25,7 @@ def headline(plan: Plan) -> str:
     again = "" if how.accumulate else f", keep {how.keep}"
     return (
         f"batch {plan.batch:,}: {how.ranks} × {how.shard:,}, in chunks of {how.chunk:,}{again}, {how.precision};"
-        f" {bytes_text(plan.peak_bytes)} of {bytes_text(plan.device_bytes)} a GPU, {seconds_text(plan.seconds_a_step)} a step"
+        f" {bytes_text(plan.peak_bytes)} of {bytes_text(plan.device_bytes)} a GPU, {seconds_text(plan.seconds_per_step)} a step"
     )
 
 
@@ -43,7 +43,7 @@ def way_rows(plan: Plan, currency: str | None = None) -> list[list[str]]:
             f"{way.chunk:,}",
             f"{way.keep:,}",
             bytes_text(way.peak_bytes),
-            seconds_text(way.seconds_a_step),
+            seconds_text(way.seconds_per_step),
             f"{way.updates:,}",
             seconds_text(3600 * way.hours),
             f"{way.cost:,.3g} {currency or 'GPU-h'}",

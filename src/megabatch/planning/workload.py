@@ -55,7 +55,7 @@ def traced(question: Question, run: config.Run, work: Workload, machine: Machine
             chunk=how.chunk,
             keep=how.keep,
             objective=run.loss.objective if question.pairs else "supervised",  # type: ignore[arg-type]
-            tile=run.compute.tile,
+            workspace=run.compute.workspace,
             ema=question.ema is not None,
             capability=machine.device.capability,
             device=machine.device.type,

@@ -59,11 +59,11 @@ def memory(folder: Folder) -> str:
     process, tensors = number(result, "peak_bytes"), number(result, "step_bytes")
     measured = {
         "peak_bytes": process if tensors is None else tensors,
-        "seconds_a_step": seconds / steps if steps and seconds else None,
+        "seconds_per_step": seconds / steps if steps and seconds else None,
     }
     rows = [
         (name, _words(planned, words), _words(measured[key], words), _change(planned, measured[key]))
-        for name, key, words in (("peak memory", "peak_bytes", bytes_text), ("a step", "seconds_a_step", seconds_text))
+        for name, key, words in (("peak memory", "peak_bytes", bytes_text), ("a step", "seconds_per_step", seconds_text))
         for planned in (number(result, "planned", key),)
         if measured[key] is not None
     ]

@@ -29,10 +29,10 @@ class Pairs:
     ranked: rank each positive among all negatives, dropped ones included, so that dropping cannot flatter the rank.
     """
 
-    home: bool = False
+    is_local: bool = False
     ids_M: Tensor | None = None
     ids_N: Tensor | None = None
-    several: bool = False
+    multi_positive: bool = False
     drop_above: float | None = None
     positive_M: Tensor | None = None
     positive_N: Tensor | None = None
@@ -85,7 +85,7 @@ class Normalised(NamedTuple):
     """Each row's weighted loss and the gradient in its positive's logit, rows and columns added up, and the softmax of each."""
 
     loss_M: Tensor
-    own_M: Tensor
+    dpos_M: Tensor
     rows: Softmax
     columns: Softmax | None
 
@@ -101,36 +101,36 @@ class SigmoidPass(NamedTuple):
     column_ranking: Ranking | None = None
 
 
-class Wanted(NamedTuple):
+class NeedsGrad(NamedTuple):
     """Which gradient products to form: gx_MD = g_MN @ y_ND and gy_ND = g_MN.T @ x_MD, with g_MN the gradient in the logits."""
 
     x: bool
     y: bool
 
 
-class Means(NamedTuple):
+class ComputeOptions(NamedTuple):
     """By what means: the working memory in bytes; how fp32 products may be rounded ("ieee": not at all, "tf32": to 10 bits); and
     whether `softmax_grads` may round bf16 embeddings to eight bits for its similarities."""
 
-    tile: int
+    workspace: int
     precision: str = "ieee"
-    eight_bits: bool = False
+    int8_similarities: bool = False
 
 
 class Tiles(Protocol):
     """What a backend fulfils. Besides its working memory, all that it allocates is O((M + N) · D).
 
     keep: the gradients of these blocks will be asked for. Working memory may hold what they need until then.
-    own_M: the gradients in the positives' logits, by which it can be judged what is small; without it nothing is.
+    dpos_M: the gradients in the positives' logits, by which it can be judged what is small; without it nothing is.
     Sums and gradients are fp32, or fp64 for fp64 inputs; the scale is not yet in gx_MD and gy_ND.
     """
 
-    def default_tile(self, device: torch.device) -> int: ...
+    def default_workspace(self, device: torch.device) -> int: ...
 
-    def positives(self, x_MD: Tensor, y_ND: Tensor, means: Means) -> Tensor: ...
+    def positives(self, x_MD: Tensor, y_ND: Tensor, compute: ComputeOptions) -> Tensor: ...
 
     def softmax_stats(
-        self, x_MD: Tensor, y_ND: Tensor, scale: Tensor, pairs: Pairs, *, columns: bool, means: Means, keep: bool = False
+        self, x_MD: Tensor, y_ND: Tensor, scale: Tensor, pairs: Pairs, *, columns: bool, compute: ComputeOptions, keep: bool = False
     ) -> SoftmaxPass: ...
 
     def normalise(
@@ -152,9 +152,9 @@ class Tiles(Protocol):
         rows: Softmax,
         columns: Softmax | None,
         *,
-        wanted: Wanted,
-        means: Means,
-        own_M: Tensor | None = None,
+        needs_grad: NeedsGrad,
+        compute: ComputeOptions,
+        dpos_M: Tensor | None = None,
         kept: Any = None,
     ) -> tuple[Tensor | None, Tensor | None]: ...
 
@@ -167,12 +167,12 @@ class Tiles(Protocol):
         pairs: Pairs,
         weights_M: Tensor | None,
         *,
-        wanted: Wanted | None,
-        means: Means,
+        needs_grad: NeedsGrad | None,
+        compute: ComputeOptions,
     ) -> SigmoidPass: ...
 
     def finish(
-        self, gradient: Tensor, embeddings: Tensor, partners: Tensor, own_M: Tensor, factor: Tensor, finished: Tensor
+        self, gradient: Tensor, embeddings: Tensor, partners: Tensor, dpos_M: Tensor, factor: Tensor, finished: Tensor
     ) -> Tensor: ...
 
 

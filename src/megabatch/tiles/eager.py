@@ -12,7 +12,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .contract import Means, Normalised, Pairs, Ranking, SigmoidPass, Softmax, SoftmaxPass, Stats, Wanted, accumulator, merge
+from .contract import (
+    ComputeOptions,
+    NeedsGrad,
+    Normalised,
+    Pairs,
+    Ranking,
+    SigmoidPass,
+    Softmax,
+    SoftmaxPass,
+    Stats,
+    accumulator,
+    merge,
+)
 from .products import Tile, add_products, no_product, own_entries, slices, units, walk
 
 # While no |s| exceeds this, neither an exponential nor a sum of 2^30 of them leaves fp32's normal range: no maximum is needed, and
@@ -29,24 +41,24 @@ class Masks(NamedTuple):
     same: Tensor | None
 
 
-def default_tile(device: torch.device) -> int:
+def default_workspace(device: torch.device) -> int:
     """The working memory in bytes that serves well: near a CPU's caches, elsewhere large enough to hide the launches of kernels."""
     return (32 if device.type == "cpu" else 256) * 2**20
 
 
-def positives(x_MD: Tensor, y_ND: Tensor, means: Means) -> Tensor:
+def positives(x_MD: Tensor, y_ND: Tensor, compute: ComputeOptions) -> Tensor:
     """The similarity of each row's positive (M)."""
     acc = accumulator(x_MD.dtype)
     positive_M = x_MD.new_empty(len(x_MD), dtype=acc)
     # The diagonals of small products instead of row-wise dots: summed in the order of a tile, so that equal rows tie.
     for rows in slices(len(x_MD), 128):
-        with units(x_MD, means.precision):
+        with units(x_MD, compute.precision):
             positive_M[rows] = (x_MD[rows].to(acc) @ y_ND[rows].to(acc).T).diagonal()
     return positive_M
 
 
 def softmax_stats(
-    x_MD: Tensor, y_ND: Tensor, scale: Tensor, pairs: Pairs, *, columns: bool, means: Means, keep: bool = False
+    x_MD: Tensor, y_ND: Tensor, scale: Tensor, pairs: Pairs, *, columns: bool, compute: ComputeOptions, keep: bool = False
 ) -> SoftmaxPass:
     """Stats and rankings of rows, and of columns if asked for. Nothing is kept: a tile is small against the matrix."""
     bounded = pairs.drop_above is None and _bounded(x_MD, y_ND, scale)
@@ -56,8 +68,8 @@ def softmax_stats(
         _no_ranking(x_MD) if pairs.ranked else None,
         _no_ranking(y_ND) if pairs.ranked and columns else None,
     )
-    for t in walk(x_MD, y_ND, pairs, means):
-        if pairs.home:
+    for t in walk(x_MD, y_ND, pairs, compute):
+        if pairs.is_local:
             own_entries(t, t.z_RC).zero_()
         masks = _masks(t, pairs)
         _rank(t, pairs, masks.same, result.row_ranking, result.column_ranking)
@@ -75,12 +87,12 @@ def normalise(
     rows: Stats, columns: Stats | None, positive_M: Tensor, scale: Tensor, weights_M: Tensor | None, label_smoothing: float
 ) -> Normalised:
     """Losses of both sides together, the softmax of each, and the gradient in the positives' logits."""
-    loss_M, softmax, own_M = _normalise(rows, positive_M, scale, weights_M, label_smoothing)
+    loss_M, softmax, dpos_M = _normalise(rows, positive_M, scale, weights_M, label_smoothing)
     column_softmax = None
     if columns is not None:
         column_loss_M, column_softmax, column_own_M = _normalise(columns, positive_M, scale, weights_M, label_smoothing)
-        loss_M, own_M = loss_M + column_loss_M, own_M + column_own_M
-    return Normalised(loss_M if weights_M is None else loss_M * weights_M, own_M, softmax, column_softmax)
+        loss_M, dpos_M = loss_M + column_loss_M, dpos_M + column_own_M
+    return Normalised(loss_M if weights_M is None else loss_M * weights_M, dpos_M, softmax, column_softmax)
 
 
 def softmax_grads(
@@ -91,24 +103,24 @@ def softmax_grads(
     rows: Softmax,
     columns: Softmax | None,
     *,
-    wanted: Wanted,
-    means: Means,
-    own_M: Tensor | None = None,
+    needs_grad: NeedsGrad,
+    compute: ComputeOptions,
+    dpos_M: Tensor | None = None,
     kept: None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """gx_MD and gy_ND of the others."""
     bounded = pairs.drop_above is None and rows.counted is None and _bounded(x_MD, y_ND, scale)
-    gx_MD, gy_ND = no_product(x_MD, wanted.x), no_product(y_ND, wanted.y)
-    for t in walk(x_MD, y_ND, pairs, means):
+    gx_MD, gy_ND = no_product(x_MD, needs_grad.x), no_product(y_ND, needs_grad.y)
+    for t in walk(x_MD, y_ND, pairs, compute):
         masks = _masks(t, pairs)
         row, column = _at(rows, t.rows), None if columns is None else _at(columns, t.columns)
         g_RC = (_shared_gradient_ if bounded else _anchored_gradient_)(t, scale, masks, row, column)
         if masks.same is not None and row.further is not None:
             further = row.further[:, None] if column is None else row.further[:, None] + column.further
             g_RC.sub_(masks.same * further)
-        if pairs.home:
+        if pairs.is_local:
             own_entries(t, g_RC).zero_()
-        add_products(x_MD, t, g_RC, gx_MD, gy_ND, means)
+        add_products(x_MD, t, g_RC, gx_MD, gy_ND, compute)
     return gx_MD, gy_ND
 
 
@@ -120,50 +132,50 @@ def sigmoid_sums(
     pairs: Pairs,
     weights_M: Tensor | None,
     *,
-    wanted: Wanted | None,
-    means: Means,
+    needs_grad: NeedsGrad | None,
+    compute: ComputeOptions,
 ) -> SigmoidPass:
     """Values of the others and, if wanted, their slopes and gradients from the same pass."""
     result = SigmoidPass(
         x_MD.new_zeros(len(x_MD), dtype=accumulator(x_MD.dtype)),
-        None if wanted is None else x_MD.new_zeros(len(x_MD), dtype=accumulator(x_MD.dtype)),
-        no_product(x_MD, wanted is not None and wanted.x),
-        no_product(y_ND, wanted is not None and wanted.y),
+        None if needs_grad is None else x_MD.new_zeros(len(x_MD), dtype=accumulator(x_MD.dtype)),
+        no_product(x_MD, needs_grad is not None and needs_grad.x),
+        no_product(y_ND, needs_grad is not None and needs_grad.y),
         _no_ranking(x_MD) if pairs.ranked else None,
         _no_ranking(y_ND) if pairs.ranked else None,
     )
-    for t in walk(x_MD, y_ND, pairs, means):
+    for t in walk(x_MD, y_ND, pairs, compute):
         masks = _masks(t, pairs)
         _rank(t, pairs, masks.same, result.row_ranking, result.column_ranking)
         logits = t.z_RC.mul_(scale).add_(bias)
         # A further positive costs softplus(-s) where a negative costs softplus(s); a pair that does not count is a logit of -inf.
-        if pairs.several and masks.same is not None:
+        if pairs.multi_positive and masks.same is not None:
             torch.where(masks.same, -logits, logits, out=logits)
         if masks.row_out is not None:
             logits.masked_fill_(masks.row_out, -torch.inf)
-        if pairs.home:
+        if pairs.is_local:
             own_entries(t, logits).fill_(-torch.inf)
         result.value_M[t.rows] += _softplus_sum(logits, t.work_RC)
         if result.slope_M is not None:
             g_RC = logits.sigmoid_()
-            if pairs.several and masks.same is not None:
+            if pairs.multi_positive and masks.same is not None:
                 torch.where(masks.same, -g_RC, g_RC, out=g_RC)
             result.slope_M[t.rows] += g_RC.sum(1)
             if weights_M is not None:
                 g_RC.mul_(weights_M[t.rows, None])
-            add_products(x_MD, t, g_RC, result.gx_MD, result.gy_ND, means)
+            add_products(x_MD, t, g_RC, result.gx_MD, result.gy_ND, compute)
     return result
 
 
-def finish(gradient: Tensor, embeddings: Tensor, partners: Tensor, own_M: Tensor, factor: Tensor, finished: Tensor) -> Tensor:
+def finish(gradient: Tensor, embeddings: Tensor, partners: Tensor, dpos_M: Tensor, factor: Tensor, finished: Tensor) -> Tensor:
     """Writes gx (or gy) with the positives' part added, times a factor, into `finished`, which may be the gradient itself.
 
     Returns what sums up to the slope in the scale, without the factor: Σ embeddings · gradient.
     """
-    slope = own_M.new_zeros(())
+    slope = dpos_M.new_zeros(())
     # Piece by piece: in fp32, whole copies of reduced-precision embeddings would cost as much as the gradients.
     for piece in slices(len(gradient), 4096):
-        own = own_M[piece, None]
+        own = dpos_M[piece, None]
         part = gradient[piece].clone()
         part[: len(own)].addcmul_(own, partners[piece][: len(own)].to(own.dtype))
         slope += (part * embeddings[piece].to(own.dtype)).sum()
@@ -175,10 +187,10 @@ def _masks(t: Tile, pairs: Pairs) -> Masks:
     same = None
     if pairs.ids_M is not None and pairs.ids_N is not None:
         same = pairs.ids_M[t.rows, None] == pairs.ids_N[t.columns]
-        if pairs.home:
+        if pairs.is_local:
             own_entries(t, same).fill_(False)
     if pairs.drop_above is None:
-        out = None if pairs.several else same
+        out = None if pairs.multi_positive else same
         return Masks(out, out, same)
 
     margin = pairs.drop_above
@@ -187,7 +199,7 @@ def _masks(t: Tile, pairs: Pairs) -> Masks:
         above = t.z_RC > positive + margin
         if same is None:
             return above
-        return above & ~same if pairs.several else above | same
+        return above & ~same if pairs.multi_positive else above | same
 
     assert pairs.positive_M is not None
     column_out = None if pairs.positive_N is None else out_of(pairs.positive_N[t.columns])
@@ -200,7 +212,7 @@ def _rank(t: Tile, pairs: Pairs, same: Tensor | None, rows: Ranking | None, colu
     negative = t.work_RC.copy_(t.z_RC)
     if same is not None:
         negative.masked_fill_(same, -torch.inf)
-    if pairs.home:
+    if pairs.is_local:
         own_entries(t, negative).fill_(-torch.inf)
     assert pairs.positive_M is not None
     ahead = (negative >= pairs.positive_M[t.rows, None]).sum(1)
@@ -214,12 +226,12 @@ def _rank(t: Tile, pairs: Pairs, same: Tensor | None, rows: Ranking | None, colu
 def _plain_sums(t: Tile, pairs: Pairs, masks: Masks, dim: int) -> tuple[Tensor | None, ...]:
     """Σ z and number of further positives, Σ z and number of the others that count; the positives' own z are zero here."""
     further = further_count = counted = counted_count = None
-    if pairs.several and masks.same is not None:
+    if pairs.multi_positive and masks.same is not None:
         further, further_count = (t.z_RC * masks.same).sum(dim), masks.same.sum(dim)
     if pairs.smoothed:
         out = masks.row_out if dim else masks.column_out
         counts = torch.ones_like(t.z_RC, dtype=torch.bool) if out is None else ~out
-        if pairs.home:
+        if pairs.is_local:
             own_entries(t, counts).fill_(False)
         counted, counted_count = (t.z_RC * counts).sum(dim), counts.sum(dim)
     return further, further_count, counted, counted_count
@@ -228,7 +240,7 @@ def _plain_sums(t: Tile, pairs: Pairs, masks: Masks, dim: int) -> tuple[Tensor |
 def _logits_(t: Tile, factor: Tensor, pairs: Pairs, masks: Masks) -> Tensor:
     """The logits times a factor, -inf where neither rows nor columns count a pair."""
     s_RC = t.z_RC.mul_(factor)
-    if pairs.home:
+    if pairs.is_local:
         own_entries(t, s_RC).fill_(-torch.inf)
     if masks.row_out is not None and masks.row_out is masks.column_out:
         s_RC.masked_fill_(masks.row_out, -torch.inf)
@@ -350,7 +362,7 @@ def _bounded(x_MD: Tensor, y_ND: Tensor, scale: Tensor) -> bool:
 def _no_stats(t: Tensor, pairs: Pairs) -> Stats:
     """The stats of no others, for each row of t."""
     zero, none = t.new_zeros(len(t), dtype=accumulator(t.dtype)), t.new_zeros(len(t), dtype=torch.int64)
-    further = (zero.clone(), none.clone()) if pairs.several and pairs.ids_M is not None else (None, None)
+    further = (zero.clone(), none.clone()) if pairs.multi_positive and pairs.ids_M is not None else (None, None)
     counted = (zero.clone(), none) if pairs.smoothed else (None, None)
     return Stats(torch.full_like(zero, -torch.inf), zero, *further, *counted)
 

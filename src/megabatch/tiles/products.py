@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .contract import Means, Pairs, accumulator
+from .contract import ComputeOptions, Pairs, accumulator
 
 
 class Tile(NamedTuple):
@@ -28,13 +28,13 @@ class Tile(NamedTuple):
     work_RC: Tensor
 
 
-def walk(x_MD: Tensor, y_ND: Tensor, pairs: Pairs, means: Means) -> Iterator[Tile]:
+def walk(x_MD: Tensor, y_ND: Tensor, pairs: Pairs, compute: ComputeOptions) -> Iterator[Tile]:
     """Every tile, panel of columns by panel of columns, with its similarities computed."""
     acc = accumulator(x_MD.dtype)
     # Masks and what is built from them add about two floats a cell.
     plain = pairs.ids_M is None and pairs.drop_above is None and not pairs.smoothed and not pairs.ranked
     floats = 2 if plain else 4
-    cells = max(1, means.tile // (floats * acc.itemsize))
+    cells = max(1, compute.workspace // (floats * acc.itemsize))
     height = max(1, min(len(x_MD), math.isqrt(cells)))
     width = max(1, min(len(y_ND), cells // height))
     z, work = x_MD.new_empty(2, height * width, dtype=acc)
@@ -47,7 +47,7 @@ def walk(x_MD: Tensor, y_ND: Tensor, pairs: Pairs, means: Means) -> Iterator[Til
             shape = len(x_RD), len(y_CD)
             z_RC, work_RC = (buffer[: math.prod(shape)].view(shape) for buffer in (z, work))
             if x_RD.dtype == acc:
-                with units(x_MD, means.precision):
+                with units(x_MD, compute.precision):
                     torch.mm(x_RD, y_DC, out=z_RC)
             else:
                 torch.mm(x_RD, y_DC, out_dtype=acc, out=z_RC)
@@ -86,16 +86,18 @@ def units(embeddings: Tensor, precision: str) -> Iterator[None]:
         setattr(switch, name, before)
 
 
-def no_product(t: Tensor, wanted: bool) -> Tensor | None:
+def no_product(t: Tensor, needs_grad: bool) -> Tensor | None:
     """Zeros to add products to, of the shape of t."""
-    return torch.zeros_like(t, dtype=accumulator(t.dtype)) if wanted else None
+    return torch.zeros_like(t, dtype=accumulator(t.dtype)) if needs_grad else None
 
 
-def add_products(embeddings: Tensor, t: Tile, g_RC: Tensor, gx_MD: Tensor | None, gy_ND: Tensor | None, means: Means) -> None:
+def add_products(
+    embeddings: Tensor, t: Tile, g_RC: Tensor, gx_MD: Tensor | None, gy_ND: Tensor | None, compute: ComputeOptions
+) -> None:
     """Adds g @ y and g.T @ x of a tile; the embeddings tell the dtype that they came in."""
     if t.x_RD.dtype == torch.bfloat16:
         g_RC = g_RC.to(torch.bfloat16)
-    with units(embeddings, means.precision):
+    with units(embeddings, compute.precision):
         if gx_MD is not None:
             _add_product(gx_MD[t.rows], g_RC, t.y_CD)
         if gy_ND is not None:

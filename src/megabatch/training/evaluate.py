@@ -16,10 +16,10 @@ from torch.nn.functional import normalize
 
 from ..recall import RECALL_AT
 from ..tiles import backend_for
-from ..tiles.contract import Means, Pairs, accumulator
+from ..tiles.contract import ComputeOptions, Pairs, accumulator
 
 # Working memory of `nearest` and `zero_shot`, in bytes.
-TILE = 32 * 2**20
+WORKSPACE = 32 * 2**20
 # What a similarity, its sortable key and their temporaries take for each cell.
 CELL_BYTES = 32
 LOW_HALF = 2**32 - 1
@@ -51,10 +51,12 @@ class Retrieval(NamedTuple):
 
 
 @torch.no_grad()
-def retrieval(x: Tensor, y: Tensor, *, ids: Tensor | None = None, tile: int | None = None, backend: str | None = None) -> Retrieval:
+def retrieval(
+    x: Tensor, y: Tensor, *, ids: Tensor | None = None, workspace: int | None = None, backend: str | None = None
+) -> Retrieval:
     """Recall at 1, 5 and 10 and the median rank of x's and y's rows in each other, row i of x being the partner of row i of y.
 
-    x, y: (N, D), on one device. tile: working memory in bytes; backend: "eager" or "fused"; None chooses both by device.
+    x, y: (N, D), on one device. workspace: working memory in bytes; backend: "eager" or "fused"; None chooses both by device.
     ids: (N,) integers, one for each pair. Pairs with equal ids (one caption on several pictures, several captions of one picture)
         are left out of each other's answers: neither right nor wrong. Every pair still asks for its own partner. So with five
         captions for a picture, given as five pairs, a caption finds its picture as usual; a picture has to find each of its
@@ -67,39 +69,39 @@ def retrieval(x: Tensor, y: Tensor, *, ids: Tensor | None = None, tile: int | No
     0.3333333333333333
     """
     _check_pairs(x, y, ids)
-    _check_tile(tile)
+    _check_workspace(workspace)
     tiles = backend_for(x.device, x.dtype, backend)
-    means = Means(tiles.default_tile(x.device) if tile is None else tile)
+    compute = ComputeOptions(tiles.default_workspace(x.device) if workspace is None else workspace)
     x, y = x.contiguous(), y.contiguous()
     ids = None if ids is None else ids.to(x.device).contiguous()
     with torch.autocast(x.device.type, enabled=False):
-        own = tiles.positives(x, y, means)
+        own = tiles.positives(x, y, compute)
         _check_finite(own, "pairs")
         bar = own - _rounding(x.shape[1], own.dtype) * _norms(x) * _norms(y)
-        pairs = Pairs(home=True, ids_M=ids, ids_N=ids, positive_M=bar, positive_N=bar, ranked=True)
+        pairs = Pairs(is_local=True, ids_M=ids, ids_N=ids, positive_M=bar, positive_N=bar, ranked=True)
         # The pass also gives sums of exponentials, which are not needed here: a scale of zero keeps them in range.
-        found = tiles.softmax_stats(x, y, own.new_zeros(()), pairs, columns=True, means=means)
+        found = tiles.softmax_stats(x, y, own.new_zeros(()), pairs, columns=True, compute=compute)
     assert found.row_ranking is not None and found.column_ranking is not None
     rows, columns = found.row_ranking.ahead, found.column_ranking.ahead
     return Retrieval(len(x), _recall(rows), _recall(columns), _median_rank(rows), _median_rank(columns))
 
 
 @torch.no_grad()
-def nearest(queries: Tensor, documents: Tensor, k: int, *, tile: int = TILE) -> tuple[Tensor, Tensor]:
+def nearest(queries: Tensor, documents: Tensor, k: int, *, workspace: int = WORKSPACE) -> tuple[Tensor, Tensor]:
     """The similarities and the indices, each (queries, k), of the k documents most similar to each query, the best first.
 
-    Similarities are compared in fp32, and of equal ones the document with the lower index comes first. tile: working memory in
+    Similarities are compared in fp32, and of equal ones the document with the lower index comes first. workspace: working memory in
     bytes; besides it, all that is allocated is the answer.
 
     >>> nearest(torch.eye(3)[:1], torch.tensor([[0.0, 1, 0], [2, 0, 0], [1, 0, 0]]), 2)
     (tensor([[2., 1.]]), tensor([[1, 2]]))
     """
     _check_matrices(queries, documents, "queries", "documents")
-    _check_tile(tile)
+    _check_workspace(workspace)
     if not 1 <= k <= len(documents):
         raise ValueError(f"k={k!r}: must be at least 1, and at most the {len(documents)} documents there are")
     assert len(documents) <= LOW_HALF
-    answers = [_nearest(rows, documents, k, tile) for rows in queries.split(_query_rows(tile, k))] if len(queries) else []
+    answers = [_nearest(rows, documents, k, workspace) for rows in queries.split(_query_rows(workspace, k))] if len(queries) else []
     keys = torch.cat(answers) if answers else torch.empty(0, k, dtype=torch.int64, device=queries.device)
     return _similarities_of(keys), LOW_HALF - (keys & LOW_HALF)
 
@@ -118,7 +120,7 @@ def zero_shot(pictures: Tensor, classes: Tensor, labels: Tensor, k: Sequence[int
     if not len(labels) or not 0 <= int(labels.min()) <= int(labels.max()) < len(classes):
         raise ValueError(f"labels must be of at least one picture, and lie between 0 and {len(classes) - 1}, the last class")
     labels = labels.to(pictures.device, torch.int64)
-    rows = max(1, TILE // (CELL_BYTES * len(classes)))
+    rows = max(1, WORKSPACE // (CELL_BYTES * len(classes)))
     ahead = [_classes_ahead(p, classes, own) for p, own in zip(pictures.split(rows), labels.split(rows), strict=True)]
     return {n: _share(torch.cat(ahead), n) for n in k}
 
@@ -165,15 +167,15 @@ def _median_rank(ahead: Tensor) -> float:
     return float(ranks[(len(ranks) - 1) // 2] + ranks[len(ranks) // 2]) / 2
 
 
-def _query_rows(tile: int, k: int) -> int:
+def _query_rows(workspace: int, k: int) -> int:
     """So many queries at a time that the answers so far take a quarter of the working memory at most."""
-    return max(1, min(256, tile // (4 * CELL_BYTES * k)))
+    return max(1, min(256, workspace // (4 * CELL_BYTES * k)))
 
 
-def _nearest(rows: Tensor, documents: Tensor, k: int, tile: int) -> Tensor:
+def _nearest(rows: Tensor, documents: Tensor, k: int, workspace: int) -> Tensor:
     """The keys of the k best documents of some queries, in descending order."""
     # Documents are read as fp32, which may be a copy.
-    columns = max(1, tile // (CELL_BYTES * len(rows) + 4 * documents.shape[1]))
+    columns = max(1, workspace // (CELL_BYTES * len(rows) + 4 * documents.shape[1]))
     best = torch.empty(len(rows), 0, dtype=torch.int64, device=rows.device)
     for start in range(0, len(documents), columns):
         z = _products(rows, documents[start : start + columns])
@@ -233,9 +235,9 @@ def _check_pairs(x: Tensor, y: Tensor, ids: Tensor | None) -> None:
         raise ValueError(f"ids is {ids.dtype} of shape {tuple(ids.shape)}: must be one integer for each of the {len(x)} pairs")
 
 
-def _check_tile(tile: int | None) -> None:
-    if tile is not None and tile < 1:
-        raise ValueError(f"tile={tile!r}: must be a positive number of bytes of working memory, for example {TILE}")
+def _check_workspace(workspace: int | None) -> None:
+    if workspace is not None and workspace < 1:
+        raise ValueError(f"workspace={workspace!r}: must be a positive number of bytes of working memory, for example {WORKSPACE}")
 
 
 def _check_finite(values: Tensor, what: str) -> None:

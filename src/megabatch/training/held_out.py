@@ -78,7 +78,9 @@ def measure(parts: Assembly, average: Average | None) -> tuple[dict[str, Any], E
         if average is not None:
             average.swap()
     device = parts.ranks.device
-    found = retrieval(embedded.x.to(device), embedded.y.to(device), ids=embedded.ids.to(device), tile=parts.run.compute.tile)
+    found = retrieval(
+        embedded.x.to(device), embedded.y.to(device), ids=embedded.ids.to(device), workspace=parts.run.compute.workspace
+    )
     bad = {"bad": len(embedded.bad), "unreadable": embedded.bad}
     return {"sides": _sides(parts), **found.facts(), **bad}, embedded
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..chunks import accumulate, cached, repeat_on_oom
+from ..chunks import accumulate, cached, retry_on_oom
 from ..chunks.ddp_fsdp import least_rows
 from ..chunks.memory import is_room_known
 from ..chunks.rows import map_tensors, rows_of, split
@@ -58,7 +58,7 @@ class Contrastive:
     def repeated_on_oom(self, optimizer: torch.optim.Optimizer) -> Any:
         """The step, repeated in smaller chunks when memory runs out; where ranks meet inside the encoders, the step as it is."""
         meeting = self.ranks.group is not None and (self.run.compute.sharding == "fsdp2" or self.run.compute.sync_batchnorm)
-        return self.step if meeting else repeat_on_oom(self.step, optimizer, group=self.ranks.group)
+        return self.step if meeting else retry_on_oom(self.step, optimizer, group=self.ranks.group)
 
     def step(self, batch: Batch) -> Outcome:
         """Forward and backward."""
@@ -84,7 +84,7 @@ class Contrastive:
 
     def _loss(self, x: Tensor, y: Tensor, batch: Batch) -> Any:
         options = self.run.loss
-        shared: dict[str, Any] = {"group": self.ranks.group, "tile": self.run.compute.tile, "diagnostics": True}
+        shared: dict[str, Any] = {"group": self.ranks.group, "workspace": self.run.compute.workspace, "diagnostics": True}
         if options.duplicates != "negative":
             assert batch.ids is not None
             shared |= {"ids": batch.ids.to(x.device), "duplicates": options.duplicates}
@@ -125,7 +125,7 @@ class Classification:
 
     def repeated_on_oom(self, optimizer: torch.optim.Optimizer) -> Any:
         meeting = self.ranks.group is not None and (self.run.compute.sharding == "fsdp2" or self.run.compute.sync_batchnorm)
-        return self.step if meeting else repeat_on_oom(self.step, optimizer, group=self.ranks.group)
+        return self.step if meeting else retry_on_oom(self.step, optimizer, group=self.ranks.group)
 
     def watch_noise(self, window: int = WINDOW) -> NoiseScale:
         """What measures the noise of the gradient from now on, by `window` steps."""

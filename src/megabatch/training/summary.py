@@ -51,7 +51,7 @@ def finish(
         "pairs_per_s": facts["samples"] / facts["seconds"] if facts["seconds"] else None,
         "peak_bytes": run_peak,
         "step_bytes": step_peak,
-        "planned": {"peak_bytes": parts.run.planned.peak_bytes, "seconds_a_step": parts.run.planned.seconds_a_step},
+        "planned": {"peak_bytes": parts.run.planned.peak_bytes, "seconds_per_step": parts.run.planned.seconds_per_step},
         "parameters": count(parts.model.parameters()),
         "bad": facts["bad"],
         "damage": [str(damage) for damage in parts.damage],

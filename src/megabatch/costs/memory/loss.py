@@ -36,7 +36,7 @@ class LossMemory:
         self.rows, self.element_bytes = rows, element_bytes
         self.block_bytes = rows * width * element_bytes
         self.gradient_bytes = rows * width * FP32
-        self.tile = setup.tile if setup.tile is not None else DEFAULT_TILE[setup.device]
+        self.workspace = setup.workspace if setup.workspace is not None else DEFAULT_TILE[setup.device]
         self.keeps = setup.device == "cuda" and width >= KEPT_WIDTH.get(element_bytes, width + 1)
         self._saved: list[int] = []
         self._kept: list[int] = []
@@ -48,7 +48,7 @@ class LossMemory:
             self._saved = [*self._products(), self.ledger.hold(self.rows * FP32, "embeddings")]
         else:
             ring = self._ring(2 * self.block_bytes)
-            room = self.tile
+            room = self.workspace
             if self.keeps:
                 # The first tile of the gradient begins here, with exponentials, and the sums have less.
                 self._kept = [self.ledger.hold(self._gradient_tile(), "loss tiles")]
@@ -83,7 +83,7 @@ class LossMemory:
         return gradients
 
     def _gradient_tile(self) -> int:
-        return self._within(self.tile, min(self.element_bytes, FP32) * self.rows * self.rows)
+        return self._within(self.workspace, min(self.element_bytes, FP32) * self.rows * self.rows)
 
     def _within(self, room: int, wanted: int) -> int:
         return min(room, AT_ONCE[self.setup.device] * wanted)

@@ -23,7 +23,7 @@ class Setup:
     chunk: rows that go through at once, of the rows of a shard; None is all. keep: chunks whose graphs are kept (contrastive).
     objective: "clip" and "siglip" take two towers and encode in chunks; "supervised" takes one model and a loss that is a mean, so
         that chunks are accumulated.
-    tile: working memory of the contrastive loss in bytes; None is what the loss takes by itself on the device.
+    workspace: working memory of the contrastive loss in bytes; None is what the loss takes by itself on the device.
     ema: whether a moving average of the weights is kept.
     inputs_on_device: whether all of the shard's inputs lie on the device while chunks go through; None is no.
     device: "cuda", or "cpu" for what torch's CPU kernels take. capability: of the CUDA device, major and minor.
@@ -38,7 +38,7 @@ class Setup:
     chunk: int | None = None
     keep: int = 0
     objective: Literal["supervised", "clip", "siglip"] = "supervised"
-    tile: int | None = None
+    workspace: int | None = None
     ema: bool = False
     inputs_on_device: bool | None = None
     device: Literal["cuda", "cpu"] = "cuda"
@@ -59,7 +59,7 @@ class Setup:
             ("ranks", self.ranks, 1),
             ("chunk", self.chunk, 1),
             ("keep", self.keep, 0),
-            ("tile", self.tile, 1),
+            ("workspace", self.workspace, 1),
         ):
             if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < low):
                 raise ValueError(f"{name} is {number!r}: must be a whole number from {low} up")

@@ -68,7 +68,7 @@ def find_chunk(
 
     step: takes a number of rows and runs one step of training at it: forward, backward, optimizer. It must be able to take its data
         again: from tensors, or from a loader with state_dict() that is part of the state. Nor may it help itself when memory runs
-        out, as what `repeat_on_oom` returns does.
+        out, as what `retry_on_oom` returns does.
     state: what a step changes, put back to the bit after every trial: modules, optimizers, generators, and what has state_dict()
         and load_state_dict() (gradient scaler, scheduler, loader). The generators of PyTorch, NumPy and Python are put back anyway.
     start: the first size tried, best from a prediction (`predict_memory`). cap: neither tried nor returned beyond.

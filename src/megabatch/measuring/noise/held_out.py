@@ -35,7 +35,7 @@ def _contrastive(parts: Assembly, found: Embedded, pairs: int) -> float:
     losses = []
     for first in range(0, len(found.at) - pairs + 1, pairs):
         x, y, ids = (t[first : first + pairs].to(device) for t in (found.x, found.y, found.ids))
-        shared: dict[str, Any] = {"group": None, "tile": parts.run.compute.tile}
+        shared: dict[str, Any] = {"group": None, "workspace": parts.run.compute.workspace}
         if options.duplicates != "negative":
             shared |= {"ids": ids, "duplicates": options.duplicates}
         if parts.model.bias is not None:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from ..contract import Means, Normalised, Pairs, Ranking, SigmoidPass, Softmax, SoftmaxPass, Stats, Wanted
+from ..contract import ComputeOptions, NeedsGrad, Normalised, Pairs, Ranking, SigmoidPass, Softmax, SoftmaxPass, Stats
 from . import hopper
 from .capability import unsupported
 from .gradients import Products
@@ -30,7 +30,7 @@ from .launch import Launch, Panel, Sums, cdiv, merge_panel, part
 from .saved_exp import Kept, room_to_keep
 
 __all__ = [
-    "default_tile",
+    "default_workspace",
     "finish",
     "normalise",
     "positives",
@@ -59,18 +59,18 @@ def _on_its_device(function: Function) -> Function:
     return cast(Function, call)
 
 
-def default_tile(device: torch.device) -> int:
+def default_workspace(device: torch.device) -> int:
     """The working memory in bytes that serves well: a panel whose products fill the device."""
     return 512 * 2**20
 
 
 @_on_its_device
-def positives(x_MD: Tensor, y_ND: Tensor, means: Means) -> Tensor:
+def positives(x_MD: Tensor, y_ND: Tensor, compute: ComputeOptions) -> Tensor:
     """The similarity of each row's positive (M)."""
     rows = x_MD.shape[0]
     found_M = x_MD.new_empty(rows, dtype=torch.float32)
     if rows:
-        launch = Launch("stats", x_MD, y_ND, means)
+        launch = Launch("stats", x_MD, y_ND, compute)
         m = launch.blocks.m
         positives_kernel[(cdiv(rows, m),)](*launch.diagonal_operands(), found_M, rows, M=m, **launch.product)
     return found_M
@@ -78,37 +78,37 @@ def positives(x_MD: Tensor, y_ND: Tensor, means: Means) -> Tensor:
 
 @_on_its_device
 def softmax_stats(
-    x_MD: Tensor, y_ND: Tensor, scale: Tensor, pairs: Pairs, *, columns: bool, means: Means, keep: bool = False
+    x_MD: Tensor, y_ND: Tensor, scale: Tensor, pairs: Pairs, *, columns: bool, compute: ComputeOptions, keep: bool = False
 ) -> SoftmaxPass:
     """Stats and rankings of rows, and of columns if asked for."""
-    several, drops = _several(pairs), pairs.drop_above is not None
-    kinds = [EXPONENTIALS.value] + [RANKING.value] * pairs.ranked + [COUNTED.value] * (several + pairs.smoothed)
-    heavy = several or (pairs.ranked and (drops or pairs.smoothed))
+    multi_positive, drops = _multi_positive(pairs), pairs.drop_above is not None
+    kinds = [EXPONENTIALS.value] + [RANKING.value] * pairs.ranked + [COUNTED.value] * (multi_positive + pairs.smoothed)
+    heavy = multi_positive or (pairs.ranked and (drops or pairs.smoothed))
     pieces = 4 if heavy else 2 if pairs.ranked or drops or pairs.ids_M is not None else 1
-    launch = Launch("stats", x_MD, y_ND, means, pieces)
-    trouble = x_MD.new_zeros(max(launch.blocks[:2]), dtype=torch.int32)
+    launch = Launch("stats", x_MD, y_ND, compute, pieces)
+    needs_fallback = x_MD.new_zeros(max(launch.blocks[:2]), dtype=torch.int32)
     mine, theirs = Sums(x_MD, kinds), Sums(y_ND, kinds) if columns else None
     parts_a_cell = mine.bytes_a_cell(launch.blocks.n) + (theirs.bytes_a_cell(launch.blocks.m) if theirs else 0)
     # Exponentials alone do not say what further positives get, nor what columns have dropped.
-    kept = room_to_keep(launch, means) if keep and not (several or drops) else None
+    kept = room_to_keep(launch, compute) if keep and not (multi_positive or drops) else None
     # No wider than what the device's cache can hold of y, which every row of tiles reads again.
     widest = CACHED_BYTES // (x_MD.shape[1] * x_MD.element_size())
     for p in launch.panels(parts_a_cell, widest, kept.panel if kept else None):
         down, across = launch.parts(p)
         row_parts, column_parts = mine.parts(across, p.rows), theirs.parts(down, p.columns) if theirs else None
         told = launch.pairs(pairs, p)
-        arguments = *launch.operands(p), scale, row_parts, column_parts, trouble, *told
+        arguments = *launch.operands(p), scale, row_parts, column_parts, needs_fallback, *told
         holds = kept is not None and kept.holds(p)
-        rings = None if several or drops or pairs.ranked or holds else hopper.serves(launch, p)
+        rings = None if multi_positive or drops or pairs.ranked or holds else hopper.serves(launch, p)
         if rings is not None:
-            hopper.stats(launch, rings, p, scale, row_parts, column_parts, trouble, told, pairs)
+            hopper.stats(launch, rings, p, scale, row_parts, column_parts, needs_fallback, told, pairs)
         for careful in (True,) if rings is not None else (False, True):
             way, target, stride = launch, None, 0
             if kept and holds and not careful:
                 way, values = launch.cut(KEPT_PIECES), kept.values(p)
                 target, stride = way.target(values), values.stride(0)
             stats_kernel[launch.grid(p)](
-                *arguments, target, stride, HOME=pairs.home, SEVERAL=several, DROP=drops, SMOOTHED=pairs.smoothed and not careful,
+                *arguments, target, stride, IS_LOCAL=pairs.is_local, MULTI_POSITIVE=multi_positive, DROP=drops, SMOOTHED=pairs.smoothed and not careful,
                 RANKED=pairs.ranked and not careful, CAREFUL=careful, WARPS=launch.blocks.warps, **way.constants,
             )  # fmt: skip
         merge_panel(p, mine, row_parts, theirs, column_parts)
@@ -125,18 +125,18 @@ def normalise(
 ) -> Normalised:
     """Losses of both sides together, the softmax of each, and the gradient in the positives' logits."""
     length, sides = positive_M.shape[0], 1 if columns is None else 2
-    loss_M, own_M, *out = positive_M.new_empty(2 + 4 * sides, length).unbind()
+    loss_M, dpos_M, *out = positive_M.new_empty(2 + 4 * sides, length).unbind()
     if length:
         normalise_kernel[(cdiv(length, 256),)](
-            *rows, *(columns or (None,) * 6), positive_M, scale, weights_M, loss_M, own_M, out[0], label_smoothing, length,
+            *rows, *(columns or (None,) * 6), positive_M, scale, weights_M, loss_M, dpos_M, out[0], label_smoothing, length,
             SIDES=sides, R=256,
         )  # fmt: skip
-    wanted = True, True, rows.further is not None, rows.counted is not None
+    needs_grad = True, True, rows.further is not None, rows.counted is not None
     softmax = [
-        Softmax(*(v if there else None for v, there in zip(out[4 * side :], wanted, strict=False)))  # type: ignore[arg-type]
+        Softmax(*(v if there else None for v, there in zip(out[4 * side :], needs_grad, strict=False)))  # type: ignore[arg-type]
         for side in range(sides)
     ]
-    return Normalised(loss_M, own_M, softmax[0], None if columns is None else softmax[1])
+    return Normalised(loss_M, dpos_M, softmax[0], None if columns is None else softmax[1])
 
 
 @_on_its_device
@@ -148,25 +148,25 @@ def softmax_grads(
     rows: Softmax,
     columns: Softmax | None,
     *,
-    wanted: Wanted,
-    means: Means,
-    own_M: Tensor | None = None,
+    needs_grad: NeedsGrad,
+    compute: ComputeOptions,
+    dpos_M: Tensor | None = None,
     kept: Kept | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """gx_MD and gy_ND of the others. The buffer of what was kept is used for all panels."""
-    launch = Launch("gradient", x_MD, y_ND, means)
-    trouble = x_MD.new_zeros(max(launch.blocks[:2]), dtype=torch.int32)
-    products = Products(x_MD, y_ND, wanted, means, kept.buffer if kept else None)
-    plain, lifted = not _several(pairs) and pairs.drop_above is None, None
+    launch = Launch("gradient", x_MD, y_ND, compute)
+    needs_fallback = x_MD.new_zeros(max(launch.blocks[:2]), dtype=torch.int32)
+    products = Products(x_MD, y_ND, needs_grad, compute, kept.buffer if kept else None)
+    plain, lifted = not _multi_positive(pairs) and pairs.drop_above is None, None
     eight = None
     # With smoothed labels the gradients of positives do not tell how large probabilities are.
-    if means.eight_bits and own_M is not None and x_MD.dtype == torch.bfloat16 and not pairs.smoothed:
-        eight = Eight(launch, own_M, 2 * hopper.TILE)
+    if compute.int8_similarities and dpos_M is not None and x_MD.dtype == torch.bfloat16 and not pairs.smoothed:
+        eight = Eight(launch, dpos_M, 2 * hopper.TILE)
     for p in launch.panels(products.bytes_a_cell):
         panel = products.panel(p)
         softmax = *(part(v, p.r) for v in rows), *(part(v, p.c) for v in columns or (None,) * 4)
         told = launch.pairs(pairs, p)
-        arguments = *launch.operands(p), scale, launch.target(panel), trouble, *softmax, *told, panel.stride(0)
+        arguments = *launch.operands(p), scale, launch.target(panel), needs_fallback, *softmax, *told, panel.stride(0)
         was_kept = kept is not None and kept.holds(p)
         rings = rounded = None
         if plain and not was_kept:
@@ -174,24 +174,24 @@ def softmax_grads(
             rounded = eight.operands(p) if eight and rings else None
             rings = rings or hopper.serves(launch, p)
         if was_kept:
-            _weigh(panel, p, softmax, trouble, products.rounds_to_tf32)
+            _weigh(panel, p, softmax, needs_fallback, products.rounds_to_tf32)
         elif rings is not None:
-            lifted = lifted or hopper.lift(rows, columns, trouble)
-            hopper.gradient(launch, rings, p, scale, panel, lifted, rows, columns, told, pairs.home, rounded)
+            lifted = lifted or hopper.lift(rows, columns, needs_fallback)
+            hopper.gradient(launch, rings, p, scale, panel, lifted, rows, columns, told, pairs.is_local, rounded)
         for careful in (True,) if was_kept or rings is not None else (False, True):
             gradient_kernel[launch.grid(p)](
-                *arguments, HOME=pairs.home, SEVERAL=_several(pairs), DROP=pairs.drop_above is not None, CAREFUL=careful,
+                *arguments, IS_LOCAL=pairs.is_local, MULTI_POSITIVE=_multi_positive(pairs), DROP=pairs.drop_above is not None, CAREFUL=careful,
                 ROUND_TO_TF32=products.rounds_to_tf32, **launch.constants,
             )  # fmt: skip
         products.add(panel, p)
     return products.gx_MD, products.gy_ND
 
 
-def _weigh(panel: Tensor, p: Panel, softmax: tuple[Tensor | None, ...], trouble: Tensor, rounds_to_tf32: bool) -> None:
+def _weigh(panel: Tensor, p: Panel, softmax: tuple[Tensor | None, ...], needs_fallback: Tensor, rounds_to_tf32: bool) -> None:
     """Makes a panel's exponentials its gradient."""
     row_peak, row_gain, _, row_counted, column_peak, column_gain, _, column_counted = softmax
     weigh_kernel[(cdiv(p.rows, WEIGHED_ROWS) * cdiv(p.columns, WEIGHED_COLUMNS),)](
-        panel, trouble, row_peak, row_gain, row_counted, column_peak, column_gain, column_counted, p.rows, p.columns,
+        panel, needs_fallback, row_peak, row_gain, row_counted, column_peak, column_gain, column_counted, p.rows, p.columns,
         panel.stride(0) // GRAIN.value, M=WEIGHED_ROWS, N=WEIGHED_COLUMNS, ROUND_TO_TF32=rounds_to_tf32,
     )  # fmt: skip
 
@@ -205,13 +205,13 @@ def sigmoid_sums(
     pairs: Pairs,
     weights_M: Tensor | None,
     *,
-    wanted: Wanted | None,
-    means: Means,
+    needs_grad: NeedsGrad | None,
+    compute: ComputeOptions,
 ) -> SigmoidPass:
     """Values of the others and, if wanted, their slopes and gradients from the same pass."""
-    launch = Launch("sigmoid", x_MD, y_ND, means, 4 if pairs.ranked else 1)
-    trouble = x_MD.new_zeros(max(launch.blocks[:2]), dtype=torch.int32)
-    products = Products(x_MD, y_ND, wanted, means) if wanted else None
+    launch = Launch("sigmoid", x_MD, y_ND, compute, 4 if pairs.ranked else 1)
+    needs_fallback = x_MD.new_zeros(max(launch.blocks[:2]), dtype=torch.int32)
+    products = Products(x_MD, y_ND, needs_grad, compute) if needs_grad else None
     mine = Sums(x_MD, [SUMS.value] + [RANKING.value] * pairs.ranked)
     theirs = Sums(y_ND, [RANKING.value]) if pairs.ranked else None
     parts_a_cell = mine.bytes_a_cell(launch.blocks.n) + (theirs.bytes_a_cell(launch.blocks.m) if theirs else 0)
@@ -222,14 +222,14 @@ def sigmoid_sums(
         panel = products.panel(p) if products else None
         target, stride = (None, 0) if panel is None else (launch.target(panel), panel.stride(0))
         told = launch.pairs(pairs, p)
-        outputs = target, part(weights_M, p.r), row_parts, column_parts, trouble
+        outputs = target, part(weights_M, p.r), row_parts, column_parts, needs_fallback
         arguments = *launch.operands(p), scale, bias, *outputs, *told, stride
-        rings = hopper.serves(launch, p) if panel is not None and not (_several(pairs) or pairs.ranked) else None
+        rings = hopper.serves(launch, p) if panel is not None and not (_multi_positive(pairs) or pairs.ranked) else None
         if panel is not None and rings is not None:
-            hopper.sigmoid(launch, rings, p, scale, bias, panel, weights_M, row_parts, trouble, told, pairs.home)
+            hopper.sigmoid(launch, rings, p, scale, bias, panel, weights_M, row_parts, needs_fallback, told, pairs.is_local)
         for careful in (True,) if rings is not None else (False, True):
             sigmoid_kernel[launch.grid(p)](
-                *arguments, HOME=pairs.home, SEVERAL=_several(pairs), RANKED=pairs.ranked and not careful, CAREFUL=careful,
+                *arguments, IS_LOCAL=pairs.is_local, MULTI_POSITIVE=_multi_positive(pairs), RANKED=pairs.ranked and not careful, CAREFUL=careful,
                 ROUND_TO_TF32=products is not None and products.rounds_to_tf32, WARPS=launch.blocks.warps, **launch.constants,
             )  # fmt: skip
         merge_panel(p, mine, row_parts, theirs, column_parts)
@@ -243,13 +243,13 @@ def sigmoid_sums(
 
 
 @_on_its_device
-def finish(gradient: Tensor, embeddings: Tensor, partners: Tensor, own_M: Tensor, factor: Tensor, finished: Tensor) -> Tensor:
+def finish(gradient: Tensor, embeddings: Tensor, partners: Tensor, dpos_M: Tensor, factor: Tensor, finished: Tensor) -> Tensor:
     """Writes gx (or gy) with the positives' part added, times a factor, into `finished`; returns what sums up to the slope."""
     rows, width = gradient.shape
     slopes = gradient.new_empty(cdiv(rows, 8))
     if rows:
         finish_kernel[(slopes.shape[0],)](
-            gradient, embeddings, partners, own_M, factor, finished, slopes, rows, own_M.shape[0], WIDTH=width, R=8, K=256
+            gradient, embeddings, partners, dpos_M, factor, finished, slopes, rows, dpos_M.shape[0], WIDTH=width, R=8, K=256
         )
     return slopes
 
@@ -262,14 +262,14 @@ def _without_panels(x_MD: Tensor, y_ND: Tensor, mine: Sums, theirs: Sums | None)
     merge_panel(p, mine, mine.parts(0, p.rows), theirs, theirs.parts(0, p.columns) if theirs else None)
 
 
-def _several(pairs: Pairs) -> bool:
-    return pairs.several and pairs.ids_M is not None
+def _multi_positive(pairs: Pairs) -> bool:
+    return pairs.multi_positive and pairs.ids_M is not None
 
 
 def _stats(sums: Sums, pairs: Pairs) -> Stats:
     options: list[Tensor | None] = []
     place = 1 + pairs.ranked
-    for asked in (_several(pairs), pairs.smoothed):
+    for asked in (_multi_positive(pairs), pairs.smoothed):
         options += [sums.found[place, 0], sums.numbers[place]] if asked else [None, None]
         place += asked
     return Stats(sums.found[0, 0], sums.found[0, 1], *options)

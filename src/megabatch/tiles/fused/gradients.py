@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..contract import Means, Wanted
+from ..contract import ComputeOptions, NeedsGrad
 from ..products import units
 from .kernels.backward_from_saved_exp import GRAIN
 from .launch import Panel, part
@@ -42,14 +42,16 @@ class Products:
     rounded to tf32, which holds fp16 exactly. All products are summed up in fp32.
     """
 
-    def __init__(self, x_MD: Tensor, y_ND: Tensor, wanted: Wanted, means: Means, buffer: Tensor | None = None) -> None:
+    def __init__(
+        self, x_MD: Tensor, y_ND: Tensor, needs_grad: NeedsGrad, compute: ComputeOptions, buffer: Tensor | None = None
+    ) -> None:
         """buffer: for the first panel, and so for all."""
         self.dtype = panel_dtype(x_MD)
-        self.precision = "tf32" if x_MD.dtype == torch.float16 else means.precision
+        self.precision = "tf32" if x_MD.dtype == torch.float16 else compute.precision
         self.x_MD, self.y_ND = x_MD.to(self.dtype), y_ND.to(self.dtype)
         new = torch.empty_like if len(x_MD) and len(y_ND) else torch.zeros_like
-        self.gx_MD = new(x_MD, dtype=torch.float32) if wanted.x else None
-        self.gy_ND = new(y_ND, dtype=torch.float32) if wanted.y else None
+        self.gx_MD = new(x_MD, dtype=torch.float32) if needs_grad.x else None
+        self.gy_ND = new(y_ND, dtype=torch.float32) if needs_grad.y else None
         self.buffer = buffer
 
     @property

@@ -56,24 +56,24 @@ def stats(
     scale: Tensor,
     row_parts: Tensor,
     column_parts: Tensor | None,
-    trouble: Tensor,
+    needs_fallback: Tensor,
     told: tuple[Any, ...],
     pairs: Pairs,
 ) -> None:
     """The sums of a panel's tiles. told: what `Launch.pairs` says of the panel."""
     matches, ids_M, ids_N, *_, shift = told
     _kernel("stats")[_grid(launch, p)](
-        *_operands(*_embeddings(launch, p)), scale, row_parts, column_parts, trouble, matches, ids_M, ids_N, p.rows, p.columns,
-        shift, HOME=pairs.home, SMOOTHED=pairs.smoothed, **_constants(launch.x_MD, rings), **OPTIONS,
+        *_operands(*_embeddings(launch, p)), scale, row_parts, column_parts, needs_fallback, matches, ids_M, ids_N, p.rows, p.columns,
+        shift, IS_LOCAL=pairs.is_local, SMOOTHED=pairs.smoothed, **_constants(launch.x_MD, rings), **OPTIONS,
     )  # fmt: skip
 
 
-def lift(rows: Softmax, columns: Softmax | None, trouble: Tensor) -> Lifted:
+def lift(rows: Softmax, columns: Softmax | None, needs_fallback: Tensor) -> Lifted:
     """What `gradient` is given of a softmax. Leaves a mark where exponentials cannot be taken as they are."""
     length, width = rows.peak.shape[0], columns.peak.shape[0] if columns else 0
     lifted_M, lifted_N = (rows.peak.new_zeros(n + 2 * TILE) for n in (length, width))
     lift_kernel[(cdiv(length, LIFTED) + cdiv(width, LIFTED),)](
-        rows.peak, rows.gain, columns.peak if columns else None, columns.gain if columns else None, lifted_M, lifted_N, trouble,
+        rows.peak, rows.gain, columns.peak if columns else None, columns.gain if columns else None, lifted_M, lifted_N, needs_fallback,
         length, width, R=LIFTED,
     )  # fmt: skip
     return Lifted(lifted_M, lifted_N if columns else None)
@@ -89,7 +89,7 @@ def gradient(
     rows: Softmax,
     columns: Softmax | None,
     told: tuple[Any, ...],
-    home: bool,
+    is_local: bool,
     eight: Operands | None,
 ) -> None:
     """The gradient in the logits of a panel, written into it. eight: the panel's embeddings, where they are multiplied so."""
@@ -103,7 +103,7 @@ def gradient(
         large = x.new_empty(cdiv(p.columns, TILE), p.rows)
     _kernel("gradient")[_grid(launch, p)](
         *_operands(x, y), scale, _described(panel, TILE // 4), gains[0], part(rows.counted, p.r), gains[1], counted_N, x_steps,
-        y_steps, limit, large, matches, ids_M, ids_N, p.rows, p.columns, shift, HOME=home, MARKED=launch.blocks.n,
+        y_steps, limit, large, matches, ids_M, ids_N, p.rows, p.columns, shift, IS_LOCAL=is_local, MARKED=launch.blocks.n,
         PLACES=rings.places, **_constants(x, rings), **OPTIONS,
     )  # fmt: skip
     if eight is not None and large is not None:
@@ -119,15 +119,15 @@ def sigmoid(
     panel: Tensor,
     weights_M: Tensor | None,
     row_parts: Tensor,
-    trouble: Tensor,
+    needs_fallback: Tensor,
     told: tuple[Any, ...],
-    home: bool,
+    is_local: bool,
 ) -> None:
     """The sums of a panel's tiles, and the gradient in its logits, written into it."""
     matches, ids_M, ids_N, *_, shift = told
     _kernel("sigmoid")[_grid(launch, p)](
-        *_operands(*_embeddings(launch, p)), scale, bias, _described(panel, TILE // 4), part(weights_M, p.r), row_parts, trouble,
-        matches, ids_M, ids_N, p.rows, p.columns, shift, HOME=home, PLACES=rings.places, **_constants(launch.x_MD, rings),
+        *_operands(*_embeddings(launch, p)), scale, bias, _described(panel, TILE // 4), part(weights_M, p.r), row_parts, needs_fallback,
+        matches, ids_M, ids_N, p.rows, p.columns, shift, IS_LOCAL=is_local, PLACES=rings.places, **_constants(launch.x_MD, rings),
         **OPTIONS,
     )  # fmt: skip
 

@@ -35,11 +35,11 @@ class Operands(NamedTuple):
 class Eight:
     """What panels are multiplied from, one after another. y is rounded once for all, x once for a row of panels."""
 
-    def __init__(self, launch: Launch, own_M: Tensor, beyond: int) -> None:
-        """own_M: the gradients in the positives' logits; beyond: how many rows."""
+    def __init__(self, launch: Launch, dpos_M: Tensor, beyond: int) -> None:
+        """dpos_M: the gradients in the positives' logits; beyond: how many rows."""
         self.launch, self.beyond = launch, beyond
         # A mean in which each counts by its size: pairs that are learnt already, however many, do not lower it.
-        self.limit = own_M.square().sum() / own_M.abs().sum() * LARGE
+        self.limit = dpos_M.square().sum() / dpos_M.abs().sum() * LARGE
         self.r: slice | None = None
         self.y: Rounded | None = None
 

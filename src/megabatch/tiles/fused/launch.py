@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..contract import Means, Pairs
+from ..contract import ComputeOptions, Pairs
 from .capability import has_descriptors, processors
 from .kernels.pairs import match_kernel
 from .kernels.sums import merge_kernel
@@ -37,22 +37,22 @@ class Panel:
 class Launch:
     """One kernel over two blocks of embeddings, panel by panel."""
 
-    def __init__(self, kernel: str, x_MD: Tensor, y_ND: Tensor, means: Means, pieces: int = 1) -> None:
+    def __init__(self, kernel: str, x_MD: Tensor, y_ND: Tensor, compute: ComputeOptions, pieces: int = 1) -> None:
         """pieces: into how many a tile has to be cut at least, because options need registers and shared memory too."""
         self.kernel = kernel
         self.described = has_descriptors(x_MD.device)
         self.x_MD, self.y_ND = (_aligned(x_MD), _aligned(y_ND)) if self.described else (x_MD, y_ND)
         width = self.x_MD.shape[1]
-        self.blocks = blocks_for(kernel, x_MD.device, x_MD.dtype, means.precision, width)
+        self.blocks = blocks_for(kernel, x_MD.device, x_MD.dtype, compute.precision, width)
         self.blocks = self.blocks._replace(pieces=max(pieces, self.blocks.pieces))
-        self.tile = means.tile
+        self.tile = compute.workspace
         self.piece = self.blocks.n // self.blocks.pieces
         self.most_programs = processors(x_MD.device) * self.blocks.programs
         self.product: dict[str, Any] = {
             "WIDTH": width,
             "K": self.blocks.k,
             "DESCRIBED": self.described,
-            "PRECISION": means.precision if x_MD.dtype == torch.float32 else "tf32",
+            "PRECISION": compute.precision if x_MD.dtype == torch.float32 else "tf32",
             "num_warps": self.blocks.warps,
             "num_stages": self.blocks.stages,
         }
@@ -166,10 +166,10 @@ def merge_panel(p: Panel, mine: Sums, row_parts: Tensor, theirs: Sums | None, co
         )
 
 
-def first_panel(kernel: str, x_MD: Tensor, y_ND: Tensor, means: Means, bytes_a_cell: float) -> Panel:
+def first_panel(kernel: str, x_MD: Tensor, y_ND: Tensor, compute: ComputeOptions, bytes_a_cell: float) -> Panel:
     """The first of the panels that a launch of a kernel will have."""
-    blocks = blocks_for(kernel, x_MD.device, x_MD.dtype, means.precision, x_MD.shape[1])
-    return next(_panels_of(Panel(slice(0, x_MD.shape[0]), slice(0, y_ND.shape[0])), blocks, means.tile, bytes_a_cell))
+    blocks = blocks_for(kernel, x_MD.device, x_MD.dtype, compute.precision, x_MD.shape[1])
+    return next(_panels_of(Panel(slice(0, x_MD.shape[0]), slice(0, y_ND.shape[0])), blocks, compute.workspace, bytes_a_cell))
 
 
 def _panels_of(area: Panel, blocks: Blocks, tile: int, bytes_a_cell: float, widest: int | None = None) -> Iterator[Panel]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..contract import Means
+from ..contract import ComputeOptions
 from .gradients import buffer_for, in_buffer, panel_dtype
 from .launch import Launch, Panel, first_panel
 from .tuned_configs import kind_of
@@ -34,13 +34,13 @@ class Kept(NamedTuple):
         return in_buffer(self.buffer, self.panel)[p.r, p.c]
 
 
-def room_to_keep(launch: Launch, means: Means) -> Kept | None:
+def room_to_keep(launch: Launch, compute: ComputeOptions) -> Kept | None:
     """Room for the first panel of the gradient, where it is worth it. On a CPU, where kernels are tried, it always is."""
     x_MD, y_ND = launch.x_MD, launch.y_ND
     (rows, width), columns = x_MD.shape, y_ND.shape[0]
-    least = 0 if x_MD.device.type == "cpu" else LEAST_WIDTH.get(kind_of(x_MD.dtype, means.precision))
+    least = 0 if x_MD.device.type == "cpu" else LEAST_WIDTH.get(kind_of(x_MD.dtype, compute.precision))
     if least is None or width < least or not rows or not columns:
         return None
     dtype = panel_dtype(x_MD)
-    panel = first_panel("gradient", x_MD, y_ND, means, dtype.itemsize)
+    panel = first_panel("gradient", x_MD, y_ND, compute, dtype.itemsize)
     return Kept(panel, buffer_for(panel, x_MD, dtype))

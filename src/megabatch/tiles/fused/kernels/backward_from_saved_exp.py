@@ -15,7 +15,7 @@ GRAIN = tl.constexpr(8)
 
 @triton.jit(do_not_specialize=["rows", "columns", "grains"])
 def weigh_kernel(
-    panel, trouble, row_peak, row_gain, row_counted, column_peak, column_gain, column_counted, rows, columns, grains,
+    panel, needs_fallback, row_peak, row_gain, row_counted, column_peak, column_gain, column_counted, rows, columns, grains,
     M: tl.constexpr, N: tl.constexpr, ROUND_TO_TF32: tl.constexpr,
 ):  # fmt: skip
     """Turns exponentials into the gradient in the logits, in place; pairs that do not count are zero already.
@@ -47,4 +47,4 @@ def weigh_kernel(
         g = rounded_to_tf32(g)
     tl.store(here, g.to(panel.dtype.element_ty), mask=inside)
     if found > 0:
-        tl.store(trouble, 1)
+        tl.store(needs_fallback, 1)

@@ -20,10 +20,10 @@ HIGHEST_PEAK = tl.constexpr(64.0)
 
 @triton.jit(do_not_specialize=["rows", "columns", "shift", "stride"])
 def gradient_kernel(
-    x, y, scale, gradient, trouble, row_peak, row_gain, row_further, row_counted,
+    x, y, scale, gradient, needs_fallback, row_peak, row_gain, row_further, row_counted,
     column_peak, column_gain, column_further, column_counted,
     matches, ids_M, ids_N, positive_M, positive_N, margin, rows, columns, shift, stride,
-    HOME: tl.constexpr, SEVERAL: tl.constexpr, DROP: tl.constexpr, CAREFUL: tl.constexpr,
+    IS_LOCAL: tl.constexpr, MULTI_POSITIVE: tl.constexpr, DROP: tl.constexpr, CAREFUL: tl.constexpr,
     WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, PIECES: tl.constexpr,
     DESCRIBED: tl.constexpr, PRECISION: tl.constexpr, ROUND_TO_TF32: tl.constexpr,
 ):  # fmt: skip
@@ -38,45 +38,45 @@ def gradient_kernel(
     target = (gradient, stride)
     tiles = tl.cdiv(rows, M) * tl.cdiv(columns, N)
     if CAREFUL:
-        tiles = tl.where(marked(trouble, M if M > N else N), tiles, 0)
+        tiles = tl.where(marked(needs_fallback, M if M > N else N), tiles, 0)
     for t in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=not CAREFUL):
         row, column = tile_at(t, rows, columns, M, N, GROUP)
-        wanted = True
+        needs_grad = True
         if CAREFUL:
-            wanted = _has_wild_peaks(softmax, panel, row, column, M, N)
-        if wanted:
+            needs_grad = _has_wild_peaks(softmax, panel, row, column, M, N)
+        if needs_grad:
             z = similarities(x, y, row, column, rows, columns, WIDTH, M, N, K, DESCRIBED, PRECISION)
-            special = is_special(panel, row, column, HOME, M, N)
+            special = is_special(panel, row, column, IS_LOCAL, M, N)
             gains_M, gains_N = tl.zeros((M, 1), tl.float32), tl.zeros((M, N), tl.float32)
             if not CAREFUL:
-                gains_M, gains_N = _gains(softmax, trouble, panel, row, column, M, N)
+                gains_M, gains_N = _gains(softmax, needs_fallback, panel, row, column, M, N)
             _put_gradient(
                 z, special, factor, gains_M, gains_N, softmax, target, panel, row, column,
-                HOME, SEVERAL, DROP, CAREFUL, M, N, PIECES, DESCRIBED, ROUND_TO_TF32,
+                IS_LOCAL, MULTI_POSITIVE, DROP, CAREFUL, M, N, PIECES, DESCRIBED, ROUND_TO_TF32,
             )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows", "columns"])
 def lift_kernel(
-    row_peak, row_gain, column_peak, column_gain, lifted_M, lifted_N, trouble, rows, columns, R: tl.constexpr
+    row_peak, row_gain, column_peak, column_gain, lifted_M, lifted_N, needs_fallback, rows, columns, R: tl.constexpr
 ):  # fmt: skip
     """Gains for exponentials as they are, zero beyond the rows and columns. Leaves marks where these cannot be taken so."""
     programs = tl.cdiv(rows, R)
     if tl.program_id(0) < programs:
-        _lift(row_peak, row_gain, lifted_M, trouble, tl.program_id(0) * R, rows, R)
+        _lift(row_peak, row_gain, lifted_M, needs_fallback, tl.program_id(0) * R, rows, R)
     elif column_peak is not None:
-        _lift(column_peak, column_gain, lifted_N, trouble, (tl.program_id(0) - programs) * R, columns, R)
+        _lift(column_peak, column_gain, lifted_N, needs_fallback, (tl.program_id(0) - programs) * R, columns, R)
 
 
 @triton.jit
-def _lift(peak, gain, lifted_to, trouble, first, length, R: tl.constexpr):
+def _lift(peak, gain, lifted_to, needs_fallback, first, length, R: tl.constexpr):
     peaks = vector(peak, first, length, R)
-    mark(trouble, tl.arange(0, R), wild(peaks))
+    mark(needs_fallback, tl.arange(0, R), wild(peaks))
     tl.store(lifted_to + first + tl.arange(0, R), lifted(vector(gain, first, length, R), peaks))
 
 
 @triton.jit
-def _gains(softmax, trouble, panel, row, column, M: tl.constexpr, N: tl.constexpr):
+def _gains(softmax, needs_fallback, panel, row, column, M: tl.constexpr, N: tl.constexpr):
     """What exponentials of a tile are multiplied with, for rows (M, 1) and columns (M, N), zero if they do not count. Leaves marks.
 
     Made for the whole tile, where a thread has one row and one column: for its part of a piece, each would make many.
@@ -87,16 +87,16 @@ def _gains(softmax, trouble, panel, row, column, M: tl.constexpr, N: tl.constexp
     wide_N = tl.zeros((M, N), tl.float32)
     if column_peak is not None:
         peaks_N, gains_N = vector(column_peak, column, columns, N), vector(column_gain, column, columns, N)
-        mark(trouble, tl.arange(0, N), wild(peaks_N))
+        mark(needs_fallback, tl.arange(0, N), wild(peaks_N))
         wide_N = tl.broadcast_to(lifted(gains_N, peaks_N)[None, :], (M, N))
-    mark(trouble, tl.arange(0, M), wild(peaks))
+    mark(needs_fallback, tl.arange(0, M), wild(peaks))
     return lifted(gains_M, peaks)[:, None], wide_N
 
 
 @triton.jit
 def _put_gradient(
     z, special, factor, gains_M, gains_N, softmax, target, panel, row, column,
-    HOME: tl.constexpr, SEVERAL: tl.constexpr, DROP: tl.constexpr, CAREFUL: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    IS_LOCAL: tl.constexpr, MULTI_POSITIVE: tl.constexpr, DROP: tl.constexpr, CAREFUL: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     PIECES: tl.constexpr, DESCRIBED: tl.constexpr, ROUND_TO_TF32: tl.constexpr,
 ):  # fmt: skip
     """Puts the gradient of a tile, piece after piece."""
@@ -105,26 +105,28 @@ def _put_gradient(
         gains_left, gains_right = halves(gains_N, M, N)
         _put_gradient(
             left, special, factor, gains_M, gains_left, softmax, target, panel, row, column,
-            HOME, SEVERAL, DROP, CAREFUL, M, N // 2, PIECES // 2, DESCRIBED, ROUND_TO_TF32,
+            IS_LOCAL, MULTI_POSITIVE, DROP, CAREFUL, M, N // 2, PIECES // 2, DESCRIBED, ROUND_TO_TF32,
         )  # fmt: skip
         _put_gradient(
             right, special, factor, gains_M, gains_right, softmax, target, panel, row, column + N // 2,
-            HOME, SEVERAL, DROP, CAREFUL, M, N // 2, PIECES // 2, DESCRIBED, ROUND_TO_TF32,
+            IS_LOCAL, MULTI_POSITIVE, DROP, CAREFUL, M, N // 2, PIECES // 2, DESCRIBED, ROUND_TO_TF32,
         )  # fmt: skip
     else:
         _, _, _, _, _, _, rows, columns, _ = panel
-        g = _gradient(z, special, factor, gains_M, gains_N, softmax, panel, row, column, HOME, SEVERAL, DROP, CAREFUL, M, N)
+        g = _gradient(
+            z, special, factor, gains_M, gains_N, softmax, panel, row, column, IS_LOCAL, MULTI_POSITIVE, DROP, CAREFUL, M, N
+        )
         put_block(target, g, row, column, rows, columns, M, N, DESCRIBED, ROUND_TO_TF32)
 
 
 @triton.jit
 def _gradient(
     z, special, factor, gains_M, gains_N, softmax, panel, row, column,
-    HOME: tl.constexpr, SEVERAL: tl.constexpr, DROP: tl.constexpr, CAREFUL: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    IS_LOCAL: tl.constexpr, MULTI_POSITIVE: tl.constexpr, DROP: tl.constexpr, CAREFUL: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     row_peak, row_gain, row_further, row_counted, column_peak, column_gain, column_further, column_counted = softmax
     _, _, _, _, _, _, rows, columns, _ = panel
-    logits, column_logits = counted(z * factor, z, special, panel, row, column, HOME, SEVERAL, DROP, M, N)
+    logits, column_logits = counted(z * factor, z, special, panel, row, column, IS_LOCAL, MULTI_POSITIVE, DROP, M, N)
     if CAREFUL:
         g = _anchored(logits, vector(row_peak, row, rows, M)[:, None], vector(row_gain, row, rows, M)[:, None])
         if column_peak is not None:
@@ -147,12 +149,12 @@ def _gradient(
             g -= share + column_share
             if special:
                 g = tl.where(logits > float("-inf"), g, 0.0)
-    if SEVERAL:
+    if MULTI_POSITIVE:
         if special:
             further = tl.broadcast_to(vector(row_further, row, rows, M)[:, None], (M, N))
             if column_peak is not None:
                 further += vector(column_further, column, columns, N)[None, :]
-            g -= tl.where(further_positives(panel, row, column, HOME, M, N), further, 0.0)
+            g -= tl.where(further_positives(panel, row, column, IS_LOCAL, M, N), further, 0.0)
     return g
 
 

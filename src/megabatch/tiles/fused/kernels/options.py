@@ -16,14 +16,14 @@ LOWEST_LOGIT = tl.constexpr(-(2.0**127))
 @triton.jit
 def further_sums(
     z, special, column_parts, panel, row, column,
-    HOME: tl.constexpr, RANKED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, WARPS: tl.constexpr,
+    IS_LOCAL: tl.constexpr, RANKED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """The similarities of further positives and their numbers, of rows; those of columns are put."""
     _, _, _, _, _, _, rows, columns, _ = panel
     total, number = tl.zeros((M // 16, 8, 2, 2), tl.float32), tl.zeros((M // 16, 8, 2, 2), tl.int32)
     total_N, number_N = tl.zeros((N,), tl.float32), tl.zeros((N,), tl.int32)
     if special:
-        positive = further_positives(panel, row, column, HOME, M, N)
+        positive = further_positives(panel, row, column, IS_LOCAL, M, N)
         kept, ones = tl.where(positive, z, 0.0), positive.to(tl.int32)
         total, number = of_rows(kept, TOTAL, M, N), of_rows(ones, TOTAL, M, N)
         if column_parts is not None:

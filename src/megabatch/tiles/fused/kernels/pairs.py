@@ -35,11 +35,11 @@ def match_kernel(ids_M, ids_N, matches, rows, columns, across, M: tl.constexpr, 
 
 
 @triton.jit
-def is_special(panel, row, column, HOME: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+def is_special(panel, row, column, IS_LOCAL: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
     """Whether some pair of the tile does not count as a negative: it is beyond the edge, a positive, or may have equal ids."""
     matches, _, _, _, _, _, rows, columns, shift = panel
     special = (row + M > rows) | (column + N > columns)
-    if HOME:
+    if IS_LOCAL:
         special = special | ((row + shift < column + N) & (column < row + shift + M))
     if matches is not None:
         special = special | (tl.load(matches + (row // M) * tl.cdiv(columns, N) + column // N) != 0)
@@ -47,39 +47,39 @@ def is_special(panel, row, column, HOME: tl.constexpr, M: tl.constexpr, N: tl.co
 
 
 @triton.jit
-def others(panel, row, column, HOME: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+def others(panel, row, column, IS_LOCAL: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
     """The pairs inside the panel that are not positives."""
     _, _, _, _, _, _, rows, columns, shift = panel
     i, j = row + tl.arange(0, M), column + tl.arange(0, N)
     found = (i < rows)[:, None] & (j < columns)[None, :]
-    if HOME:
+    if IS_LOCAL:
         found = found & ((i + shift)[:, None] != j[None, :])
     return found
 
 
 @triton.jit
-def negatives(panel, row, column, HOME: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+def negatives(panel, row, column, IS_LOCAL: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
     """The pairs inside the panel that are neither positives nor equal in id."""
     _, ids_M, _, _, _, _, _, _, _ = panel
-    found = others(panel, row, column, HOME, M, N)
+    found = others(panel, row, column, IS_LOCAL, M, N)
     if ids_M is not None:
         found = found & ~_equal_ids(panel, row, column, M, N)
     return found
 
 
 @triton.jit
-def further_positives(panel, row, column, HOME: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+def further_positives(panel, row, column, IS_LOCAL: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
     """The pairs with equal ids that are not the positive itself."""
-    return others(panel, row, column, HOME, M, N) & _equal_ids(panel, row, column, M, N)
+    return others(panel, row, column, IS_LOCAL, M, N) & _equal_ids(panel, row, column, M, N)
 
 
 @triton.jit
-def rivals(z, special, panel, row, column, HOME: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+def rivals(z, special, panel, row, column, IS_LOCAL: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
     """The similarities of negatives, -inf elsewhere."""
     # A product that goes untouched through a branch is waited for in every step of its loop. To add zero is to touch it.
     found = z + 0.0
     if special:
-        found = tl.where(negatives(panel, row, column, HOME, M, N), found, float("-inf"))
+        found = tl.where(negatives(panel, row, column, IS_LOCAL, M, N), found, float("-inf"))
     return found
 
 

@@ -2,7 +2,7 @@
 
 With u = exp(logit), a pair costs log(1 + u) and has the slope u / (1 + u). The factors 1 + u of up to 64 pairs are multiplied
 before one logarithm is taken, as log1p of what the product exceeds one by, which loses no digit of small costs. Where something
-overflows, no finite value comes out and a mark is left in `trouble`. A careful launch follows always: without a mark it ends at
+overflows, no finite value comes out and a mark is left in `needs_fallback`. A careful launch follows always: without a mark it ends at
 once, with one it computes those tiles in another way.
 """
 
@@ -23,9 +23,9 @@ FACTORS = tl.constexpr(64)
 
 @triton.jit(do_not_specialize=["rows", "columns", "shift", "stride"])
 def sigmoid_kernel(
-    x, y, scale, bias, gradient, weights_M, row_parts, column_parts, trouble, matches, ids_M, ids_N, positive_M, positive_N, margin,
+    x, y, scale, bias, gradient, weights_M, row_parts, column_parts, needs_fallback, matches, ids_M, ids_N, positive_M, positive_N, margin,
     rows, columns, shift, stride,
-    HOME: tl.constexpr, SEVERAL: tl.constexpr, RANKED: tl.constexpr, CAREFUL: tl.constexpr,
+    IS_LOCAL: tl.constexpr, MULTI_POSITIVE: tl.constexpr, RANKED: tl.constexpr, CAREFUL: tl.constexpr,
     WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, PIECES: tl.constexpr,
     WARPS: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr, ROUND_TO_TF32: tl.constexpr,
 ):  # fmt: skip
@@ -39,45 +39,45 @@ def sigmoid_kernel(
         factor, offset = factor * LOG2_E, offset * LOG2_E
     logit = (factor, offset)
     panel = (matches, ids_M, ids_N, positive_M, positive_N, margin, rows, columns, shift)
-    outputs = (gradient, stride, weights_M, row_parts, column_parts, trouble)
+    outputs = (gradient, stride, weights_M, row_parts, column_parts, needs_fallback)
     tiles = tl.cdiv(rows, M) * tl.cdiv(columns, N)
     if CAREFUL:
-        tiles = tl.where(marked(trouble, M), tiles, 0)
+        tiles = tl.where(marked(needs_fallback, M), tiles, 0)
     for t in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=not CAREFUL):
         row, column = tile_at(t, rows, columns, M, N, GROUP)
-        wanted = True
+        needs_grad = True
         if CAREFUL:
             value = get(row_parts, 0, column // N, tl.cdiv(columns, N), row + tl.arange(0, M), rows)
-            wanted = tl.max(overflowed(value).to(tl.int32), 0) > 0
-        if wanted:
+            needs_grad = tl.max(overflowed(value).to(tl.int32), 0) > 0
+        if needs_grad:
             z = similarities(x, y, row, column, rows, columns, WIDTH, M, N, K, DESCRIBED, PRECISION)
-            special = is_special(panel, row, column, HOME, M, N)
+            special = is_special(panel, row, column, IS_LOCAL, M, N)
             _put_sums(
                 z, special, logit, outputs, panel, row, column,
-                HOME, SEVERAL, RANKED, CAREFUL, M, N, PIECES, WARPS, DESCRIBED, ROUND_TO_TF32,
+                IS_LOCAL, MULTI_POSITIVE, RANKED, CAREFUL, M, N, PIECES, WARPS, DESCRIBED, ROUND_TO_TF32,
             )  # fmt: skip
 
 
 @triton.jit
 def _put_sums(
     z, special, logit, outputs, panel, row, column,
-    HOME: tl.constexpr, SEVERAL: tl.constexpr, RANKED: tl.constexpr, CAREFUL: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    IS_LOCAL: tl.constexpr, MULTI_POSITIVE: tl.constexpr, RANKED: tl.constexpr, CAREFUL: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     PIECES: tl.constexpr, WARPS: tl.constexpr, DESCRIBED: tl.constexpr, ROUND_TO_TF32: tl.constexpr,
 ):  # fmt: skip
     """Puts the sums of a tile's rows, having collected those of its pieces."""
-    _, _, _, row_parts, column_parts, trouble = outputs
+    _, _, _, row_parts, column_parts, needs_fallback = outputs
     _, _, _, positive_M, _, _, rows, columns, _ = panel
     across, down = tl.cdiv(columns, N), tl.cdiv(rows, M)
     bar_M = bars(positive_M, row, rows, M)
     value, slope, hardest, behind_M, hardest_N, behind_N = _sums(
         z, special, bar_M, logit, outputs, panel, row, column,
-        HOME, SEVERAL, RANKED, CAREFUL, M, N, PIECES, WARPS, DESCRIBED, ROUND_TO_TF32,
+        IS_LOCAL, MULTI_POSITIVE, RANKED, CAREFUL, M, N, PIECES, WARPS, DESCRIBED, ROUND_TO_TF32,
     )  # fmt: skip
     order = row_order(M, WARPS)
     i = row + order
     put_pair(row_parts, 0, column // N, across, i, rows, value, rows_together(slope, TOTAL, M, WARPS))
     if not CAREFUL:
-        mark(trouble, order, overflowed(value))
+        mark(needs_fallback, order, overflowed(value))
     if RANKED:
         hardest, ahead = rows_together(hardest, LARGEST, M, WARPS), N - rows_together(behind_M, TOTAL, M, WARPS)
         put_pair(row_parts, 2, column // N, across, i, rows, hardest, ahead.to(tl.float32))
@@ -88,7 +88,7 @@ def _put_sums(
 @triton.jit
 def _sums(
     z, special, bar_M, logit, outputs, panel, row, column,
-    HOME: tl.constexpr, SEVERAL: tl.constexpr, RANKED: tl.constexpr, CAREFUL: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    IS_LOCAL: tl.constexpr, MULTI_POSITIVE: tl.constexpr, RANKED: tl.constexpr, CAREFUL: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     PIECES: tl.constexpr, WARPS: tl.constexpr, DESCRIBED: tl.constexpr, ROUND_TO_TF32: tl.constexpr,
 ):  # fmt: skip
     """Values, slopes and rankings of rows, and rankings of columns; what is not wanted repeats the slopes."""
@@ -96,11 +96,11 @@ def _sums(
         left, right = halves(z, M, N)
         a = _sums(
             left, special, bar_M, logit, outputs, panel, row, column,
-            HOME, SEVERAL, RANKED, CAREFUL, M, N // 2, PIECES // 2, WARPS, DESCRIBED, ROUND_TO_TF32,
+            IS_LOCAL, MULTI_POSITIVE, RANKED, CAREFUL, M, N // 2, PIECES // 2, WARPS, DESCRIBED, ROUND_TO_TF32,
         )  # fmt: skip
         b = _sums(
             right, special, bar_M, logit, outputs, panel, row, column + N // 2,
-            HOME, SEVERAL, RANKED, CAREFUL, M, N // 2, PIECES // 2, WARPS, DESCRIBED, ROUND_TO_TF32,
+            IS_LOCAL, MULTI_POSITIVE, RANKED, CAREFUL, M, N // 2, PIECES // 2, WARPS, DESCRIBED, ROUND_TO_TF32,
         )  # fmt: skip
         hardest_N, behind_N = a[4], a[5]
         if RANKED:
@@ -109,7 +109,7 @@ def _sums(
     else:
         sums = _sums_of_piece(
             z, special, bar_M, logit, outputs, panel, row, column,
-            HOME, SEVERAL, RANKED, CAREFUL, M, N, WARPS, DESCRIBED, ROUND_TO_TF32,
+            IS_LOCAL, MULTI_POSITIVE, RANKED, CAREFUL, M, N, WARPS, DESCRIBED, ROUND_TO_TF32,
         )  # fmt: skip
     return sums
 
@@ -117,7 +117,7 @@ def _sums(
 @triton.jit
 def _sums_of_piece(
     z, special, bar_M, logit, outputs, panel, row, column,
-    HOME: tl.constexpr, SEVERAL: tl.constexpr, RANKED: tl.constexpr, CAREFUL: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    IS_LOCAL: tl.constexpr, MULTI_POSITIVE: tl.constexpr, RANKED: tl.constexpr, CAREFUL: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     WARPS: tl.constexpr, DESCRIBED: tl.constexpr, ROUND_TO_TF32: tl.constexpr,
 ):  # fmt: skip
     """`logit` is the factor and the offset that make a logit of a similarity."""
@@ -126,19 +126,19 @@ def _sums_of_piece(
     _, _, _, _, positive_N, _, rows, columns, _ = panel
     bar_N = bars_of_piece(positive_N, column, columns, N)
     if RANKED:
-        found = rivals(z, special, panel, row, column, HOME, M, N)
-    if RANKED and not SEVERAL:
+        found = rivals(z, special, panel, row, column, IS_LOCAL, M, N)
+    if RANKED and not MULTI_POSITIVE:
         # The pairs that count are the rivals. A negative scale makes the others +inf, and the careful launch takes over.
         logits = found * factor + offset
     else:
         logits = z * factor + offset
         if special:
-            if SEVERAL:
+            if MULTI_POSITIVE:
                 # A further positive costs what a negative of the opposite logit would.
-                logits = tl.where(further_positives(panel, row, column, HOME, M, N), -logits, logits)
-                counted = others(panel, row, column, HOME, M, N)
+                logits = tl.where(further_positives(panel, row, column, IS_LOCAL, M, N), -logits, logits)
+                counted = others(panel, row, column, IS_LOCAL, M, N)
             else:
-                counted = negatives(panel, row, column, HOME, M, N)
+                counted = negatives(panel, row, column, IS_LOCAL, M, N)
             logits = tl.where(counted, logits, float("-inf"))
     if CAREFUL:
         u = tl.exp2(-tl.abs(logits) * LOG2_E)
@@ -148,9 +148,9 @@ def _sums_of_piece(
         u = tl.exp2(logits)
         g, both = _slopes(u, M, N)
         value = _costs(both, M, N // 2, WARPS, 2)
-    if SEVERAL:
+    if MULTI_POSITIVE:
         if special:
-            g = tl.where(further_positives(panel, row, column, HOME, M, N), -g, g)
+            g = tl.where(further_positives(panel, row, column, IS_LOCAL, M, N), -g, g)
     slope = of_rows(g, TOTAL, M, N)
     if gradient is not None:
         if weights_M is not None:

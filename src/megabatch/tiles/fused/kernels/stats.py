@@ -3,7 +3,7 @@
 Of this kernel and the backward one there are a fast and a careful launch. The fast ones take one exponential an element, shared by
 rows and columns, without a maximum. For most tiles that is right, and which ones are not is known on the device: forward by the
 sums, which show whether something overflowed or was lost; backward by the peaks of rows and columns, which bound the logits. Such a
-tile leaves a mark in `trouble`. The careful launches follow always: without a mark they end at once, with one they compute those
+tile leaves a mark in `needs_fallback`. The careful launches follow always: without a mark they end at once, with one they compute those
 tiles again, with a peak for each row and each column.
 """
 
@@ -30,8 +30,8 @@ LEAST_KEPT = tl.constexpr(2.0**-126)
 
 @triton.jit(do_not_specialize=["rows", "columns", "shift", "stride"])
 def stats_kernel(
-    x, y, scale, row_parts, column_parts, trouble, matches, ids_M, ids_N, positive_M, positive_N, margin, rows, columns, shift,
-    kept, stride, HOME: tl.constexpr, SEVERAL: tl.constexpr, DROP: tl.constexpr, SMOOTHED: tl.constexpr, RANKED: tl.constexpr,
+    x, y, scale, row_parts, column_parts, needs_fallback, matches, ids_M, ids_N, positive_M, positive_N, margin, rows, columns, shift,
+    kept, stride, IS_LOCAL: tl.constexpr, MULTI_POSITIVE: tl.constexpr, DROP: tl.constexpr, SMOOTHED: tl.constexpr, RANKED: tl.constexpr,
     CAREFUL: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
     PIECES: tl.constexpr, WARPS: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -40,42 +40,42 @@ def stats_kernel(
     CAREFUL: only where they have lost something.
     """
     panel = (matches, ids_M, ids_N, positive_M, positive_N, margin, rows, columns, shift)
-    parts = (row_parts, column_parts, trouble)
+    parts = (row_parts, column_parts, needs_fallback)
     target = (kept, stride)
     tiles = tl.cdiv(rows, M) * tl.cdiv(columns, N)
     # In powers of two, but for the careful way, whose logits are too large for another rounding.
     factor = tl.load(scale) if CAREFUL else _nonzero(tl.load(scale)) * LOG2_E
     if CAREFUL:
-        tiles = tl.where(marked(trouble, M if M > N else N), tiles, 0)
+        tiles = tl.where(marked(needs_fallback, M if M > N else N), tiles, 0)
     for t in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=not CAREFUL):
         row, column = tile_at(t, rows, columns, M, N, GROUP)
-        wanted = True
+        needs_grad = True
         if CAREFUL:
-            wanted = _has_lost(parts, panel, row, column, M, N)
-        if wanted:
+            needs_grad = _has_lost(parts, panel, row, column, M, N)
+        if needs_grad:
             z = similarities(x, y, row, column, rows, columns, WIDTH, M, N, K, DESCRIBED, PRECISION)
-            special = is_special(panel, row, column, HOME, M, N)
+            special = is_special(panel, row, column, IS_LOCAL, M, N)
             if CAREFUL:
-                put_careful_stats(z, special, factor, parts, panel, row, column, HOME, SEVERAL, DROP, M, N, PIECES)
+                put_careful_stats(z, special, factor, parts, panel, row, column, IS_LOCAL, MULTI_POSITIVE, DROP, M, N, PIECES)
             else:
                 bar_M = bars(positive_M, row, rows, M)
                 sums = _sums(
                     z, special, bar_M, factor, parts, target, panel, row, column,
-                    HOME, SEVERAL, DROP, SMOOTHED, RANKED, M, N, PIECES, WARPS, DESCRIBED,
+                    IS_LOCAL, MULTI_POSITIVE, DROP, SMOOTHED, RANKED, M, N, PIECES, WARPS, DESCRIBED,
                 )  # fmt: skip
                 _put_columns(sums, parts, panel, row, column, RANKED, M, N)
-                _put_rows(sums, factor, parts, panel, row, column, SEVERAL, SMOOTHED, RANKED, M, N, WARPS)
+                _put_rows(sums, factor, parts, panel, row, column, MULTI_POSITIVE, SMOOTHED, RANKED, M, N, WARPS)
 
 
 @triton.jit
 def _put_columns(sums, parts, panel, row, column, RANKED: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
-    _, column_parts, trouble = parts
+    _, column_parts, needs_fallback = parts
     _, _, _, _, _, _, rows, columns, _ = panel
     j, down = column + tl.arange(0, N), tl.cdiv(rows, M)
     if column_parts is not None:
         total = columns_together(sums[7], TOTAL)
         put(column_parts, 1, row // M, down, j, columns, total)
-        mark(trouble, tl.arange(0, N), _lost(total) & (j < columns))
+        mark(needs_fallback, tl.arange(0, N), _lost(total) & (j < columns))
         if RANKED:
             hardest, ahead = columns_together(sums[8], LARGEST), M - columns_together(sums[9], TOTAL)
             put_pair(column_parts, 2, row // M, down, j, columns, hardest, ahead.to(tl.float32))
@@ -84,30 +84,30 @@ def _put_columns(sums, parts, panel, row, column, RANKED: tl.constexpr, M: tl.co
 @triton.jit
 def _put_rows(
     sums, factor, parts, panel, row, column,
-    SEVERAL: tl.constexpr, SMOOTHED: tl.constexpr, RANKED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, WARPS: tl.constexpr,
+    MULTI_POSITIVE: tl.constexpr, SMOOTHED: tl.constexpr, RANKED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    row_parts, _, trouble = parts
+    row_parts, _, needs_fallback = parts
     _, _, _, _, _, _, rows, columns, _ = panel
     order, tile, across = row_order(M, WARPS), column // N, tl.cdiv(columns, N)
     i = row + order
     total = rows_together(sums[0], TOTAL, M, WARPS)
     put(row_parts, 1, tile, across, i, rows, total)
-    mark(trouble, order, _lost(total) & (i < rows))
+    mark(needs_fallback, order, _lost(total) & (i < rows))
     if RANKED:
         hardest, ahead = rows_together(sums[1], LARGEST, M, WARPS), N - rows_together(sums[2], TOTAL, M, WARPS)
         put_pair(row_parts, 2, tile, across, i, rows, hardest, ahead.to(tl.float32))
-    if SEVERAL:
+    if MULTI_POSITIVE:
         total, number = rows_together(sums[3], TOTAL, M, WARPS), rows_together(sums[4], TOTAL, M, WARPS)
         put_pair(row_parts, 2 + 2 * RANKED, tile, across, i, rows, total, number.to(tl.float32))
     if SMOOTHED:
         total, number = rows_together(sums[5], TOTAL, M, WARPS), N - rows_together(sums[6], TOTAL, M, WARPS)
-        put_pair(row_parts, 2 + 2 * RANKED + 2 * SEVERAL, tile, across, i, rows, total / factor, number.to(tl.float32))
+        put_pair(row_parts, 2 + 2 * RANKED + 2 * MULTI_POSITIVE, tile, across, i, rows, total / factor, number.to(tl.float32))
 
 
 @triton.jit
 def _sums(
     z, special, bar_M, factor, parts, target, panel, row, column,
-    HOME: tl.constexpr, SEVERAL: tl.constexpr, DROP: tl.constexpr, SMOOTHED: tl.constexpr, RANKED: tl.constexpr,
+    IS_LOCAL: tl.constexpr, MULTI_POSITIVE: tl.constexpr, DROP: tl.constexpr, SMOOTHED: tl.constexpr, RANKED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, PIECES: tl.constexpr, WARPS: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     """Of rows: exponentials, the hardest rivals, how many are behind; further positives and all that count, with their numbers.
@@ -116,11 +116,11 @@ def _sums(
         left, right = halves(z, M, N)
         a = _sums(
             left, special, bar_M, factor, parts, target, panel, row, column,
-            HOME, SEVERAL, DROP, SMOOTHED, RANKED, M, N // 2, PIECES // 2, WARPS, DESCRIBED,
+            IS_LOCAL, MULTI_POSITIVE, DROP, SMOOTHED, RANKED, M, N // 2, PIECES // 2, WARPS, DESCRIBED,
         )  # fmt: skip
         b = _sums(
             right, special, bar_M, factor, parts, target, panel, row, column + N // 2,
-            HOME, SEVERAL, DROP, SMOOTHED, RANKED, M, N // 2, PIECES // 2, WARPS, DESCRIBED,
+            IS_LOCAL, MULTI_POSITIVE, DROP, SMOOTHED, RANKED, M, N // 2, PIECES // 2, WARPS, DESCRIBED,
         )  # fmt: skip
         sums = (
             a[0] + b[0], tl.maximum(a[1], b[1]), a[2] + b[2], a[3] + b[3], a[4] + b[4], a[5] + b[5], a[6] + b[6],
@@ -129,7 +129,7 @@ def _sums(
     else:
         sums = _sums_of_piece(
             z, special, bar_M, factor, parts, target, panel, row, column,
-            HOME, SEVERAL, DROP, SMOOTHED, RANKED, M, N, WARPS, DESCRIBED,
+            IS_LOCAL, MULTI_POSITIVE, DROP, SMOOTHED, RANKED, M, N, WARPS, DESCRIBED,
         )  # fmt: skip
     return sums
 
@@ -137,30 +137,30 @@ def _sums(
 @triton.jit
 def _sums_of_piece(
     z, special, bar_M, factor, parts, target, panel, row, column,
-    HOME: tl.constexpr, SEVERAL: tl.constexpr, DROP: tl.constexpr, SMOOTHED: tl.constexpr, RANKED: tl.constexpr,
+    IS_LOCAL: tl.constexpr, MULTI_POSITIVE: tl.constexpr, DROP: tl.constexpr, SMOOTHED: tl.constexpr, RANKED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, WARPS: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     _, column_parts, _ = parts
     _, _, _, _, positive_N, _, rows, columns, _ = panel
     bar_N = bars_of_piece(positive_N, column, columns, N)
     if RANKED:
-        found = rivals(z, special, panel, row, column, HOME, M, N)
-    if RANKED and target[0] is None and not (SEVERAL or DROP or SMOOTHED):
+        found = rivals(z, special, panel, row, column, IS_LOCAL, M, N)
+    if RANKED and target[0] is None and not (MULTI_POSITIVE or DROP or SMOOTHED):
         # The pairs that count are the rivals. A negative scale makes the others +inf, and the careful launch takes over. What is
         # kept has to be zero there.
         logits = found * factor
         column_logits = logits
     else:
-        logits, column_logits = counted(z * factor, z, special, panel, row, column, HOME, SEVERAL, DROP, M, N)
+        logits, column_logits = counted(z * factor, z, special, panel, row, column, IS_LOCAL, MULTI_POSITIVE, DROP, M, N)
     if SMOOTHED:
         every, missing = finite_of_rows(logits, True if DROP else special, M, N)
         if column_parts is not None:
-            last: tl.constexpr = 2 + 2 * RANKED + 2 * SEVERAL
+            last: tl.constexpr = 2 + 2 * RANKED + 2 * MULTI_POSITIVE
             every_N, missing_N = finite_of_columns(column_logits, True if DROP else special, M, N, WARPS)
             j, down = column + tl.arange(0, N), tl.cdiv(rows, M)
             put_pair(column_parts, last, row // M, down, j, columns, every_N / factor, (M - missing_N).to(tl.float32))
-    if SEVERAL:
-        further, further_number = further_sums(z, special, column_parts, panel, row, column, HOME, RANKED, M, N, WARPS)
+    if MULTI_POSITIVE:
+        further, further_number = further_sums(z, special, column_parts, panel, row, column, IS_LOCAL, RANKED, M, N, WARPS)
     power = tl.exp2(logits)
     if target[0] is not None:
         kept = power
@@ -180,7 +180,7 @@ def _sums_of_piece(
         if RANKED:
             hardest_N = of_columns(found, LARGEST, M, N, WARPS)
             behind_N = of_columns(behind(found, bar_N[None, :]), TOTAL, M, N, WARPS)
-    if not SEVERAL:
+    if not MULTI_POSITIVE:
         further, further_number = total, total
     if not SMOOTHED:
         every, missing = total, total

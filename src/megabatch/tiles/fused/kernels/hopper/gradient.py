@@ -26,7 +26,7 @@ from .pipeline import (
 def gradient_kernel(
     x, y, scale, gradient, row_gain, row_counted, column_gain, column_counted, row_step, column_step, limit, large, matches,
     ids_M, ids_N, rows, columns, shift,
-    HOME: gl.constexpr, WIDTH: gl.constexpr, M: gl.constexpr, N: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr,
+    IS_LOCAL: gl.constexpr, WIDTH: gl.constexpr, M: gl.constexpr, N: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr,
     X_SLOTS: gl.constexpr, Y_SLOTS: gl.constexpr, BEHIND: gl.constexpr, PLACES: gl.constexpr, MARKED: gl.constexpr,
 ):  # fmt: skip
     """Writes the gradient in the logits, zero for pairs that do not count and for positives. Gains come lifted.
@@ -40,9 +40,9 @@ def gradient_kernel(
     eight = (row_step, column_step, limit, large)
     gl.warp_specialize(
         [
-            (_weigh, (rings, scale, gradient, places, softmax, eight, panel, gl.constexpr(0), HOME, WIDTH, M, N, K, GROUP,
+            (_weigh, (rings, scale, gradient, places, softmax, eight, panel, gl.constexpr(0), IS_LOCAL, WIDTH, M, N, K, GROUP,
                       X_SLOTS, Y_SLOTS, PLACES, MARKED)),
-            (_weigh, (rings, scale, gradient, places, softmax, eight, panel, gl.constexpr(1), HOME, WIDTH, M, N, K, GROUP,
+            (_weigh, (rings, scale, gradient, places, softmax, eight, panel, gl.constexpr(1), IS_LOCAL, WIDTH, M, N, K, GROUP,
                       X_SLOTS, Y_SLOTS, PLACES, MARKED)),
             (load_rows, (x, rings, rows, columns, gl.constexpr(0), WIDTH, M, N, K, GROUP, X_SLOTS, Y_SLOTS, BEHIND)),
             (load_rows, (x, rings, rows, columns, gl.constexpr(1), WIDTH, M, N, K, GROUP, X_SLOTS, Y_SLOTS, BEHIND)),
@@ -55,7 +55,7 @@ def gradient_kernel(
 
 @gluon.jit
 def _weigh(
-    rings, scale, gradient, places, softmax, eight, panel, WHO: gl.constexpr, HOME: gl.constexpr, WIDTH: gl.constexpr,
+    rings, scale, gradient, places, softmax, eight, panel, WHO: gl.constexpr, IS_LOCAL: gl.constexpr, WIDTH: gl.constexpr,
     M: gl.constexpr, N: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr, X_SLOTS: gl.constexpr, Y_SLOTS: gl.constexpr,
     PLACES: gl.constexpr, MARKED: gl.constexpr,
 ):  # fmt: skip
@@ -84,7 +84,7 @@ def _weigh(
             # In the place of the product before, that would have to stay as it is, beside what is made of it.
             nothing = gl.zeros((M, N), gl.int32, layout_of_tile(M, N, 8))
             parts = quarters(similarities(nothing, n, rings, WHO, WIDTH, K, X_SLOTS, Y_SLOTS), M, N)
-        special = is_special(panel, row, column, HOME, M, N, MARKED)
+        special = is_special(panel, row, column, IS_LOCAL, M, N, MARKED)
         for q in gl.static_range(4):
             first = column + q * QUARTER
             gains = gains_M[:, None]
@@ -99,7 +99,7 @@ def _weigh(
                 if column_counted is not None:
                     g -= _vector(column_counted, first + across, columns)[None, :]
             if special:
-                g = gl.where(negatives(panel, row, first, HOME, M, QUARTER, layout), g, 0.0)
+                g = gl.where(negatives(panel, row, first, IS_LOCAL, M, QUARTER, layout), g, 0.0)
             if row_step is not None:
                 if q == 0:
                     most = _folded(g, M, QUARTER)

@@ -132,13 +132,13 @@ def similarities(
 
 
 @gluon.jit
-def negatives(panel, row, column, HOME: gl.constexpr, M: gl.constexpr, N: gl.constexpr, layout: gl.constexpr):
+def negatives(panel, row, column, IS_LOCAL: gl.constexpr, M: gl.constexpr, N: gl.constexpr, layout: gl.constexpr):
     """The pairs of a tile inside the panel that are neither positives nor equal in id, as ../pairs.py has them."""
     _, ids_M, ids_N, rows, columns, shift = panel
     i = row + gl.arange(0, M, gl.SliceLayout(1, layout))
     j = column + gl.arange(0, N, gl.SliceLayout(0, layout))
     found = (i < rows)[:, None] & (j < columns)[None, :]
-    if HOME:
+    if IS_LOCAL:
         found = found & ((i + shift)[:, None] != j[None, :])
     if ids_M is not None:
         equal = found
@@ -151,11 +151,11 @@ def negatives(panel, row, column, HOME: gl.constexpr, M: gl.constexpr, N: gl.con
 
 
 @gluon.jit
-def is_special(panel, row, column, HOME: gl.constexpr, M: gl.constexpr, N: gl.constexpr, MARKED: gl.constexpr):
+def is_special(panel, row, column, IS_LOCAL: gl.constexpr, M: gl.constexpr, N: gl.constexpr, MARKED: gl.constexpr):
     """Whether some pair of the tile does not count as a negative, as ../pairs.py has it. MARKED: how wide marked tiles are."""
     matches, _, _, rows, columns, shift = panel
     special = (row + M > rows) | (column + N > columns)
-    if HOME:
+    if IS_LOCAL:
         special = special | ((row + shift < column + N) & (column < row + shift + M))
     if matches is not None:
         inside = row < rows

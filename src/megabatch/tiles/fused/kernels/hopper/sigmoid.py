@@ -28,19 +28,25 @@ from .warp_reduce import of_rows, row_order, rows_together
 
 @gluon.jit(do_not_specialize=["rows", "columns", "shift"])
 def sigmoid_kernel(
-    x, y, scale, bias, gradient, weights_M, row_parts, trouble, matches, ids_M, ids_N, rows, columns, shift,
-    HOME: gl.constexpr, WIDTH: gl.constexpr, M: gl.constexpr, N: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr,
+    x, y, scale, bias, gradient, weights_M, row_parts, needs_fallback, matches, ids_M, ids_N, rows, columns, shift,
+    IS_LOCAL: gl.constexpr, WIDTH: gl.constexpr, M: gl.constexpr, N: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr,
     X_SLOTS: gl.constexpr, Y_SLOTS: gl.constexpr, BEHIND: gl.constexpr, PLACES: gl.constexpr,
 ):  # fmt: skip
     """Writes values and slopes of each tile for its rows, and the gradient in the logits."""
     rings = open_rings(x, y, M, N, K, X_SLOTS, Y_SLOTS)
     places = open_places(gradient, M, N, PLACES)
     panel = (matches, ids_M, ids_N, rows, columns, shift)
-    outputs = (gradient, places, weights_M, row_parts, trouble)
+    outputs = (gradient, places, weights_M, row_parts, needs_fallback)
     gl.warp_specialize(
         [
-            (_weigh, (rings, scale, bias, outputs, panel, gl.constexpr(0), HOME, WIDTH, M, N, K, GROUP, X_SLOTS, Y_SLOTS, PLACES)),
-            (_weigh, (rings, scale, bias, outputs, panel, gl.constexpr(1), HOME, WIDTH, M, N, K, GROUP, X_SLOTS, Y_SLOTS, PLACES)),
+            (
+                _weigh,
+                (rings, scale, bias, outputs, panel, gl.constexpr(0), IS_LOCAL, WIDTH, M, N, K, GROUP, X_SLOTS, Y_SLOTS, PLACES),
+            ),
+            (
+                _weigh,
+                (rings, scale, bias, outputs, panel, gl.constexpr(1), IS_LOCAL, WIDTH, M, N, K, GROUP, X_SLOTS, Y_SLOTS, PLACES),
+            ),
             (load_rows, (x, rings, rows, columns, gl.constexpr(0), WIDTH, M, N, K, GROUP, X_SLOTS, Y_SLOTS, BEHIND)),
             (load_rows, (x, rings, rows, columns, gl.constexpr(1), WIDTH, M, N, K, GROUP, X_SLOTS, Y_SLOTS, BEHIND)),
             (load_columns, (y, rings, rows, columns, WIDTH, M, N, K, GROUP, Y_SLOTS)),
@@ -52,11 +58,11 @@ def sigmoid_kernel(
 
 @gluon.jit
 def _weigh(
-    rings, scale, bias, outputs, panel, WHO: gl.constexpr, HOME: gl.constexpr, WIDTH: gl.constexpr,
+    rings, scale, bias, outputs, panel, WHO: gl.constexpr, IS_LOCAL: gl.constexpr, WIDTH: gl.constexpr,
     M: gl.constexpr, N: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr, X_SLOTS: gl.constexpr, Y_SLOTS: gl.constexpr,
     PLACES: gl.constexpr,
 ):  # fmt: skip
-    _, _, _, row_parts, trouble = outputs
+    _, _, _, row_parts, needs_fallback = outputs
     _, _, _, rows, columns, _ = panel
     layout: gl.constexpr = layout_of_tile(M, N)
     # In powers of two.
@@ -68,8 +74,8 @@ def _weigh(
         z = gl.zeros((M, N), gl.float32, layout)
         logits = similarities(z, n, rings, WHO, WIDTH, K, X_SLOTS, Y_SLOTS) * factor + offset
         # Once for the tile: between halves, a branch would keep exponentials and what is made of them apart.
-        if is_special(panel, row, column, HOME, M, N, N):
-            logits = gl.where(negatives(panel, row, column, HOME, M, N, layout), logits, float("-inf"))
+        if is_special(panel, row, column, IS_LOCAL, M, N, N):
+            logits = gl.where(negatives(panel, row, column, IS_LOCAL, M, N, layout), logits, float("-inf"))
         a, b, c, d = quarters(logits, M, N)
         left, slope = _put_half(a, b, outputs, row, column, rows, WHO, 0, M, N, PLACES)
         right, more = _put_half(c, d, outputs, row, column, rows, WHO, 2, M, N, PLACES)
@@ -78,7 +84,7 @@ def _weigh(
         within = row_order(M)
         slope = rows_together(slope + more, TOTAL, M)
         put_pair(row_parts, 0, column // N, gl.cdiv(columns, N), row + within, rows, value, slope)
-        mark(trouble, within, overflowed(value))
+        mark(needs_fallback, within, overflowed(value))
     wait_for_quarters()
 
 

@@ -25,18 +25,18 @@ from .warp_reduce import of_columns
 
 @gluon.jit(do_not_specialize=["rows", "columns", "shift"])
 def stats_kernel(
-    x, y, scale, row_parts, column_parts, trouble, matches, ids_M, ids_N, rows, columns, shift,
-    HOME: gl.constexpr, SMOOTHED: gl.constexpr, WIDTH: gl.constexpr, M: gl.constexpr, N: gl.constexpr, K: gl.constexpr,
+    x, y, scale, row_parts, column_parts, needs_fallback, matches, ids_M, ids_N, rows, columns, shift,
+    IS_LOCAL: gl.constexpr, SMOOTHED: gl.constexpr, WIDTH: gl.constexpr, M: gl.constexpr, N: gl.constexpr, K: gl.constexpr,
     GROUP: gl.constexpr, X_SLOTS: gl.constexpr, Y_SLOTS: gl.constexpr, BEHIND: gl.constexpr,
 ):  # fmt: skip
     """Writes the sums of each tile for its rows and, if there is room for them, for its columns."""
     rings = open_rings(x, y, M, N, K, X_SLOTS, Y_SLOTS)
     panel = (matches, ids_M, ids_N, rows, columns, shift)
-    parts = (row_parts, column_parts, trouble)
+    parts = (row_parts, column_parts, needs_fallback)
     gl.warp_specialize(
         [
-            (_sum_up, (rings, scale, parts, panel, gl.constexpr(0), HOME, SMOOTHED, WIDTH, M, N, K, GROUP, X_SLOTS, Y_SLOTS)),
-            (_sum_up, (rings, scale, parts, panel, gl.constexpr(1), HOME, SMOOTHED, WIDTH, M, N, K, GROUP, X_SLOTS, Y_SLOTS)),
+            (_sum_up, (rings, scale, parts, panel, gl.constexpr(0), IS_LOCAL, SMOOTHED, WIDTH, M, N, K, GROUP, X_SLOTS, Y_SLOTS)),
+            (_sum_up, (rings, scale, parts, panel, gl.constexpr(1), IS_LOCAL, SMOOTHED, WIDTH, M, N, K, GROUP, X_SLOTS, Y_SLOTS)),
             (load_rows, (x, rings, rows, columns, gl.constexpr(0), WIDTH, M, N, K, GROUP, X_SLOTS, Y_SLOTS, BEHIND)),
             (load_rows, (x, rings, rows, columns, gl.constexpr(1), WIDTH, M, N, K, GROUP, X_SLOTS, Y_SLOTS, BEHIND)),
             (load_columns, (y, rings, rows, columns, WIDTH, M, N, K, GROUP, Y_SLOTS)),
@@ -48,10 +48,10 @@ def stats_kernel(
 
 @gluon.jit
 def _sum_up(
-    rings, scale, parts, panel, WHO: gl.constexpr, HOME: gl.constexpr, SMOOTHED: gl.constexpr, WIDTH: gl.constexpr,
+    rings, scale, parts, panel, WHO: gl.constexpr, IS_LOCAL: gl.constexpr, SMOOTHED: gl.constexpr, WIDTH: gl.constexpr,
     M: gl.constexpr, N: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr, X_SLOTS: gl.constexpr, Y_SLOTS: gl.constexpr,
 ):  # fmt: skip
-    _, column_parts, trouble = parts
+    _, column_parts, needs_fallback = parts
     _, _, _, rows, columns, _ = panel
     layout: gl.constexpr = layout_of_tile(M, N)
     # In powers of two.
@@ -61,34 +61,34 @@ def _sum_up(
         row, column = pair_at(n, rows, columns, M, N, GROUP)
         row += WHO * M
         z = similarities(z, n, rings, WHO, WIDTH, K, X_SLOTS, Y_SLOTS)
-        special = is_special(panel, row, column, HOME, M, N, N)
+        special = is_special(panel, row, column, IS_LOCAL, M, N, N)
         if SMOOTHED:
-            _put_counted(z, special, parts, panel, row, column, HOME, M, N, layout)
+            _put_counted(z, special, parts, panel, row, column, IS_LOCAL, M, N, layout)
         power = gl.exp2(z * factor)
         if special:
-            power = gl.where(negatives(panel, row, column, HOME, M, N, layout), power, 0.0)
+            power = gl.where(negatives(panel, row, column, IS_LOCAL, M, N, layout), power, 0.0)
         total = gl.sum(power, 1)
         _put_rows(parts, panel, 1, row, column, total, M, N)
-        _mark(trouble, row, rows, total, M)
+        _mark(needs_fallback, row, rows, total, M)
         if column_parts is not None:
             total = of_columns(power, M, N)
             _put_columns(parts, panel, 1, row, column, total, M, N)
             if row < rows:
-                _mark(trouble, column, columns, total, N)
+                _mark(needs_fallback, column, columns, total, N)
         # The next product takes its place, so that z itself is not kept until then.
         z = power
 
 
 @gluon.jit
 def _put_counted(
-    z, special, parts, panel, row, column, HOME: gl.constexpr, M: gl.constexpr, N: gl.constexpr, layout: gl.constexpr
+    z, special, parts, panel, row, column, IS_LOCAL: gl.constexpr, M: gl.constexpr, N: gl.constexpr, layout: gl.constexpr
 ):  # fmt: skip
     """Puts the sums of similarities that count, and their numbers."""
     _, column_parts, _ = parts
     total, number = gl.sum(z, 1), gl.full((M,), N, gl.int32, gl.SliceLayout(1, layout))
     if special:
         # Summed up again: the similarities themselves would be kept twice from here on.
-        found = negatives(panel, row, column, HOME, M, N, layout)
+        found = negatives(panel, row, column, IS_LOCAL, M, N, layout)
         total, number = gl.sum(gl.where(found, z, 0.0), 1), gl.sum(found.to(gl.int32), 1)
     _put_rows(parts, panel, 2, row, column, total, M, N)
     _put_rows(parts, panel, 3, row, column, number.to(gl.float32), M, N)
@@ -96,7 +96,7 @@ def _put_counted(
         total = of_columns(z, M, N)
         number = gl.full((N,), M, gl.int32, total.type.layout)
         if special:
-            found = negatives(panel, row, column, HOME, M, N, layout)
+            found = negatives(panel, row, column, IS_LOCAL, M, N, layout)
             total, number = of_columns(gl.where(found, z, 0.0), M, N), of_columns(found.to(gl.int32), M, N)
         _put_columns(parts, panel, 2, row, column, total, M, N)
         _put_columns(parts, panel, 3, row, column, number.to(gl.float32), M, N)
@@ -120,7 +120,7 @@ def _put_columns(parts, panel, CHANNEL: gl.constexpr, row, column, values, M: gl
 
 
 @gluon.jit
-def _mark(trouble, first, length, total, SIZE: gl.constexpr):
+def _mark(needs_fallback, first, length, total, SIZE: gl.constexpr):
     """Leaves marks where sums have lost something."""
     within = gl.arange(0, SIZE, total.type.layout)
-    gl.store(trouble + within, 1, mask=(first + within < length) & ((total < LEAST_SUM) | (total > LARGEST_SUM)))
+    gl.store(needs_fallback + within, 1, mask=(first + within < length) & ((total < LEAST_SUM) | (total > LARGEST_SUM)))
