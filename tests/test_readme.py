@@ -184,7 +184,7 @@ def test_the_examples_in_docstrings_run():
     torch.manual_seed(0)
     losses = megabatch.losses.clip, megabatch.losses.siglip
     # By their names in sys.modules: the package offers functions that are called as their modules.
-    chunks = (sys.modules[f"megabatch.chunks.{name}"] for name in ("cached", "accumulate", "repeat"))
+    chunks = (sys.modules[f"megabatch.chunks.{name}"] for name in ("cached", "accumulate", "oom"))
     for module in (*losses, *chunks):
         functions = [f for f in vars(module).values() if getattr(f, "__module__", "") == module.__name__ and f.__doc__]
         parser, runner = doctest.DocTestFinder(), doctest.DocTestRunner()

@@ -11,7 +11,7 @@ import torch
 
 from ... import measurements
 from ...chunks.ddp_fsdp import meeting_rings
-from ...chunks.memory import release
+from ...chunks.oom import release
 from ...reporting.wording import bytes_text
 from ...ring import Group, Ring
 from . import search
