@@ -16,7 +16,7 @@ import megabatch.losses.clip
 import megabatch.losses.siglip
 from benchmarks.clocks import RESTS
 from benchmarks.memory_accuracy.cases import of_row
-from benchmarks.readme import PLACE, ROOT, with_tables
+from benchmarks.readme import ROOT, with_tables
 from benchmarks.report import read_rows
 from benchmarks.time_accuracy.cases import fresh_cases
 from megabatch import config
