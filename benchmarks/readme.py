@@ -2,8 +2,8 @@
 
 A table stands between `<!-- table: FILE -->` and `<!-- end -->`. `FILE#summary` compares megabatch with OpenCLIP in a few rows,
 `FILE#clip` and `FILE#siglip` take the rows of one loss, `FILE#options` those of megabatch's options, `FILE#errors` reads rows of
-`benchmarks.errors`, and any other `FILE#CASE` takes the rows of that case of `benchmarks.encoders`. `FILE#steps`, `FILE#batches` and
-`FILE#clocks` read rows of the programs of those names, `FILE#memory` and `FILE#limits` those of `benchmarks.memory_accuracy`,
+`benchmarks.errors`, and any other `FILE#CASE` takes the rows of that case of `benchmarks.encoders`. `FILE#steps`, `FILE#batches`
+and `FILE#clocks` read rows of the programs of those names, `FILE#memory` and `FILE#limits` those of `benchmarks.memory_accuracy`,
 `FILE#time` those of `benchmarks.time_accuracy`.
 """
 
