@@ -54,19 +54,19 @@ clean:  ## remove caches and builds, but not .venv
 # PIP_BUILD_CONSTRAINT pins the build backend too; a pip that does not know the variable ignores it.
 INSTALL := PIP_BUILD_CONSTRAINT=constraints.txt $(PIP_INSTALL) -c constraints.txt
 
-$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+$(STAMP): pyproject.toml constraints.txt $(VENV)/.created
 	@echo "Installing into $(VENV): some minutes the first time."
 	@rm -f $@ $(DEMO_STAMP)
 	$(INSTALL) -e '.[dev,bench]'
 	@touch $@ $(DEMO_STAMP)
 
-$(DEMO_STAMP): pyproject.toml constraints.txt | $(BIN)/python
+$(DEMO_STAMP): pyproject.toml constraints.txt $(VENV)/.created
 	@echo "Installing into $(VENV): some minutes the first time."
 	@rm -f $@
 	$(INSTALL) -e '.[train]'
 	@touch $@
 
-$(BIN)/python:
+$(VENV)/.created:
 	@command -v $(PYTHON) >/dev/null || { \
 	  echo "$(PYTHON) was not found: install Python 3.10 or newer, or name one: make PYTHON=python3.12 ..." >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
@@ -75,3 +75,4 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 	  echo "$(PYTHON) has no venv module: install it (Debian, Ubuntu: apt install python3-venv) and try again." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
+	@touch $@
