@@ -304,7 +304,7 @@ def test_a_profile_of_such_a_device_is_shown_without_its_memory():
 def test_a_source_travels_to_processes_that_are_not_forked(name, tmp_path):
     run_of(tmp_path)
     (tmp_path / "pairs.csv").write_text("query,positive\n" + "".join(f"a {i},the {i}\n" for i in range(9)))
-    sides = {"x": "picture", "y": "text"} if name == "glyphs" else {"x": "text", "y": "text"}
+    sides = {"x": "image", "y": "text"} if name == "glyphs" else {"x": "text", "y": "text"}
     source = open_source(config.Data(source="glyphs" if name == "glyphs" else str(tmp_path / name)), **sides)
     before, after = source.read(0, 3), pickle.loads(pickle.dumps(source)).read(0, 3)
     assert (before.key, before.y) == (after.key, after.y)

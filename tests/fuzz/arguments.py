@@ -189,7 +189,7 @@ def _replace_work() -> None:
         if not hasattr(module, name):
             raise AttributeError(f"{module} has no {name}: say here what stands between checks and work now")
         setattr(module, name, instead)
-    # Pages with pictures take long, and nothing in them comes from arguments alone.
+    # Pages with figures take long, and nothing in them comes from arguments alone.
     show.write = lambda found, path: path  # type: ignore[assignment]
 
 

@@ -1,4 +1,4 @@
-"""`megabatch fit`: the largest chunk of a run, from the prediction to the file that a plan reads and the picture."""
+"""`megabatch fit`: the largest chunk of a run, from the prediction to the file that a plan reads and the figure."""
 
 from __future__ import annotations
 
@@ -119,8 +119,8 @@ def test_the_embedded_default_end_to_end(tmp_path):
     (trial,) = result.found.trials
     assert trial["ran"] and trial["size"] == 256 and trial["peak_bytes"] < result.found.limit_bytes
     assert trial["predicted_bytes"] == pytest.approx(trial["peak_bytes"], rel=0.25)
-    with Image.open(tmp_path / "fit.png") as picture:
-        assert picture.width > 1000 and len(picture.convert("RGB").getcolors(2**20)) > 5
+    with Image.open(tmp_path / "fit.png") as image:
+        assert image.width > 1000 and len(image.convert("RGB").getcolors(2**20)) > 5
     said = printed(result)
     assert "chunk 256 ran" in said and "no larger one was asked for; one trial" in said and "were predicted" in said
     assert 'batch.chunk=256 with batch.keep="auto"' in said
