@@ -12,7 +12,7 @@ from megabatch.costs.hardware import find_machine
 from megabatch.costs.strategy import How
 from megabatch.costs.time import step_time
 from megabatch.planning.planner import Planner, Tools
-from megabatch.planning.request import Question
+from megabatch.planning.request import Request
 from megabatch.planning.show import as_markdown
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "planning.md"
@@ -62,7 +62,7 @@ INF_CL = (
 
 def main() -> None:
     declare_torchvision_schemas()
-    planner = Planner(Question(**QUESTION), Tools())
+    planner = Planner(Request(**QUESTION), Tools())
     example = as_markdown(planner.plan())
     text = DOCS.read_text("utf-8")
     for name, part in (("example", example), ("inf-cl", published(planner))):

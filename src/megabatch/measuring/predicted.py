@@ -8,7 +8,7 @@ from typing import NamedTuple
 from .. import config
 from ..planning.calibration import how_of
 from ..planning.planner import Planner, Tools
-from ..planning.request import Question
+from ..planning.request import Request
 from ..training.distributed import Ranks
 
 
@@ -25,7 +25,7 @@ Predict = Callable[[int, int, int], Predicted]
 
 def predictions(run: config.Run, here: Ranks, samples: int, classes: int) -> Predict:
     """Predictions by batch, chunk and kept chunks, for this machine. A ValueError where the model cannot be predicted."""
-    question = Question(
+    question = Request(
         run,
         data=samples,
         gpu="cpu" if here.device.type == "cpu" else None,

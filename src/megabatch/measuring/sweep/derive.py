@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from ... import config
-from ...planning.hyperparameters import RANGE, Settings, base_for, follow
+from ...planning.hyperparameters import RANGE, Hyperparameters, base_for, follow
 from ...training.schedules import course
 from .cases import Case
 
@@ -104,7 +104,7 @@ def _warmup(base: config.Run, batch: int, steps: int) -> float:
     return float(max(1, min(round(steady), int(max(MOST_WARMUP, given / own) * steps))))
 
 
-def _follow(base: config.Run, batch: int) -> Settings:
+def _follow(base: config.Run, batch: int) -> Hyperparameters:
     """What the plan lets follow from a batch; its rate and average depend on neither the data nor the length, which are made up."""
     average = None if base.optimizer.ema is None else (base.optimizer.ema, base.batch.size)
     known = base_for("", 0, "", (base.optimizer.lr, base.batch.size))._replace(ema=average)
