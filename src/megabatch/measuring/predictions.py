@@ -12,7 +12,7 @@ from ..planning.request import Request
 from ..training.distributed import Ranks
 
 
-class Predicted(NamedTuple):
+class StepPrediction(NamedTuple):
     """Of one size: seconds of a step, the peak of tensors, what the allocator asks of the device for it."""
 
     seconds: float
@@ -20,7 +20,7 @@ class Predicted(NamedTuple):
     reserved_bytes: int
 
 
-Predict = Callable[[int, int, int], Predicted]
+Predict = Callable[[int, int, int], StepPrediction]
 
 
 def predictions(run: config.Run, here: Ranks, samples: int, classes: int) -> Predict:
@@ -37,9 +37,9 @@ def predictions(run: config.Run, here: Ranks, samples: int, classes: int) -> Pre
     )
     planner = Planner(question, Tools())
 
-    def predict(batch: int, chunk: int, keep: int) -> Predicted:
+    def predict(batch: int, chunk: int, keep: int) -> StepPrediction:
         how = how_of(run, here.size, batch, chunk, keep)
         memory = planner.peaks.predict(how)
-        return Predicted(planner.step(how).seconds, memory.peak_bytes, memory.reserved_bytes)
+        return StepPrediction(planner.step(how).seconds, memory.peak_bytes, memory.reserved_bytes)
 
     return predict
