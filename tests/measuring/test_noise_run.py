@@ -19,7 +19,7 @@ from megabatch import config, measurements
 from megabatch.measuring.noise import noise_run, show
 from megabatch.measuring.noise.branch import branch, rate_factor
 from megabatch.measuring.noise.probes import BATCHES, Probes
-from megabatch.towers.tower import Tower
+from megabatch.towers.tower import BuiltTower
 from megabatch.training import checkpoint
 from megabatch.training.build import assemble
 from megabatch.training.distributed import ranks
@@ -186,7 +186,7 @@ class Tired(Bytes):
 
 
 def tired(dim=8):
-    return Tower(Tired(dim), prepare, "text")
+    return BuiltTower(Tired(dim), prepare, "text")
 
 
 def test_of_a_step_that_is_repeated_only_the_last_attempt_counts(pairs, tmp_path):

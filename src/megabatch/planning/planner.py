@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from .. import config
+from .. import config, trust
 from ..costs.hardware import Machine, find_machine
 from ..costs.peaks import Peaks, Predict, Predicted
 from ..costs.strategy import How, Precision, Sharding
@@ -39,11 +39,11 @@ def plan(model: str | config.Run | None = None, *, tools: Tools | None = None, t
     """The plan for a model, data and machine; see `Request` for what can be asked.
 
     Without arguments: the embedded default on this machine.
-    trust_code: whether code that a Run names (`config.callables`) may be imported and called. A function that `model` itself names,
+    trust_code: whether code that a Run names (`trust.callables`) may be imported and called. A function that `model` itself names,
         "package.module:function", is named by the caller and needs no further word.
     """
     if isinstance(model, config.Run):
-        config.require_trust(model, trust_code)
+        trust.require_trust(model, trust_code)
     try:
         question = Request(model, **asked)
     except TypeError as error:

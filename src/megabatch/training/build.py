@@ -15,7 +15,7 @@ from ..data.sampler import InOrder, Order
 from ..data.source import Damage, Kind, Source
 from ..data.split import split
 from ..towers.model import Classifier, build_pair, build_towers
-from ..towers.tower import Tower
+from ..towers.tower import BuiltTower
 from .distributed import Ranks
 from .objective import Classification, Contrastive
 
@@ -28,8 +28,8 @@ class Assembly:
     ranks: Ranks
     training: Source
     held_out: Source
-    x: Tower
-    y: Tower
+    x: BuiltTower
+    y: BuiltTower
     model: nn.Module
     objective: Contrastive | Classification
     classes: dict[str, int]
