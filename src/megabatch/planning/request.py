@@ -117,8 +117,9 @@ def parse_count(value: int | str | None, name: str) -> int | None:
     number = float(found[1]) * COUNTS[found[2].upper()]
     if not number <= MOST:
         raise ValueError(f"{name} is {str(value)[:40]!r}: must be at most {MOST:g}")
-    if round(number) < 1:
-        raise ValueError(f"{name} is {value!r}: must be at least 1")
+    # Not round(number) < 1: a text of 400 digits after a minus is -inf, which cannot be rounded.
+    if number <= 0.5:
+        raise ValueError(f"{name} is {str(value)[:40]!r}: must be at least 1")
     return round(number)
 
 
