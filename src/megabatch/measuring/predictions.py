@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from .. import config
-from ..planning.calibration import how_of
+from ..planning.calibration import strategy_of
 from ..planning.planner import Planner, Tools
 from ..planning.request import Request
 from ..training.distributed import Ranks
@@ -38,8 +38,8 @@ def predictions(run: config.Run, here: Ranks, samples: int, classes: int) -> Pre
     planner = Planner(question, Tools())
 
     def predict(batch: int, chunk: int, keep: int) -> StepPrediction:
-        how = how_of(run, here.size, batch, chunk, keep)
-        memory = planner.peaks.predict(how)
-        return StepPrediction(planner.step(how).seconds, memory.peak_bytes, memory.reserved_bytes)
+        strategy = strategy_of(run, here.size, batch, chunk, keep)
+        memory = planner.peaks.predict(strategy)
+        return StepPrediction(planner.step(strategy).seconds, memory.peak_bytes, memory.reserved_bytes)
 
     return predict
