@@ -254,7 +254,7 @@ def test_probes_compare_gradients_of_whole_batches(pairs, tmp_path):
         assert all(p.grad is None for p in model.parameters())
 
 
-@pytest.mark.filterwarnings("ignore:the encoder holds batch normalisation")
+@pytest.mark.filterwarnings("ignore:the encoder contains batch normalisation")
 @pytest.mark.parametrize("tower", ["small_towers:text", "small_towers:normed"])
 def test_a_contrastive_run_goes_on_as_if_it_were_not_probed(pairs, tmp_path, tower):
     options = [f"x.name={tower}", f"y.name={tower}", "schedule.steps=8"]

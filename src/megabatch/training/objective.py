@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..chunks import accumulate, cached, retry_on_oom
 from ..chunks.ddp_fsdp import least_rows
-from ..chunks.memory import is_room_known
+from ..chunks.keep import can_read_free_bytes
 from ..chunks.rows import map_tensors, rows_of, split
 from ..config import Run
 from ..data.loader import Batch
@@ -95,7 +95,7 @@ class Contrastive:
 
     def _cached(self, encoder: nn.Module) -> Any:
         # "auto" is a run's default, so that it must work on every device; `train` says so where nothing is kept for this reason.
-        keep = 0 if self.run.batch.keep == "auto" and not is_room_known(self.ranks.device) else self.run.batch.keep
+        keep = 0 if self.run.batch.keep == "auto" and not can_read_free_bytes(self.ranks.device) else self.run.batch.keep
         return cached(encoder, self.run.batch.chunk, keep=keep, device=self.ranks.device)
 
 
