@@ -65,7 +65,7 @@ def sequences(rows: int) -> Tensor:
     return torch.zeros(rows, 48, 64)
 
 
-def pictures(rows: int) -> Tensor:
+def images(rows: int) -> Tensor:
     return torch.zeros(rows, 3, 32, 32)
 
 
@@ -108,8 +108,8 @@ def test_a_transformer_takes_on_a_cpu_what_the_profiler_sees(rows: int, checkpoi
 
 def test_a_convolutional_network_takes_on_a_cpu_what_the_profiler_sees() -> None:
     # The kernels' own copies of one layer's operands are not predicted for a CPU: a few percent of twelve layers.
-    predicted = predict_memory(deep_cnn, pictures, 16, ON_CPU).peak_bytes
-    assert predicted == pytest.approx(profiled_peak(deep_cnn, pictures, 16), rel=0.04)
+    predicted = predict_memory(deep_cnn, images, 16, ON_CPU).peak_bytes
+    assert predicted == pytest.approx(profiled_peak(deep_cnn, images, 16), rel=0.04)
 
 
 def two_matrices() -> nn.Module:

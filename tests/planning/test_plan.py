@@ -88,11 +88,11 @@ def test_the_batch_comes_from_the_problem_and_the_chunk_from_memory(medical):
     assert medical.number("steps").value == 9_156
     small, large = (plan("ViT-L/14", tools=TOOLS, **{**MEDICAL, "gpu": gpu}) for gpu in ("8xA100-40GB", "8xH200"))
     assert small.batch == large.batch == medical.batch
-    assert small.how.chunk < medical.how.chunk < large.how.chunk
+    assert small.strategy.chunk < medical.strategy.chunk < large.strategy.chunk
 
 
 def test_the_plan_fits_and_its_numbers_agree(medical):
-    how, run = medical.how, medical.run
+    how, run = medical.strategy, medical.run
     assert how.shard * how.ranks == medical.batch == run.batch.size
     assert medical.peak_bytes <= medical.limit_bytes == int(0.8 * medical.device_bytes)
     assert (run.batch.chunk, run.batch.keep) == (how.chunk, how.keep)
@@ -149,7 +149,7 @@ def test_a_batch_that_is_given_is_kept_and_judged():
 def test_supervised_and_fine_tuned_models_accumulate_and_language_models_have_no_file():
     found = plan("vit", objective="supervised", data="1.2M", gpu="H200", tools=SMALL, classes=10)
     assert found.run.loss.objective == "classify"
-    assert found.how.accumulate and "recomputation" not in found.time
+    assert found.strategy.accumulate and "recomputation" not in found.time
     assert found.run.optimizer.betas[1] == 0.999
     assert plan("vit", objective="finetune", data=10_000, gpu="H200", tools=SMALL).batch == 32
     found = plan("x:y", objective="lm", data="1B", gpu="8xH100", tools=TOOLS)
@@ -185,9 +185,9 @@ def test_a_plan_writes_only_keys_that_its_loss_and_optimizer_use():
 @settings(max_examples=40, deadline=None)
 def test_every_plan_is_consistent_and_comes_back_from_its_files(gpu, data, epochs):
     found = plan("ViT-L/14", tools=TOOLS, gpu=gpu, data=data, epochs=epochs)
-    assert found.how.shard * found.how.ranks == found.batch == found.run.batch.size <= max(data, found.how.ranks)
+    assert found.strategy.shard * found.strategy.ranks == found.batch == found.run.batch.size <= max(data, found.strategy.ranks)
     assert found.peak_bytes <= found.limit_bytes
-    assert found.how.precision == ("fp16" if gpu in ("T4", "8xV100") else "bf16")
+    assert found.strategy.precision == ("fp16" if gpu in ("T4", "8xV100") else "bf16")
     assert Plan.from_json(found.as_json()) == found
     assert config.build(json.loads(found.as_json())["run"]) == found.run
 

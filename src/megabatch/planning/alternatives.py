@@ -74,7 +74,7 @@ def changes(planner: Planner, chosen: Found) -> Iterator[str]:
                 yield f"{round(seen * times):,} samples seen: a batch of {other.batch:,} ({other.updates:,} updates)"
         if question.start == "scratch":
             other = batches.contrastive(seen, data, loss, "locked")
-            yield f"a locked, pretrained picture tower (LiT): a batch of {other.batch:,}, for it needs fewer updates"
+            yield f"a locked, pretrained image tower (LiT): a batch of {other.batch:,}, for it needs fewer updates"
     smaller = [size for size in chunk_sizes(chosen.how.shard) if size < chosen.how.chunk]
     if smaller:
         less = best_chunk(chosen.how, planner.memory, lambda how: planner.step(how).seconds, planner.limit // 2, planner.sizes)

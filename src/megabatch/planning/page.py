@@ -16,7 +16,7 @@ def page(plan: Plan, currency: str | None = None) -> str:
 
 
 def _opening(plan: Plan) -> str:
-    how = plan.how
+    how = plan.strategy
     facts = [
         ("batch", f"{plan.batch:,}"),
         ("GPUs", f"{how.ranks:,}"),

@@ -21,7 +21,7 @@ from .evidence import FACTS, Fact, Number
 from .plan import Plan
 from .read_measurements import gather
 from .reasons import contrastive_numbers, reach_numbers
-from .request import Question, budget, parse_base, parse_count, towers_of
+from .request import Request, budget, parse_base, parse_count, towers_of
 from .search import Found, Sizes, all_ways, chunk_sizes, search
 from .workload import Workload, traced, workload
 
@@ -32,12 +32,12 @@ STATE_BYTES, HEAVY = 16, 0.25
 class Tools(NamedTuple):
     """What predicts a step: its work, and its memory. Replaced where there is nothing to trace."""
 
-    workload: Callable[[Question, config.Run, Precision, Machine], Workload] = workload
-    predict: Callable[[Question, config.Run, Workload, Machine], Predict] = traced
+    workload: Callable[[Request, config.Run, Precision, Machine], Workload] = workload
+    predict: Callable[[Request, config.Run, Workload, Machine], Predict] = traced
 
 
 def plan(model: str | config.Run | None = None, *, tools: Tools | None = None, trust_code: bool = False, **asked: Any) -> Plan:
-    """The plan for a model, data and machine; see `Question` for what can be asked.
+    """The plan for a model, data and machine; see `Request` for what can be asked.
 
     Without arguments: the embedded default on this machine.
     trust_code: whether code that a Run names (`config.callables`) may be imported and called. A function that `model` itself names,
@@ -46,9 +46,9 @@ def plan(model: str | config.Run | None = None, *, tools: Tools | None = None, t
     if isinstance(model, config.Run):
         config.require_trust(model, trust_code)
     try:
-        question = Question(model, **asked)
+        question = Request(model, **asked)
     except TypeError as error:
-        known = ", ".join(field.name for field in dataclasses.fields(Question))
+        known = ", ".join(field.name for field in dataclasses.fields(Request))
         raise ValueError(f"plan: {error}; known are {known}") from None
     return Planner(question, tools or Tools()).plan()
 
@@ -56,7 +56,7 @@ def plan(model: str | config.Run | None = None, *, tools: Tools | None = None, t
 class Planner:
     """The parts of one plan, in the order in which they are decided."""
 
-    def __init__(self, question: Question, tools: Tools) -> None:
+    def __init__(self, question: Request, tools: Tools) -> None:
         self.question = question
         self.machine = find_machine(question.gpu, question.gpus, question.memory, question.rates)
         self.base = towers_of(question)
@@ -88,7 +88,7 @@ class Planner:
         )
         return Plan(
             run=self.run(found, follows),
-            how=found.how,
+            strategy=found.how,
             machine=f"{self.machine.gpus} × {self.machine.device.name}",
             device_bytes=self.machine.device.memory,
             limit_bytes=self.limit,
@@ -157,7 +157,7 @@ class Planner:
         predicted = step_time(self.task, how, machine)
         return scaled(predicted, self.known.seconds(how, lambda way: step_time(self.task, way, machine).seconds))
 
-    def follow(self, batch: int) -> hyperparameters.Settings:
+    def follow(self, batch: int) -> hyperparameters.Hyperparameters:
         question, parameters = self.question, sum(work.parameters for work in self.work.towers)
         given, fact, sweep = parse_base(question.base_lr), hyperparameters.GIVEN, self.known.sweep
         if given is None and sweep is not None:
@@ -178,7 +178,7 @@ class Planner:
             smoothed=BY_COST_NAME[self.task.loss].smooths_labels,
         )
 
-    def notes(self, batch: int, follows: hyperparameters.Settings) -> list[str]:
+    def notes(self, batch: int, follows: hyperparameters.Hyperparameters) -> list[str]:
         said = []
         if self.question.pairs:
             said.append(
@@ -195,7 +195,7 @@ class Planner:
             said.append(f"this machine has no accelerator: times rest on an assumption ({self.machine.device.source})")
         return said
 
-    def run(self, found: Found, follows: hyperparameters.Settings) -> config.Run | None:
+    def run(self, found: Found, follows: hyperparameters.Hyperparameters) -> config.Run | None:
         """The configuration: everything that was decided, in the place of what the base had."""
         if self.question.objective == "lm":
             return None

@@ -24,7 +24,7 @@ TEXTS = config.Tower("text", {"width": 512, "depth": 8, "heads": 8, "length": 25
 
 
 @dataclass(frozen=True)
-class Question:
+class Request:
     """objective: "contrastive", "supervised", "lm", "finetune"; loss: "clip" or "siglip", of pairs.
 
     model: names of towers, "open_clip:ViT-L-14", "timm:NAME + text", "vit + text"; "package.module:function" for a language model;
@@ -145,7 +145,7 @@ def named(model: str) -> str:
     return f"open_clip:{model.replace('/', '-')}" if re.fullmatch(r"(ViT|RN|coca)[\w/-]+", model) else model
 
 
-def towers_of(question: Question) -> config.Run:
+def towers_of(question: Request) -> config.Run:
     """The run whose towers are asked about; everything else in it is still to be decided."""
     if isinstance(question.model, config.Run):
         return question.model
@@ -174,7 +174,7 @@ class Budget(NamedTuple):
     seen: int
 
 
-def budget(question: Question, base: config.Run) -> Budget:
+def budget(question: Request, base: config.Run) -> Budget:
     """The samples of a question: given, or the embedded default's."""
     data = parse_count(question.data, "data")
     if data is None:

@@ -21,7 +21,7 @@ WAYS = ("", "batch", "GPUs", "chunk", "keep", "memory", "a step", "updates", "th
 
 def headline(plan: Plan) -> str:
     """The answer in a sentence."""
-    how = plan.how
+    how = plan.strategy
     again = "" if how.accumulate else f", keep {how.keep}"
     return (
         f"batch {plan.batch:,}: {how.ranks} × {how.shard:,}, in chunks of {how.chunk:,}{again}, {how.precision};"

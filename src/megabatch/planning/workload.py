@@ -19,7 +19,7 @@ from ..costs.strategy import How, Precision
 from ..objectives import MEAN, OBJECTIVES
 from ..optimizers import OPTIMIZERS
 from ..towers.model import Classifier
-from .request import Question
+from .request import Request
 
 
 class Workload(NamedTuple):
@@ -30,7 +30,7 @@ class Workload(NamedTuple):
     inputs: tuple[Callable[[int], Any], ...]
 
 
-def workload(question: Question, run: config.Run, precision: Precision, machine: Machine) -> Workload:
+def workload(question: Request, run: config.Run, precision: Precision, machine: Machine) -> Workload:
     """Builds what the question names, without filling or computing anything, and counts it."""
     modules, inputs = _built(question, run)
     loss = _next_token if question.objective == "lm" else None
@@ -40,7 +40,7 @@ def workload(question: Question, run: config.Run, precision: Precision, machine:
     return Workload(work, modules, inputs)
 
 
-def traced(question: Question, run: config.Run, work: Workload, machine: Machine) -> Predict:
+def traced(question: Request, run: config.Run, work: Workload, machine: Machine) -> Predict:
     """Predictions of memory. A trace takes seconds: those that differ only in rows and kept chunks share one."""
     from ..costs.memory import MemoryModel, Prediction, Setup, memory_line, predict_memory
 
@@ -83,7 +83,7 @@ def traced(question: Question, run: config.Run, work: Workload, machine: Machine
     return predict
 
 
-def _checkpointed(question: Question, run: config.Run, work: Workload) -> tuple[nn.Module, ...]:
+def _checkpointed(question: Request, run: config.Run, work: Workload) -> tuple[nn.Module, ...]:
     """The modules with checkpointing, as the run's own switch turns it on; those that have none stay as they are."""
     if question.objective == "lm":
         return work.modules
@@ -94,7 +94,7 @@ def _checkpointed(question: Question, run: config.Run, work: Workload) -> tuple[
         return work.modules
 
 
-def _built(question: Question, run: config.Run) -> tuple[tuple[nn.Module, ...], tuple[Callable[[int], Any], ...]]:
+def _built(question: Request, run: config.Run) -> tuple[tuple[nn.Module, ...], tuple[Callable[[int], Any], ...]]:
     """The modules of a question, and what makes inputs for each."""
     if question.objective == "lm":
         if not isinstance(question.model, str):
@@ -116,5 +116,5 @@ def _classifier(side: Side, run: config.Run, classes: int) -> nn.Module:
     return Classifier(side.module.tower, run.loss.dim, classes, locked=run.x.locked)
 
 
-def _tokens(question: Question) -> Callable[[int], torch.Tensor]:
+def _tokens(question: Request) -> Callable[[int], torch.Tensor]:
     return lambda rows: torch.zeros(rows, question.length, dtype=torch.int64)

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from ... import config
 from ...measurements import Measured
 from ...reporting.markup import LONG, block, document, figure, section, table, text
+from .branch import TOLERANCE, Branch
 from .pictures import branch_picture, course_picture
 from .show import POINTS, headline, noise_of, point_rows, sentences
-from .verdict import TOLERANCE, Branch
 
 BRANCHES = ("batch", "held-out loss", "above the smallest", "noise of that", "")
 

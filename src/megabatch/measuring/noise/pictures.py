@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from ...measurements import Measured
 from ...reporting.drawing import LIGHT, Out, Theme, dress, save, sheet
 from ...training.noise.estimator import number
+from .branch import TOLERANCE, Branch
 from .show import noise_of
-from .verdict import TOLERANCE, Branch
 
 if TYPE_CHECKING:
     pass

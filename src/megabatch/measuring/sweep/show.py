@@ -10,9 +10,8 @@ from ...measurements import Measured, Sweep
 from ...objectives import OBJECTIVES
 from ...reporting.wording import count_text, seconds_text
 from ...terminal import print_table, print_text
-from .derive import rule_in_words
-from .spread import difference
-from .summary import Summary, from_row, pareto
+from .cases import rule_in_words
+from .summary import Summary, difference, from_row, pareto
 from .verdict import Verdict, best_of, quality_text, verdict
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ from .. import config
 from ..optimizers import closest
 from ..planning.calibration import how_of
 from ..planning.planner import Planner, Tools
-from ..planning.request import Question
+from ..planning.request import Request
 from ..training.distributed import Ranks
 
 
-class Predicted(NamedTuple):
+class StepPrediction(NamedTuple):
     """Of one size: seconds of a step, the peak of tensors, what the allocator asks of the device for it."""
 
     seconds: float
@@ -21,12 +21,12 @@ class Predicted(NamedTuple):
     reserved_bytes: int
 
 
-Predict = Callable[[int, int, int], Predicted]
+Predict = Callable[[int, int, int], StepPrediction]
 
 
 def predictions(run: config.Run, here: Ranks, samples: int, classes: int) -> Predict:
     """Predictions by batch, chunk and kept chunks, for this machine. A ValueError where the model cannot be predicted."""
-    question = Question(
+    question = Request(
         run,
         data=samples,
         gpu="cpu" if here.device.type == "cpu" else None,
@@ -38,9 +38,9 @@ def predictions(run: config.Run, here: Ranks, samples: int, classes: int) -> Pre
     )
     planner = Planner(question, Tools())
 
-    def predict(batch: int, chunk: int, keep: int) -> Predicted:
+    def predict(batch: int, chunk: int, keep: int) -> StepPrediction:
         how = how_of(run, here.size, batch, chunk, keep)
         memory = planner.peaks.predict(how)
-        return Predicted(planner.step(how).seconds, memory.peak_bytes, memory.reserved_bytes)
+        return StepPrediction(planner.step(how).seconds, memory.peak_bytes, memory.reserved_bytes)
 
     return predict
