@@ -26,7 +26,7 @@ from .distributed import Ranks, ranks
 from .held_out import evaluated
 from .memory import peak
 from .objective import Outcome
-from .optimizers import Average, build_optimizer, clip_gradients, optimizer_tensors, set_rate
+from .optimizer import Average, build_optimizer, clip_gradients, optimizer_tensors, set_rate
 from .ramp import Ramp
 from .run_logger import Watch
 from .schedules import Step, course

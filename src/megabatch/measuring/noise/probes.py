@@ -19,7 +19,7 @@ from ...chunks.ddp_fsdp import submodules
 from ...chunks.rng_state import ForwardState, buffers_of
 from ...training.loop import Training, seed_of
 from ...training.noise.estimator import Micro, Moments, moments
-from ...training.optimizers import clip_gradients
+from ...training.optimizer import clip_gradients
 from ...training.run_logger import Watch
 
 # Batches whose gradients are compared at a time.
