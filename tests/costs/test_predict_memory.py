@@ -234,8 +234,8 @@ def test_dropout_keeps_a_mask_of_bytes_and_attention_no_matrix() -> None:
     assert kept(Setup()) == pytest.approx(MIB * (4 + 4 + 1), rel=0.01)
     assert kept(ON_CPU) == pytest.approx(MIB * (4 + 4 + 4), rel=0.01)
 
-    def matrix_bytes(length: int, **how: Any) -> int:
-        setup = Setup(**how)
+    def matrix_bytes(length: int, **options: Any) -> int:
+        setup = Setup(**options)
         return predict_memory(Block, lambda rows: torch.zeros(rows, length, 64), 4, setup, loss=Tensor.sum).peak_bytes
 
     # Twice the length takes about twice the memory: there is no matrix of lengths, in either precision, which would make it four
@@ -311,8 +311,8 @@ def pair() -> tuple[nn.Module, nn.Module]:
     return Transformer(2, 64, 32), Transformer(1, 64, 32)
 
 
-def contrastive(rows: int, **how: Any) -> Prediction:
-    return predict_memory(pair, (sequences, sequences), rows, Setup(**{"objective": "clip", **how}))
+def contrastive(rows: int, **options: Any) -> Prediction:
+    return predict_memory(pair, (sequences, sequences), rows, Setup(**{"objective": "clip", **options}))
 
 
 def test_a_chunk_decides_about_activations_and_rows_about_embeddings() -> None:
@@ -463,7 +463,7 @@ def test_a_model_whose_making_reads_numbers_is_made_for_real() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "message"),
+    ("options", "message"),
     [
         ({"optimizer": "adamax"}, "optimizer is 'adamax'"),
         ({"precision": "fp8"}, "precision is 'fp8'"),
@@ -473,9 +473,9 @@ def test_a_model_whose_making_reads_numbers_is_made_for_real() -> None:
         ({"objective": "triplet"}, "objective is 'triplet'"),
     ],
 )
-def test_nonsense_is_answered_with_the_rule(how: dict[str, Any], message: str) -> None:
+def test_nonsense_is_answered_with_the_rule(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Setup(**how)
+        Setup(**options)
 
 
 def test_wrong_rows_models_and_losses_are_named() -> None:

@@ -249,8 +249,8 @@ def _tools(made: Any) -> Any:
         return Workload((_WORK, _WORK) if question.pairs else (_WORK,), (), ())
 
     def predict(question: Any, run: config.Run, work: Any, machine: Any) -> Any:
-        def predicted(how: Any) -> Stated:
-            peak = 10**8 + how.chunk * 10**5 + how.shard * run.loss.dim * 24
+        def predicted(strategy: Any) -> Stated:
+            peak = 10**8 + strategy.chunk * 10**5 + strategy.shard * run.loss.dim * 24
             return Stated(peak, peak, {"state": 10**8}, "backward", {"backward": peak})
 
         return predicted

@@ -9,7 +9,7 @@ import pytest
 from megabatch import config
 from megabatch.costs.counting import count_work
 from megabatch.costs.hardware import find_machine
-from megabatch.costs.strategy import How
+from megabatch.costs.strategy import Strategy
 from megabatch.planning.request import Request
 from megabatch.planning.workload import Workload, traced, workload
 
@@ -17,7 +17,7 @@ MIB = 2**20
 RUN = config.build(config.EMBEDDED, ["compute.precision=bf16"])
 QUESTION = Request(RUN, data=100_000)
 # The loss of 8,192 pairs is the peak: chunks are small beside it.
-HOW = How(1, 8192, 64, 0, precision="bf16")
+STRATEGY = Strategy(1, 8192, 64, 0, precision="bf16")
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def work() -> Workload:
 
 def predicted(work: Workload, *overrides: str, gpu: str = "H200") -> Any:
     run = config.build(config.EMBEDDED, ["compute.precision=bf16", *overrides])
-    return traced(QUESTION, run, work, find_machine(gpu))(HOW)
+    return traced(QUESTION, run, work, find_machine(gpu))(STRATEGY)
 
 
 def test_a_smaller_tile_is_a_smaller_peak(work: Workload) -> None:

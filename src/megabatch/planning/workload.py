@@ -15,7 +15,9 @@ from ..costs.counting import Work, count_work
 from ..costs.hardware import Machine
 from ..costs.models import Side, fresh, function_module, sides
 from ..costs.peaks import Predict
-from ..costs.strategy import How, Precision
+from ..costs.strategy import Precision, Strategy
+from ..objectives import MEAN, OBJECTIVES
+from ..optimizers import OPTIMIZERS
 from ..towers.model import Classifier
 from .request import Request
 
@@ -46,15 +48,15 @@ def traced(question: Request, run: config.Run, work: Workload, machine: Machine)
     def prepared(checkpointing: bool) -> tuple[nn.Module, ...]:
         return _checkpointed(question, run, work) if checkpointing else work.modules
 
-    def setup_of(how: How) -> Setup:
+    def setup_of(strategy: Strategy) -> Setup:
         return Setup(
-            optimizer="adamw" if question.optimizer == "adamw" else "sgd-momentum",
-            precision=how.precision,
-            ranks=how.ranks,
-            sharding=how.sharding,
-            chunk=how.chunk,
-            keep=how.keep,
-            objective=run.loss.objective if question.pairs else "supervised",  # type: ignore[arg-type]
+            optimizer=OPTIMIZERS[question.optimizer].state,
+            precision=strategy.precision,
+            ranks=strategy.ranks,
+            sharding=strategy.sharding,
+            chunk=strategy.chunk,
+            keep=strategy.keep,
+            objective=OBJECTIVES[run.loss.objective if question.pairs else MEAN].cost_name,
             workspace=run.compute.workspace,
             ema=question.ema is not None,
             capability=machine.device.capability,
@@ -62,21 +64,23 @@ def traced(question: Request, run: config.Run, work: Workload, machine: Machine)
         )
 
     @functools.cache
-    def chunked(how: How) -> MemoryModel:
-        modules = prepared(how.checkpointing)
+    def chunked(strategy: Strategy) -> MemoryModel:
+        modules = prepared(strategy.checkpointing)
         pair = (modules[0], modules[1] if len(modules) > 1 else None)
-        return memory_line(lambda: fresh(pair), (work.inputs[0], work.inputs[-1]), setup_of(how))
+        return memory_line(lambda: fresh(pair), (work.inputs[0], work.inputs[-1]), setup_of(strategy))
 
     @functools.cache
-    def accumulated(how: How) -> Prediction:
+    def accumulated(strategy: Strategy) -> Prediction:
         loss = _next_token if question.objective == "lm" else None
-        return predict_memory(lambda: fresh(prepared(how.checkpointing)[0]), work.inputs[0], how.shard, setup_of(how), loss=loss)
+        return predict_memory(
+            lambda: fresh(prepared(strategy.checkpointing)[0]), work.inputs[0], strategy.shard, setup_of(strategy), loss=loss
+        )
 
-    def predict(how: How) -> Prediction:
+    def predict(strategy: Strategy) -> Prediction:
         if question.pairs:
-            return chunked(replace(how, shard=how.chunk, keep=0)).peak(how.shard, how.keep)
+            return chunked(replace(strategy, shard=strategy.chunk, keep=0)).peak(strategy.shard, strategy.keep)
         # From the second chunk on nothing changes.
-        return accumulated(replace(how, shard=min(how.shard, 2 * how.chunk), keep=0))
+        return accumulated(replace(strategy, shard=min(strategy.shard, 2 * strategy.chunk), keep=0))
 
     return predict
 
