@@ -56,7 +56,7 @@ def predict(case: Case, work: tuple[Work, ...]) -> StepTime:
     machine = replace(machine, device=replace(machine.device, efficiency=efficiency))
     options: dict[str, Any] = {"precision": case.precision, "checkpointing": case.checkpointing}
     if case.supervised:
-        task = StepWork(work, "mean")
+        task = StepWork(work, "supervised")
         return step_time(task, Strategy(1, case.rows, case.rows, accumulate=True, **options), machine)
     task = StepWork(work, case.objective, DIM.get(case.model, 512))  # type: ignore[arg-type]
     chunk = case.chunk or case.rows

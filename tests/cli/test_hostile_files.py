@@ -154,6 +154,7 @@ def test_settings_of_another_shape_than_usual_are_audited(tmp_path, table, known
     "parse",
     [
         lambda: parse_count("9" * 400, "data"),
+        lambda: parse_count("-" + "9" * 400, "data"),
         lambda: parse_count("1e5", "data"),
         lambda: parse_base("nan@256"),
         lambda: parse_base("1e-3@" + "9" * 400),

@@ -7,11 +7,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from .. import config
+from .. import config, trust
 from ..costs.hardware import Machine, find_machine
 from ..costs.memory import MemoryPredictor, PeakMemory, Prediction
 from ..costs.strategy import Precision, Sharding, Strategy
 from ..costs.time import StepTime, StepWork, rescale, step_time
+from ..objectives import BY_COST_NAME, MEAN, OBJECTIVES
 from . import batch as batches
 from . import hyperparameters
 from .alternatives import alternatives, changes, curve
@@ -39,11 +40,11 @@ def plan(model: str | config.Run | None = None, *, tools: Tools | None = None, t
     """The plan for a model, data and machine; see `Request` for what can be asked.
 
     Without arguments: the embedded default on this machine.
-    trust_code: whether code that a Run names (`config.callables`) may be imported and called. A function that `model` itself names,
+    trust_code: whether code that a Run names (`trust.callables`) may be imported and called. A function that `model` itself names,
         "package.module:function", is named by the caller and needs no further word.
     """
     if isinstance(model, config.Run):
-        config.require_trust(model, trust_code)
+        trust.require_trust(model, trust_code)
     try:
         question = Request(model, **asked)
     except TypeError as error:
@@ -69,9 +70,8 @@ class Planner:
         self.precision = choose_precision(question.precision, self.machine)
         self.known = gather(question.measured, self.base, self.precision, self.machine)
         self.work = tools.workload(question, self.base, self.precision, self.machine)
-        objective = self.base.loss.objective
-        pair_loss = objective if question.pairs and objective != "classify" else "mean"
-        self.task = StepWork(self.work.towers, pair_loss, self.base.loss.dim, question.optimizer)
+        objective = OBJECTIVES[self.base.loss.objective if question.pairs else MEAN]
+        self.task = StepWork(self.work.towers, objective.cost_name, self.base.loss.dim, question.optimizer)
         self.peaks = PeakMemory(tools.predict(question, self.base, self.work, self.machine))
         self.limit = int(question.share * self.machine.device.memory)
 
@@ -175,7 +175,7 @@ class Planner:
             base,
             optimizer=question.optimizer,
             objective=objective,
-            smoothed=self.task.loss != "siglip",
+            smoothed=BY_COST_NAME[self.task.loss].smooths_labels,
         )
 
     def notes(self, batch: int, follows: hyperparameters.Hyperparameters) -> list[str]:
