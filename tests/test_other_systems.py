@@ -22,7 +22,7 @@ from torch import nn
 
 import megabatch
 from megabatch import cli, config, environment, files, host_memory
-from megabatch.chunks.memory import room_bytes
+from megabatch.chunks.keep import free_bytes
 from megabatch.costs.devices import cpu_device
 from megabatch.data import open_source
 from megabatch.measurements import Measured
@@ -283,7 +283,7 @@ def test_a_device_that_tells_nothing_of_its_memory_is_no_obstacle(monkeypatch):
     memory.reset_peak(mps)
     assert memory.peak(mps) is None
     with pytest.raises(ValueError, match='keep="auto" on mps'):
-        room_bytes(mps)
+        free_bytes(mps)
 
 
 def test_a_profile_of_such_a_device_is_shown_without_its_memory():
@@ -302,7 +302,7 @@ def test_a_profile_of_such_a_device_is_shown_without_its_memory():
 def test_a_source_travels_to_processes_that_are_not_forked(name, tmp_path):
     run_of(tmp_path)
     (tmp_path / "pairs.csv").write_text("query,positive\n" + "".join(f"a {i},the {i}\n" for i in range(9)))
-    sides = {"x": "picture", "y": "text"} if name == "glyphs" else {"x": "text", "y": "text"}
+    sides = {"x": "image", "y": "text"} if name == "glyphs" else {"x": "text", "y": "text"}
     source = open_source(config.Data(source="glyphs" if name == "glyphs" else str(tmp_path / name)), **sides)
     before, after = source.read(0, 3), pickle.loads(pickle.dumps(source)).read(0, 3)
     assert (before.key, before.y) == (after.key, after.y)

@@ -189,7 +189,7 @@ def _replace_work() -> None:
         if not hasattr(module, name):
             raise AttributeError(f"{module} has no {name}: say here what stands between checks and work now")
         setattr(module, name, instead)
-    # Pages with pictures take long, and nothing in them comes from arguments alone.
+    # Pages with figures take long, and nothing in them comes from arguments alone.
     show.write = lambda found, path: path  # type: ignore[assignment]
 
 
@@ -249,8 +249,8 @@ def _tools(made: Any) -> Any:
         return Workload((_WORK, _WORK) if question.pairs else (_WORK,), (), ())
 
     def predict(question: Any, run: config.Run, work: Any, machine: Any) -> Any:
-        def predicted(how: Any) -> Stated:
-            peak = 10**8 + how.chunk * 10**5 + how.shard * run.loss.dim * 24
+        def predicted(strategy: Any) -> Stated:
+            peak = 10**8 + strategy.chunk * 10**5 + strategy.shard * run.loss.dim * 24
             return Stated(peak, peak, {"state": 10**8}, "backward", {"backward": peak})
 
         return predicted

@@ -1,4 +1,4 @@
-"""`megabatch fit`: the largest chunk of a run, from the prediction to the file that a plan reads and the picture."""
+"""`megabatch fit`: the largest chunk of a run, from the prediction to the file that a plan reads and the figure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megabatch.measuring.fit import fit_run as fitting
 from megabatch.measuring.fit import show
 from megabatch.measuring.fit.memory import Limit
 from megabatch.measuring.fit.show import sentences, ticks
-from megabatch.towers.tower import Tower
+from megabatch.towers.tower import BuiltTower
 from megabatch.training.distributed import ranks
 from megabatch.training.objective import Classification, Contrastive
 
@@ -52,8 +52,8 @@ class Wide(Bytes):
         return found + wide.mean(1, keepdim=True)
 
 
-def wide(dim: int = 8) -> Tower:
-    return Tower(Wide(dim), prepare, "text")
+def wide(dim: int = 8) -> BuiltTower:
+    return BuiltTower(Wide(dim), prepare, "text")
 
 
 class Secretive(Bytes):
@@ -63,8 +63,8 @@ class Secretive(Bytes):
         return super().forward(codes) * (1.0 if int(codes.sum()) else 0.0)
 
 
-def secretive(dim: int = 8) -> Tower:
-    return Tower(Secretive(dim), prepare, "text")
+def secretive(dim: int = 8) -> BuiltTower:
+    return BuiltTower(Secretive(dim), prepare, "text")
 
 
 def foretold(row: int, constant: int = 0) -> Any:
@@ -119,8 +119,8 @@ def test_the_embedded_default_end_to_end(tmp_path):
     (trial,) = result.found.trials
     assert trial["ran"] and trial["size"] == 256 and trial["peak_bytes"] < result.found.limit_bytes
     assert trial["predicted_bytes"] == pytest.approx(trial["peak_bytes"], rel=0.25)
-    with Image.open(tmp_path / "fit.png") as picture:
-        assert picture.width > 1000 and len(picture.convert("RGB").getcolors(2**20)) > 5
+    with Image.open(tmp_path / "fit.png") as image:
+        assert image.width > 1000 and len(image.convert("RGB").getcolors(2**20)) > 5
     said = printed(result)
     assert "chunk 256 ran" in said and "no larger one was asked for; one trial" in said and "were predicted" in said
     assert 'batch.chunk=256 with batch.keep="auto"' in said

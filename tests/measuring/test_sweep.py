@@ -52,7 +52,7 @@ EVIL = "</ul><script>document.title='owned'</script>"
 
 @pytest.fixture(autouse=True)
 def undrawn(monkeypatch):
-    """Pictures take most of the time of a sweep of known numbers; the test of the files undoes this."""
+    """Figures take most of the time of a sweep of known numbers; the test of the files undoes this."""
     monkeypatch.setattr(results, "picture", lambda subject, out: None)
     monkeypatch.setattr(results, "page", lambda found, rows: "")
 

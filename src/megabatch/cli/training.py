@@ -117,14 +117,14 @@ def _search(arguments: argparse.Namespace) -> None:
     options = {"side": arguments.side, "trust_code": arguments.trust_code}
     answers = search(arguments.folder, arguments.query, arguments.k, arguments.device, **options)
     print_table(["similarity", "answer", "from"], [[f"{a.score:.3f}", a.text, a.key] for a in answers])
-    if any(answer.picture is not None for answer in answers):
+    if any(answer.image is not None for answer in answers):
         print("contact sheet:", _draw(arguments.query, answers, arguments.out or Path(arguments.folder) / "search.png"))
 
 
 def _draw(query: str, answers: Sequence[Answer], out: Path) -> Path:
     from ..reporting.contact import Question, Shown, contact_sheet
 
-    found = [Shown(answer.text, answer.picture, None, answer.score) for answer in answers]
+    found = [Shown(answer.text, answer.image, None, answer.score) for answer in answers]
     contact_sheet([Question(Shown(query, None, None, None), found)], out)
     return out
 

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from .. import config
-from ..planning.calibration import how_of
+from ..optimizers import closest
+from ..planning.calibration import strategy_of
 from ..planning.planner import Planner, Tools
-from ..planning.request import Question
+from ..planning.request import Request
 from ..training.distributed import Ranks
 
 
@@ -28,21 +29,21 @@ def predictions(run: config.Run, here: Ranks, samples: int, classes: int) -> Pre
 
     Raises ValueError if the run's model cannot be predicted.
     """
-    question = Question(
+    request = Request(
         run,
         data=samples,
         gpu="cpu" if here.device.type == "cpu" else None,
         gpus=here.size,
         precision=run.compute.precision,
-        optimizer="sgd" if run.optimizer.name == "sgd" else "adamw",
+        optimizer=closest(run.optimizer.name).name,
         ema=None if run.optimizer.ema is None else (run.optimizer.ema, run.batch.size),
         classes=max(1, classes),
     )
-    planner = Planner(question, Tools())
+    planner = Planner(request, Tools())
 
     def predict(batch: int, chunk: int, keep: int) -> StepPrediction:
-        how = how_of(run, here.size, batch, chunk, keep)
-        memory = planner.peaks.predict(how)
-        return StepPrediction(planner.step(how).seconds, memory.peak_bytes, memory.reserved_bytes)
+        strategy = strategy_of(run, here.size, batch, chunk, keep)
+        memory = planner.peaks.predict(strategy)
+        return StepPrediction(planner.step(strategy).seconds, memory.peak_bytes, memory.reserved_bytes)
 
     return predict

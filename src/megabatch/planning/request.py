@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from .. import config
+from .. import config, objectives, optimizers
 from ..costs.rates import Rates
 from ..measurements import Measured
 from .batch import Start
@@ -24,7 +24,7 @@ TEXTS = config.Tower("text", {"width": 512, "depth": 8, "heads": 8, "length": 25
 
 
 @dataclass(frozen=True)
-class Question:
+class Request:
     """objective: "contrastive", "supervised", "lm", "finetune"; loss: "clip" or "siglip", of pairs.
 
     model: names of towers, "open_clip:ViT-L-14", "timm:NAME + text", "vit + text"; "package.module:function" for a language model;
@@ -40,7 +40,7 @@ class Question:
 
     model: str | config.Run | None = None
     objective: Literal["contrastive", "supervised", "lm", "finetune"] = "contrastive"
-    loss: Literal["clip", "siglip"] = "clip"
+    loss: objectives.PairLoss = objectives.DEFAULT
     data: int | str | None = None
     unique: int | str | None = None
     seen: int | str | None = None
@@ -56,7 +56,7 @@ class Question:
     priority: Literal["accuracy", "speed"] = "accuracy"
     base_lr: tuple[float, int] | str | None = None
     ema: tuple[float, int] | None = None
-    optimizer: Literal["adamw", "sgd"] = "adamw"
+    optimizer: optimizers.OptimizerName = optimizers.DEFAULT
     precision: Literal["fp32", "bf16", "fp16"] | None = None
     dim: int | None = None
     length: int = 1024
@@ -69,10 +69,10 @@ class Question:
     def __post_init__(self) -> None:
         choices = [
             ("objective", self.objective, OBJECTIVES),
-            ("loss", self.loss, ("clip", "siglip")),
+            ("loss", self.loss, objectives.PAIR_LOSSES),
             ("start", self.start, ("scratch", "pretrained", "locked")),
             ("priority", self.priority, ("accuracy", "speed")),
-            ("optimizer", self.optimizer, ("adamw", "sgd")),
+            ("optimizer", self.optimizer, tuple(optimizers.OPTIMIZERS)),
         ]
         for name, value, known in choices:
             if value not in known:
@@ -94,7 +94,7 @@ class Question:
     def pairs(self) -> bool:
         """Whether samples are compared with each other, so that negatives come from the batch."""
         run = self.model if isinstance(self.model, config.Run) else None
-        if run is not None and run.loss.objective == "classify":
+        if run is not None and not objectives.OBJECTIVES[run.loss.objective].contrastive:
             return False
         return self.objective == "contrastive" or (self.objective == "finetune" and self._two_sided)
 
@@ -117,8 +117,9 @@ def parse_count(value: int | str | None, name: str) -> int | None:
     number = float(found[1]) * COUNTS[found[2].upper()]
     if not number <= MOST:
         raise ValueError(f"{name} is {str(value)[:40]!r}: must be at most {MOST:g}")
-    if round(number) < 1:
-        raise ValueError(f"{name} is {value!r}: must be at least 1")
+    # Not round(number) < 1: a text of 400 digits after a minus is -inf, which cannot be rounded.
+    if number <= 0.5:
+        raise ValueError(f"{name} is {str(value)[:40]!r}: must be at least 1")
     return round(number)
 
 
@@ -145,7 +146,7 @@ def named(model: str) -> str:
     return f"open_clip:{model.replace('/', '-')}" if re.fullmatch(r"(ViT|RN|coca)[\w/-]+", model) else model
 
 
-def towers_of(question: Question) -> config.Run:
+def towers_of(question: Request) -> config.Run:
     """The run whose towers are asked about; everything else in it is still to be decided."""
     if isinstance(question.model, config.Run):
         return question.model
@@ -160,7 +161,7 @@ def towers_of(question: Question) -> config.Run:
         y = config.Tower(first)
     elif not second and first.startswith("transformers:"):
         y = config.Tower("x")
-    objective = question.loss if question.pairs else "classify"
+    objective = question.loss if question.pairs else objectives.MEAN
     run = config.build({"schedule": {"steps": 1}})
     data = replace(run.data, source=question.source or "data/train-*.tar", held_out=0.01)
     return replace(run, out=question.out or "runs/plan", data=data, x=x, y=y, loss=replace(run.loss, objective=objective, dim=dim))
@@ -174,7 +175,7 @@ class Budget(NamedTuple):
     seen: int
 
 
-def budget(question: Question, base: config.Run) -> Budget:
+def budget(question: Request, base: config.Run) -> Budget:
     """The samples of a question: given, or the embedded default's."""
     data = parse_count(question.data, "data")
     if data is None:

@@ -34,7 +34,7 @@ class Shown(NamedTuple):
     """
 
     text: str
-    picture: Image | None = None
+    image: Image | None = None
     right: bool | None = None
     score: float | None = None
 
@@ -88,7 +88,7 @@ def _shown(entry: dict[str, Any], run: Path) -> Shown:
     right = entry.get("right")
     return Shown(
         text=str(entry.get("text") or ""),
-        picture=_picture(run, entry.get("picture")),
+        image=_picture(run, entry.get("image")),
         right=right if isinstance(right, bool) else None,
         score=number(entry, "score"),
     )
@@ -116,11 +116,11 @@ def _cell(sheet: Image, draw: ImageDraw, font: FreeTypeFont, shown: Shown, place
     left, top = place
     box = (left, top, left + CELL, top + CELL)
     draw.rectangle(box, fill=GROUND)
-    if shown.picture is None:
+    if shown.image is None:
         lines = _wrapped(shown.text, font, CELL - 4 * FRAME, (CELL - 4 * FRAME - MARK) // LINE)
         _lines(draw, font, lines, (left + 2 * FRAME, top + 2 * FRAME), INK)
     else:
-        picture = _fitted(shown.picture)
+        picture = _fitted(shown.image)
         sheet.paste(picture, (left + (CELL - picture.width) // 2, top + (CELL - picture.height) // 2))
         _lines(draw, font, _wrapped(shown.text, font, CELL, CAPTION_LINES), (left, top + CELL + 6), FAINT)
     if framed:

@@ -11,7 +11,7 @@ from .. import config
 from .contact import Question, read_contact
 from .history import History, Row, read_history
 
-SIDES = (("picture", "text"), ("query", "document"))
+SIDES = (("image", "text"), ("query", "document"))
 
 
 class Folder(NamedTuple):

@@ -43,7 +43,7 @@ def answers(folder: Folder) -> str:
     groups: dict[str, list[Question]] = {}
     for question in folder.questions:
         kinds = (question.asked, question.answers[0] if question.answers else question.asked)
-        groups.setdefault(" → ".join("text" if one.picture is None else "picture" for one in kinds), []).append(question)
+        groups.setdefault(" → ".join("text" if one.image is None else "image" for one in kinds), []).append(question)
     parts = []
     for direction, questions in groups.items():
         title = f"<h3>{direction}</h3>\n" if len(groups) > 1 else ""
@@ -120,9 +120,9 @@ def notes(folder: Folder) -> str:
 
 
 def _question(question: Question) -> str:
-    pictured = any(answer.picture is not None for answer in question.answers)
+    pictured = any(answer.image is not None for answer in question.answers)
     asked = question.asked
-    said = "" if asked.picture is not None else " said"
+    said = "" if asked.image is not None else " said"
     listed = "".join(f'<li class="{MARKS[answer.right][0]}">{_shown(answer)}</li>\n' for answer in question.answers)
     return (
         f'<article class="question">\n<div class="asked{said}">{_shown(asked)}</div>\n'
@@ -131,7 +131,7 @@ def _question(question: Question) -> str:
 
 
 def _shown(shown: Shown) -> str:
-    picture = "" if shown.picture is None else image(shown.picture, shown.text)
+    picture = "" if shown.image is None else image(shown.image, shown.text)
     score = "" if shown.score is None else f' <span class="faint">{shown.score:.2f}</span>'
     return f'{picture}<span class="mark">{MARKS[shown.right][1]}</span><bdi>{text(shown.text)}</bdi>{score}'
 

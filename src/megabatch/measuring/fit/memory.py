@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from ... import host_memory
-from ...chunks.memory import release
+from ...chunks.oom import release
 from ...reporting.wording import bytes_text
 
 # Seconds between two samples of the resident set, where the kernel's peak cannot be reset.

@@ -12,9 +12,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ...chunks import attempt
 from ...chunks.ddp_fsdp import modules_in, submodules
-from ...chunks.memory import is_out_of_memory, release
+from ...chunks.oom import Attempt, Shrinkable, current_attempt, is_out_of_memory, release
 from ...ring import Ring
 from .memory import Limit, PeakMemory, enforced
 from .snapshot import Snapshot
@@ -86,8 +85,8 @@ class Trials:
         with ExitStack() as contexts:
             if not self._meeting:
                 # Gradients are not synchronized: a rank that has run out of memory would not come to the all-reduce.
-                token = attempt.current.set(observer)
-                contexts.callback(attempt.current.reset, token)
+                token = current_attempt.set(observer)
+                contexts.callback(current_attempt.reset, token)
                 for module in self._ddp_modules:
                     contexts.enter_context(module.no_sync())
             try:
@@ -126,14 +125,14 @@ class Trials:
         return Trial(size, verdict == RAN, highest or None, slowest / 1e6, REASONS[verdict])
 
 
-class ChunkObserver(attempt.Attempt):
+class ChunkObserver(Attempt):
     """Records the chunks that the step's callables start with: a step that continued in smaller chunks ran out of memory too."""
 
     def __init__(self, ring: Ring) -> None:
         super().__init__(ring)
-        self.first_chunks: dict[int, tuple[attempt.Shrinkable, int]] = {}
+        self.first_chunks: dict[int, tuple[Shrinkable, int]] = {}
 
-    def join(self, chunked: attempt.Shrinkable, meeting: list[Ring], ddp: DistributedDataParallel | None) -> None:
+    def join(self, chunked: Shrinkable, meeting: list[Ring], ddp: DistributedDataParallel | None) -> None:
         super().join(chunked, meeting, ddp)
         self.first_chunks.setdefault(id(chunked), (chunked, chunked.chunk))
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from ...optimizers import closest, rate_factor
 from ...training.loop import Training, seed_of
 from ...training.noise.estimator import STUDENT
 from ...training.objective import Classification
@@ -87,7 +88,7 @@ def branch(training: Training, checkpoint: Path, options: BranchOptions) -> list
     for repeat in range(options.repeats):
         for size in sizes:
             training.load(checkpoint)
-            rate = first_step.rate * rate_factor(training.run.optimizer.name, size / first_step.pairs)
+            rate = first_step.rate * rate_factor(closest(training.run.optimizer.name).lr_rule, size / first_step.pairs)
             begin = first_step.first + repeat * samples
             steps = [Step(begin + first, min(size, samples - first), rate) for first in range(0, samples, size)]
             losses[size].append(_loss_after(training, steps, first_step.pairs))
@@ -98,11 +99,6 @@ def check(training: Training) -> None:
     """Raise ValueError if the run's branches could not be compared."""
     if not sum(training.parts.held_out.lengths):
         raise ValueError("data.held_out is empty: branches are compared by held-out loss; hold data out, as data.held_out=0.1")
-
-
-def rate_factor(optimizer: str, times: float) -> float:
-    """Return the factor of the learning rate at so many times the batch: linear for SGD, the square root for Adam and others."""
-    return times if optimizer == "sgd" else math.sqrt(times)
 
 
 def judge(losses: Mapping[int, Sequence[float]], tolerance: float) -> list[Branch]:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from ... import config, packages
+from ... import config, packages, trust
 from ...environment import device_name
 from ...files import write_text
 from ...measurements import Measured, write
@@ -44,9 +44,9 @@ def profile(
         Without either: batches from an eighth to four times the run's.
     steps: timed steps at each size, after two warm-up steps. critical: the critical batch, if it is known.
     out: the folder for measured.json, profile.png and report.html.
-    trust_code: whether code that the run names (`config.callables`) may be imported and called.
+    trust_code: whether code that the run names (`trust.callables`) may be imported and called.
     """
-    config.require_trust(run, trust_code)
+    trust.require_trust(run, trust_code)
     _check(batches, chunks, steps, critical)
     packages.require(packages.FIGURES)
     against: Literal["batch", "chunk"] = "batch" if chunks is None else "chunk"

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from ... import config
-from ...planning.hyperparameters import RANGE, Settings, base_for, follow
+from ...optimizers import closest
+from ...planning.hyperparameters import RANGE, Hyperparameters, base_for, follow
 from ...training.schedules import course
 
 Same = Literal["samples", "updates", "time"]
@@ -112,7 +113,8 @@ def middle_rate(base: config.Run, batch: int) -> float:
 
 def rule_in_words(base: config.Run, batches: tuple[int, ...]) -> str:
     """Return a sentence on how the learning rate scales with the batch, and on batches for which the rule is not proven."""
-    rule = "in proportion to the batch" if base.optimizer.name == "sgd" else "with the square root of the batch"
+    linear = closest(base.optimizer.name).lr_rule == "linear"
+    rule = "in proportion to the batch" if linear else "with the square root of the batch"
     sentence = f"The middle rate grows {rule}, from {base.optimizer.lr:g} at {base.batch.size:,}."
     far = [batch for batch in batches if not 1 / RANGE <= batch / base.batch.size <= RANGE]
     if not far:
@@ -230,12 +232,12 @@ def _warmup(base: config.Run, batch: int, steps: int) -> float:
     base_steps = len(course(base, 0))
     if (batch, steps) == (base.batch.size, base_steps):
         return given
-    uncut = given * base.batch.size / batch if base.optimizer.name == "sgd" else given
+    uncut = given if closest(base.optimizer.name).uses_beta2 else given * base.batch.size / batch
     return float(max(1, min(round(uncut), int(max(MOST_WARMUP, given / base_steps) * steps))))
 
 
-def _follow(base: config.Run, batch: int) -> Settings:
+def _follow(base: config.Run, batch: int) -> Hyperparameters:
     """Return what the plan derives from a batch. Its rate and EMA depend on neither data nor length, which are made up here."""
     average = None if base.optimizer.ema is None else (base.optimizer.ema, base.batch.size)
     known = base_for("", 0, "", (base.optimizer.lr, base.batch.size))._replace(ema=average)
-    return follow(batch, batch, batch, known, optimizer="sgd" if base.optimizer.name == "sgd" else "adamw")
+    return follow(batch, batch, batch, known, optimizer=closest(base.optimizer.name).name)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, get_args
 
 import torch
 
-from ... import config, environment, measurements, packages
+from ... import config, environment, measurements, packages, trust
 from ...measurements import Measured
 from ...reporting.wording import seconds_text
 from ...towers.model import build_towers
@@ -62,12 +62,12 @@ def sweep(
         it is would take.
     jobs: parallel runs on each of the `devices` (None: on the run's own).
     train: trains a run, by default `megabatch train` in a worker process. say: called with a line for each run that ended.
-    trust_code: whether code that the run names (`config.callables`) may be imported and called, here and in the workers.
+    trust_code: whether code that the run names (`trust.callables`) may be imported and called, here and in the workers.
 
     Writes measured.json, rows.jsonl, sweep.png and report.html into `out`, and each run into a folder under out/runs. Finished runs
     there are not repeated, unfinished ones resume from their checkpoints, and failed ones are tried again.
     """
-    config.require_trust(run, trust_code)
+    trust.require_trust(run, trust_code)
     packages.require(packages.FIGURES)
     request = checked_request(
         run, batches=batches, rates=rates, seeds=seeds, same=same, decays=decays, extend=extend, seconds=seconds
