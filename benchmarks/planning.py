@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.peers import declare_torchvision_schemas
 from megabatch.costs.hardware import find_machine
-from megabatch.costs.strategy import How
+from megabatch.costs.strategy import Strategy
 from megabatch.costs.time import step_time
 from megabatch.planning.planner import Planner, Tools
 from megabatch.planning.request import Request
@@ -87,11 +87,11 @@ def published(planner: Planner) -> str:
     )
     lines = ["| " + " | ".join(head) + " |", "|" + " ---: |" * len(head)]
     for row in INF_CL:
-        how = How(row.gpus, row.pairs // row.gpus, CHUNK, 0, precision="bf16")
-        step = step_time(planner.task, how, find_machine(f"{row.gpus}xA800"))
-        memory, least = planner.peaks.predict(how), planner.peaks.predict(replace(how, shard=2 * CHUNK))
+        strategy = Strategy(row.gpus, row.pairs // row.gpus, CHUNK, 0, precision="bf16")
+        step = step_time(planner.task, strategy, find_machine(f"{row.gpus}xA800"))
+        memory, least = planner.peaks.predict(strategy), planner.peaks.predict(replace(strategy, shard=2 * CHUNK))
         peak, loss = memory.reserved_bytes, memory.phases["loss"] - least.phases["loss"]
-        images = "" if row.offload else f" + {how.shard * IMAGE_BYTES / 1e9:.1f}"
+        images = "" if row.offload else f" + {strategy.shard * IMAGE_BYTES / 1e9:.1f}"
         cells = [f"{row.gpus}", f"{row.pairs:,}", _number(row.seconds, 1), f"{step.seconds:,.1f}", f"{step.parts['loss']:,.1f}"]
         cells += [_number(row.peak, 1), f"{peak / 1e9:.1f}{images}", _number(row.loss, 2), f"{loss / 1e9:.2f}"]
         lines.append("| " + " | ".join(cells) + " |")

@@ -96,8 +96,15 @@ def test_what_is_given_goes_before_what_was_measured():
     assert planned(noise, model=CLASSIFY, critical=8192).batch > planned(noise, model=CLASSIFY).batch
 
 
-def point(how, seconds, **more):
-    return {"batch": how.batch, "chunk": how.chunk, "keep": how.keep, "ranks": how.ranks, "seconds": seconds, **more}
+def point(strategy, seconds, **more):
+    return {
+        "batch": strategy.batch,
+        "chunk": strategy.chunk,
+        "keep": strategy.keep,
+        "ranks": strategy.ranks,
+        "seconds": seconds,
+        **more,
+    }
 
 
 def profile(*points, against="batch"):
@@ -138,9 +145,9 @@ def test_elsewhere_predictions_are_scaled_by_what_was_measured_nearby():
 
 
 def test_the_fastest_of_the_measured_chunks_is_taken():
-    how, seconds = planned().strategy, {128: 1.0, 200: 0.5, 1024: 2.0}
-    assert how.chunk == 1024
-    rows = [point(dataclasses.replace(how, chunk=chunk, keep=1), seconds[chunk]) for chunk in seconds]
+    strategy, seconds = planned().strategy, {128: 1.0, 200: 0.5, 1024: 2.0}
+    assert strategy.chunk == 1024
+    rows = [point(dataclasses.replace(strategy, chunk=chunk, keep=1), seconds[chunk]) for chunk in seconds]
     found = planned(of(profile(*rows, against="chunk")))
     assert found.strategy.chunk == 200
     assert "the fastest of 3 that were timed, of those that fit" in found.number("chunk").why
@@ -247,8 +254,8 @@ def test_on_a_cpu_the_device_is_this_machines():
 def test_one_of_each_kind_and_profiles_add_up():
     with pytest.raises(ValueError, match="a second measurement of fit"):
         planned(of(Fit(100, None)), of(Fit(200, None)))
-    how = planned().strategy
-    rows = [point(dataclasses.replace(how, chunk=chunk, keep=1), seconds) for chunk, seconds in ((128, 1.0), (256, 0.5))]
+    strategy = planned().strategy
+    rows = [point(dataclasses.replace(strategy, chunk=chunk, keep=1), seconds) for chunk, seconds in ((128, 1.0), (256, 0.5))]
     assert planned(*(of(profile(row, against="chunk")) for row in rows)).strategy.chunk == 256
     found = planned(of(Fit(100, None)), of(Sweep(512, 1e-3, "samples")))
     assert (found.batch, found.strategy.chunk) == (512, 100)

@@ -197,7 +197,7 @@ class _FitBench:
     rows = 64
 
     def __init__(self, run: config.Run, here: Any, folder: Path) -> None:
-        self.here, self.at = here, Step(0, 64, 1.0)
+        self.here, self.largest = here, Step(0, 64, 1.0)
         self.state = [nn.Linear(1, 1)]
 
     def step(self, chunk: int) -> None:
@@ -221,7 +221,7 @@ class _ProfileBench:
     def reading_per_s(self) -> float:
         return 1.0
 
-    def measure(self, batch: int, chunk: int, steps: int) -> Any:
+    def measure(self, size: Any, steps: int) -> Any:
         raise Reached
 
 
@@ -249,8 +249,8 @@ def _tools(made: Any) -> Any:
         return Workload((_WORK, _WORK) if question.pairs else (_WORK,), (), ())
 
     def predict(question: Any, run: config.Run, work: Any, machine: Any) -> Any:
-        def predicted(how: Any) -> Stated:
-            peak = 10**8 + how.chunk * 10**5 + how.shard * run.loss.dim * 24
+        def predicted(strategy: Any) -> Stated:
+            peak = 10**8 + strategy.chunk * 10**5 + strategy.shard * run.loss.dim * 24
             return Stated(peak, peak, {"state": 10**8}, "backward", {"backward": peak})
 
         return predicted

@@ -14,8 +14,8 @@ from small_works import Stated, small_work
 from torch import nn
 
 from megabatch import config
-from megabatch.costs.peaks import Peaks
-from megabatch.costs.strategy import How
+from megabatch.costs.memory import PeakMemory
+from megabatch.costs.strategy import Strategy
 from megabatch.planning.plan import Plan
 from megabatch.planning.planner import Tools, plan
 from megabatch.planning.show import as_markdown, as_toml, headline, show, write
@@ -29,11 +29,11 @@ def predict(question, run, work, machine):
     parameters = sum(tower.parameters for tower in work.towers)
     row = 0.4 * sum(tower.forward.bytes for tower in work.towers)
 
-    def predicted(how):
-        state = 16 * parameters // (how.ranks if how.sharding == "fsdp2" else 1)
-        graph = int(row * (0.15 if how.checkpointing else 1) * how.chunk)
-        kept = 0 if how.accumulate else max(0, min(how.keep, how.chunks) - 1) * graph
-        embeddings = how.shard * run.loss.dim * 24
+    def predicted(strategy):
+        state = 16 * parameters // (strategy.ranks if strategy.sharding == "fsdp2" else 1)
+        graph = int(row * (0.15 if strategy.checkpointing else 1) * strategy.chunk)
+        kept = 0 if strategy.accumulate else max(0, min(strategy.keep, strategy.chunks) - 1) * graph
+        embeddings = strategy.shard * run.loss.dim * 24
         parts = {"state": state, "activations": graph + kept, "embeddings": embeddings}
         peak = sum(parts.values())
         return Stated(
@@ -49,22 +49,22 @@ def predict(question, run, work, machine):
 
 def test_where_the_optimizer_rules_at_few_rows_backward_is_still_seen_to_grow():
     # 100 GB of state, 1 MB of graph a row: the peaks at 32 and 64 rows are the optimizer's; at a million rows they are not.
-    def predicted(how):
-        phases = {"backward": 10**6 * how.chunk, "optimizer step": 10**11}
+    def predicted(strategy):
+        phases = {"backward": 10**6 * strategy.chunk, "optimizer step": 10**11}
         return Stated(max(phases.values()), max(phases.values()), {}, "", phases)
 
-    peaks = Peaks(predicted)
-    assert peaks(How(1, 64, 64)) == 10**11
-    assert peaks(How(1, 10**6, 10**6)) == 10**12
+    peaks = PeakMemory(predicted)
+    assert peaks(Strategy(1, 64, 64)) == 10**11
+    assert peaks(Strategy(1, 10**6, 10**6)) == 10**12
 
 
 def test_lines_below_a_traced_step_are_raised_to_it():
-    peaks = Peaks(lambda how: Stated(how.chunk**2, how.chunk**2, {}, "", {"backward": how.chunk**2}))
-    how = How(1, 1024, 1024)
-    assert peaks(how) < 1024**2
-    assert peaks.correct(how, 1024**2)
-    assert peaks(how) >= 1024**2
-    assert not peaks.correct(how, 1024**2)
+    peaks = PeakMemory(lambda strategy: Stated(strategy.chunk**2, strategy.chunk**2, {}, "", {"backward": strategy.chunk**2}))
+    strategy = Strategy(1, 1024, 1024)
+    assert peaks(strategy) < 1024**2
+    assert peaks.correct(strategy, 1024**2)
+    assert peaks(strategy) >= 1024**2
+    assert not peaks.correct(strategy, 1024**2)
 
 
 def counted(question, run, precision, machine):
@@ -92,10 +92,10 @@ def test_the_batch_comes_from_the_problem_and_the_chunk_from_memory(medical):
 
 
 def test_the_plan_fits_and_its_numbers_agree(medical):
-    how, run = medical.strategy, medical.run
-    assert how.shard * how.ranks == medical.batch == run.batch.size
+    strategy, run = medical.strategy, medical.run
+    assert strategy.shard * strategy.ranks == medical.batch == run.batch.size
     assert medical.peak_bytes <= medical.limit_bytes == int(0.8 * medical.device_bytes)
-    assert (run.batch.chunk, run.batch.keep) == (how.chunk, how.keep)
+    assert (run.batch.chunk, run.batch.keep) == (strategy.chunk, strategy.keep)
     assert (run.planned.peak_bytes, run.planned.seconds_per_step) == (medical.peak_bytes, medical.seconds_per_step)
     assert sum(medical.time.values()) == pytest.approx(medical.seconds_per_step)
     assert sum(medical.memory.values()) == medical.peak_bytes

@@ -9,7 +9,7 @@ import pytest
 from megabatch import config
 from megabatch.costs.counting import count_work
 from megabatch.costs.hardware import find_machine
-from megabatch.costs.strategy import How
+from megabatch.costs.strategy import Strategy
 from megabatch.planning.request import Request
 from megabatch.planning.workload import Workload, traced, workload
 
@@ -17,7 +17,7 @@ MIB = 2**20
 RUN = config.build(config.EMBEDDED, ["compute.precision=bf16"])
 QUESTION = Request(RUN, data=100_000)
 # The loss of 8,192 pairs is the peak: chunks are small beside it.
-HOW = How(1, 8192, 64, 0, precision="bf16")
+STRATEGY = Strategy(1, 8192, 64, 0, precision="bf16")
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def work() -> Workload:
 
 def predicted(work: Workload, *overrides: str, gpu: str = "H200") -> Any:
     run = config.build(config.EMBEDDED, ["compute.precision=bf16", *overrides])
-    return traced(QUESTION, run, work, find_machine(gpu))(HOW)
+    return traced(QUESTION, run, work, find_machine(gpu))(STRATEGY)
 
 
 def test_a_smaller_tile_is_a_smaller_peak(work: Workload) -> None:
@@ -61,7 +61,7 @@ def test_towers_are_counted_as_the_device_computes_them() -> None:
 def test_a_locked_tower_has_no_backward(work: Workload) -> None:
     run = config.build(config.EMBEDDED, ["compute.precision=bf16", "x.locked=true"])
     x, y = workload(Request(run, data=100_000), run, "bf16", find_machine("H200")).towers
-    assert not x.backward.calls and x.learning == 0 and x.parameters == work.towers[0].parameters
+    assert not x.backward.calls and x.trainable == 0 and x.parameters == work.towers[0].parameters
     assert y == work.towers[1] and y.backward.flops > y.forward.flops > 0
     # Pictures reach the device as bytes, texts as numbers: rows of some hundred bytes to some kB.
     assert all(100 <= tower.inputs <= 10_000 for tower in (x, y))

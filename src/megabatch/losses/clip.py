@@ -214,7 +214,7 @@ class ClipSaved:
 
     rows, columns: their softmax; dpos_M: the gradient in the logits of the positives; share: the factor of the mean.
     compared_M: the similarities of the positives, if pairs are compared with them.
-    kept: what the tiles have saved of this rank's own block.
+    saved_exp: the exponentials that the tiles have saved of this rank's own block.
     """
 
     rows: Softmax
@@ -222,12 +222,12 @@ class ClipSaved:
     dpos_M: Tensor
     share: Tensor | float
     compared_M: Tensor | None
-    kept: Any
+    saved_exp: Any
 
     def pop(self) -> Any:
-        """Return what the tiles have saved, in the first backward; later ones compute it again."""
-        kept, self.kept = self.kept, None
-        return kept
+        """Return the saved exponentials in the first backward; later ones compute them again."""
+        saved_exp, self.saved_exp = self.saved_exp, None
+        return saved_exp
 
 
 class _ClipLoss(torch.autograd.Function):
@@ -263,15 +263,17 @@ def _forward(
     # The positives travel with the block, and have to be computed first, only if pairs are compared with them.
     compares = rules.drop_above is not None or rules.diagnostics
     compared_M = batch.tiles.positives(x_MD, y_ND, batch.compute) if compares else None
-    kept: Any = None
+    saved_exp: Any = None
 
     def visit(block: ClipBlock, owner: int) -> tuple[Any, Any]:
-        nonlocal kept
+        nonlocal saved_exp
         pairs = _pairs(block, owner, batch, rules, compared_M)
         # Only of this rank's own block, which both tours visit first: then the workspace is free again for the others.
-        keep = pairs.is_local and batch.needs_grad is not None
-        stats = batch.tiles.softmax_stats(x_MD, block.y_ND, scale, pairs, columns=rules.symmetric, compute=batch.compute, keep=keep)
-        kept = stats.kept if keep else kept
+        save_exp = pairs.is_local and batch.needs_grad is not None
+        stats = batch.tiles.softmax_stats(
+            x_MD, block.y_ND, scale, pairs, columns=rules.symmetric, compute=batch.compute, save_exp=save_exp
+        )
+        saved_exp = stats.saved_exp if save_exp else saved_exp
         return (stats.rows, stats.row_ranking), (stats.columns, stats.column_ranking)
 
     block = ClipBlock(y_ND, batch.ids_N, compared_M if rules.symmetric else None, None)
@@ -284,7 +286,7 @@ def _forward(
     (loss,), weight = batch.totals(loss_M.sum())
     share = 1 / (weight * (2 if rules.symmetric else 1))
     diagnostics = diagnose(positive_M, row_ranking, column_ranking) if rules.diagnostics else None
-    return loss * share, diagnostics, ClipSaved(rows, columns, dpos_M, share, compared_M, kept)
+    return loss * share, diagnostics, ClipSaved(rows, columns, dpos_M, share, compared_M, saved_exp)
 
 
 @outside_autocast
@@ -297,7 +299,7 @@ def _products(
 
     def visit(block: ClipBlock, owner: int) -> tuple[Any, Any]:
         pairs = _pairs(block, owner, batch, rules, saved_state.compared_M)
-        kept = saved_state.pop() if pairs.is_local else None
+        saved_exp = saved_state.pop() if pairs.is_local else None
         return batch.tiles.softmax_grads(
             x_MD,
             block.y_ND,
@@ -308,7 +310,7 @@ def _products(
             needs_grad=needs_grad,
             compute=batch.compute,
             dpos_M=saved_state.dpos_M,
-            kept=kept,
+            saved_exp=saved_exp,
         )
 
     compared_N = saved_state.compared_M if rules.symmetric else None

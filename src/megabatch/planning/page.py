@@ -16,12 +16,12 @@ def page(plan: Plan, currency: str | None = None) -> str:
 
 
 def _opening(plan: Plan) -> str:
-    how = plan.strategy
+    strategy = plan.strategy
     facts = [
         ("batch", f"{plan.batch:,}"),
-        ("GPUs", f"{how.ranks:,}"),
-        ("rows a GPU", f"{how.shard:,}"),
-        ("chunk", f"{how.chunk:,}"),
+        ("GPUs", f"{strategy.ranks:,}"),
+        ("rows a GPU", f"{strategy.shard:,}"),
+        ("chunk", f"{strategy.chunk:,}"),
         ("memory", bytes_text(plan.peak_bytes)),
         ("a step", seconds_text(plan.seconds_per_step)),
         ("updates", f"{plan.alternatives[0].updates:,}"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import config
-from ..costs.strategy import How
+from ..costs.strategy import Strategy
 from .alternatives import Alternative
 from .evidence import Number
 
@@ -23,7 +23,7 @@ class Plan:
     """
 
     run: config.Run | None
-    strategy: How
+    strategy: Strategy
     machine: str
     device_bytes: int
     limit_bytes: int
@@ -63,7 +63,7 @@ class Plan:
         """The plan that `as_json` wrote, equal to it."""
         table = json.loads(text)
         table["run"] = None if table["run"] is None else config.build(table["run"])
-        table["strategy"] = How(**table["strategy"])
+        table["strategy"] = Strategy(**table["strategy"])
         table["numbers"] = tuple(Number(**row) for row in table["numbers"])
         table["alternatives"] = tuple(Alternative(**row) for row in table["alternatives"])
         table |= {name: tuple(table[name]) for name in ("notes", "changes")}

@@ -21,10 +21,11 @@ WAYS = ("", "batch", "GPUs", "chunk", "keep", "memory", "a step", "updates", "th
 
 def headline(plan: Plan) -> str:
     """The answer in a sentence."""
-    how = plan.strategy
-    again = "" if how.accumulate else f", keep {how.keep}"
+    strategy = plan.strategy
+    again = "" if strategy.accumulate else f", keep {strategy.keep}"
     return (
-        f"batch {plan.batch:,}: {how.ranks} × {how.shard:,}, in chunks of {how.chunk:,}{again}, {how.precision};"
+        f"batch {plan.batch:,}: {strategy.ranks} × {strategy.shard:,}, in chunks of {strategy.chunk:,}{again}, "
+        f"{strategy.precision};"
         f" {bytes_text(plan.peak_bytes)} of {bytes_text(plan.device_bytes)} a GPU, {seconds_text(plan.seconds_per_step)} a step"
     )
 
