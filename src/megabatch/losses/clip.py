@@ -149,7 +149,7 @@ def clip_loss(
         loss, ranking, _ = _forward(batch.read(x), batch.read(y), scale, batch, rules)
     else:
         loss, ranking = _ClipLoss.apply(batch.join_backward(x, y, scale), y, scale, batch, rules)
-    return (loss, ranking) if diagnostics else loss
+    return loss if ranking is None else (loss, ranking)
 
 
 class ClipLoss(LossModule[LossResult]):

@@ -125,7 +125,7 @@ def siglip_loss(
         loss, ranking, _ = _forward(batch.read(x), batch.read(y), scale, bias, batch, rules)
     else:
         loss, ranking = _SigLipLoss.apply(batch.join_backward(x, y, scale, bias), y, scale, bias, batch, rules)
-    return (loss, ranking) if diagnostics else loss
+    return loss if ranking is None else (loss, ranking)
 
 
 class SigLipLoss(LossModule[LossResult]):
