@@ -3,6 +3,6 @@
 from .finder import find_chunk
 from .loops import fitted, micro_batches
 from .of_run import fit
-from .show import show
+from .report import fit_report
 
-__all__ = ["find_chunk", "fit", "fitted", "micro_batches", "show"]
+__all__ = ["find_chunk", "fit", "fitted", "micro_batches", "fit_report"]

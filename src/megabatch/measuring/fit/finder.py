@@ -12,7 +12,7 @@ import torch
 from ... import measurements
 from ...chunks.ddp_fsdp import meeting_rings
 from ...chunks.memory import release
-from ...reporting.wording import bytes_text
+from ...reporting.format import bytes_text
 from ...ring import Group, Ring
 from . import search
 from .limits import Limit, limit_of

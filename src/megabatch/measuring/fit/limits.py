@@ -10,7 +10,7 @@ import torch
 
 from ... import host_memory
 from ...chunks.memory import release
-from ...reporting.wording import bytes_text
+from ...reporting.format import bytes_text
 from . import resident
 
 

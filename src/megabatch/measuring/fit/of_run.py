@@ -12,6 +12,7 @@ import torch
 
 from ... import config, measurements, packages
 from ...data.loader import Batch
+from ...reporting.html import write_report
 from ...ring import Ring
 from ...training.build import assemble
 from ...training.distributed import Ranks, ranks
@@ -23,8 +24,8 @@ from ..predicted import Predict, Predicted, predictions
 from . import search
 from .finder import Asked, Found, seek
 from .limits import Limit, limit_of
+from .report import fit_report
 from .resident import resident_bytes
-from .show import draw
 from .snapshot import Snapshot
 from .stored import as_measured
 
@@ -42,8 +43,8 @@ def fit(
     out: Path,
     trust_code: bool = False,
 ) -> measurements.Measured:
-    """The largest chunk with which a run's steps fit: measured, at its own batch, on its own data; measured.json and fit.png in
-    `out` say so. The run itself is not touched.
+    """The largest chunk with which a run's steps fit: measured, at its own batch, on its own data; measured.json, fit.png and
+    report.html in `out` say so. The run itself is not touched.
 
     budget: bytes that may be used; on a CPU by the whole process. margin: share of them that is left free. cap: as in
     `find_chunk`; the rows of a rank are one anyway. start: the first chunk tried; None is what is predicted to fit.
@@ -51,7 +52,7 @@ def fit(
     trust_code: whether code that the run names (`config.callables`) may be imported and called.
     """
     config.require_trust(run, trust_code)
-    packages.require(packages.FIGURES)
+    packages.require(packages.HTML)
     with ranks(run.compute) as here, claimed_by_ranks(out, "fit", here.first):
         bench = Bench(run, here, out)
         limit = limit_of(here.device, budget, margin, here.size)
@@ -63,7 +64,7 @@ def fit(
         result = as_measured(_as_fit(found, foresight), config.as_table(run), here.device)
         if here.first:
             measurements.write(result, out / "measured.json")
-            draw(result, out / "fit.png")
+            write_report(fit_report(result), out)
     return result
 
 

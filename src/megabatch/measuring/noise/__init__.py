@@ -5,6 +5,6 @@ For loops of one's own there is `NoiseScale`; how it estimates is in training/no
 
 from ...training.noise.collect import NoiseScale
 from .measure import noise
-from .show import show
+from .report import noise_report
 
-__all__ = ["NoiseScale", "noise", "show"]
+__all__ = ["NoiseScale", "noise", "noise_report"]

@@ -16,6 +16,7 @@ from ... import config, packages
 from ...environment import device_name
 from ...files import write_text
 from ...measurements import Measured, Noise, write
+from ...reporting.html import write_report
 from ...training.build import assemble
 from ...training.checkpoint.folder import place
 from ...training.distributed import ranks
@@ -27,9 +28,8 @@ from ...training.run_folder import claimed_by_ranks
 from ...training.run_logger import Watch
 from ...training.signals import StopSign
 from . import branch as branching
-from .page import page
-from .pictures import branch_picture, course_picture
 from .probes import Probes
+from .report import noise_report
 from .verdict import TOLERANCE, Branch, largest
 
 # Points of the course that are kept, at most.
@@ -71,7 +71,7 @@ def noise(
         evaluate=replace(run.evaluate, every=None, large=()),
         watch=replace(run.watch, report=False),
     )
-    packages.require(packages.FIGURES)
+    packages.require(packages.HTML)
     with ranks(run.compute) as here, claimed_by_ranks(out, "noise", here.first):
         training = Training(assemble(run, here), out)
         if checkpoint is not None:
@@ -159,9 +159,7 @@ def _collecting(training: Training, window: int, last: int) -> Iterator[deque[Mo
 
 def _write(result: Measured, branches: Sequence[Branch], out: Path) -> None:
     write(result, out / "measured.json")
-    course_picture(result, out / "noise.png")
     if branches:
         rows = [each._asdict() for each in branches]
         write_text(out / "branches.json", json.dumps(rows, indent=1) + "\n")
-        branch_picture(branches, out / "branches.png")
-    write_text(out / "report.html", page(result, branches))
+    write_report(noise_report(result, branches), out)

@@ -11,16 +11,16 @@ import torch
 
 from ... import config, packages
 from ...environment import device_name
-from ...files import write_text
 from ...measurements import Measured, Profile, write
 from ...planning.search import chunk_sizes
+from ...reporting.html import write_report
 from ...training.distributed import Ranks, ranks
 from ...training.run_folder import claimed_by_ranks
 from ..predicted import Predict, Predicted, predictions
 from . import knee
-from .page import page
-from .picture import picture
-from .steps import Bench, Timed, median_and_spread
+from .quantities import Sample, values
+from .report import profile_report
+from .steps import Bench, Timed
 
 # Sizes that are tried where none are named, as multiples of the run's batch.
 MULTIPLES = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4)
@@ -55,7 +55,7 @@ def profile(
     """
     config.require_trust(run, trust_code)
     _check(batches, chunks, steps, critical)
-    packages.require(packages.FIGURES)
+    packages.require(packages.HTML)
     against: Literal["batch", "chunk"] = "batch" if chunks is None else "chunk"
     with ranks(run.compute) as here, claimed_by_ranks(out, "profile", here.first):
         bench = Bench(run, here, Path(out))
@@ -68,8 +68,7 @@ def profile(
         measured = Measured(found, config.as_table(run), device_name(here.device), str(torch.__version__), today)
         if here.first:
             write(measured, Path(out) / "measured.json")
-            picture(measured, Path(out) / "profile.png")
-            write_text(Path(out) / "report.html", page(measured))
+            write_report(profile_report(measured), Path(out))
     return measured
 
 
@@ -104,13 +103,7 @@ def point(size: Size, timed: Timed | None, ranks: int, predicted: Predicted | No
     row: dict[str, Any] = {"batch": size.batch, "chunk": size.chunk, "ranks": ranks}
     if timed is None:
         return {**row, "out_of_memory": True}
-    seconds, spread = median_and_spread(timed.seconds)
-    row |= {"keep": timed.keep, "seconds": seconds, "spread": spread, "pairs_per_s": size.batch / seconds}
-    row |= {"peak_bytes": timed.peak_bytes, "reserved_bytes": timed.reserved_bytes}
-    if predicted is not None:
-        row |= {"predicted_seconds": predicted.seconds, "predicted_bytes": predicted.peak_bytes}
-        row |= {"predicted_reserved": None if timed.reserved_bytes is None else predicted.reserved_bytes}
-    return {name: value for name, value in row.items() if value is not None}
+    return row | values(Sample(size.batch, timed, predicted))
 
 
 def judge(

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from ... import config, environment, measurements
+from ...reporting.html import write_report
 from .cases import FAILED, Case, Space, choice
 from .outcome import Outcome, write_whole
-from .page import page
-from .picture import picture
+from .report import sweep_report
 from .request import Request
 from .summary import Summary, summary
 from .verdict import verdict
@@ -53,8 +53,7 @@ def write_results(
     )
     rows = rows_of(outcomes)
     measurements.write(found, out / "measured.json")
-    picture((found, rows), out / "sweep.png")
-    write_whole(out / "report.html", page(found, rows))
+    write_report(sweep_report(found, rows), out)
     return found
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ... import config, packages
 from ...measurements import Measured
-from ...reporting.wording import seconds_text
+from ...reporting.format import seconds_text
 from ...training.run_folder import claimed
 from .cases import Case, left, wanted
 from .derive import Same, derived, length_of, pilot
@@ -52,7 +52,7 @@ def sweep(
     have come to their end there are not repeated, the others go on from their checkpoints, those that failed are tried again.
     """
     config.require_trust(run, trust_code)
-    packages.require(packages.FIGURES)
+    packages.require(packages.HTML)
     request = requested(run, batches, rates, seeds, same, decays, extend, seconds)
     study = _Study(request, Path(out), places(run, jobs, devices), train or Processes(trust_code=trust_code), say or _print)
     with claimed(out, "sweep"):

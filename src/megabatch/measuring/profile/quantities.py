@@ -1,0 +1,94 @@
+"""The quantities of a profile. A record here adds one to the measurement's file, to the tables and, if it asks for it, to the figure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from ...reporting.format import bytes_text, count_text, seconds_text
+from ...reporting.report import Column, Format, whole
+from ..predicted import Predicted
+from .steps import Timed, median_and_spread
+
+
+class Sample(NamedTuple):
+    """Steps at one size, and the prediction for them, if there is one."""
+
+    batch: int
+    timed: Timed
+    predicted: Predicted | None
+
+
+class Quantity(NamedTuple):
+    """key: in the file. name: heading of its column, and of its chart. value: None where the device does not report it.
+
+    replaced_by: the quantity that is shown instead on a terminal, where there is one. chart: title of its chart, if it has one;
+    predicted: key of the prediction, drawn dashed.
+    """
+
+    key: str
+    name: str
+    format: Format
+    value: Callable[[Sample], float | None]
+    replaced_by: str = ""
+    chart: str = ""
+    predicted: str = ""
+
+
+QUANTITIES = (
+    Quantity("keep", "keep", whole, lambda sample: sample.timed.keep),
+    Quantity(
+        "pairs_per_s",
+        "samples/s",
+        count_text,
+        lambda sample: sample.batch / median_and_spread(sample.timed.seconds)[0],
+        chart="samples per second",
+        predicted="predicted_pairs_per_s",
+    ),
+    Quantity("seconds", "one step", seconds_text, lambda sample: median_and_spread(sample.timed.seconds)[0]),
+    Quantity("spread", "±", seconds_text, lambda sample: median_and_spread(sample.timed.seconds)[1]),
+    Quantity("predicted_seconds", "predicted", seconds_text, lambda sample: sample.predicted and sample.predicted.seconds),
+    Quantity(
+        "peak_bytes",
+        "peak",
+        bytes_text,
+        lambda sample: sample.timed.peak_bytes,
+        replaced_by="reserved_bytes",
+        chart="peak memory of tensors",
+        predicted="predicted_bytes",
+    ),
+    Quantity(
+        "predicted_bytes",
+        "predicted",
+        bytes_text,
+        lambda sample: sample.predicted and sample.predicted.peak_bytes,
+        replaced_by="reserved_bytes",
+    ),
+    Quantity(
+        "reserved_bytes",
+        "reserved",
+        bytes_text,
+        lambda sample: sample.timed.reserved_bytes,
+        chart="memory reserved on the device",
+        predicted="predicted_reserved",
+    ),
+    Quantity(
+        "predicted_reserved",
+        "predicted",
+        bytes_text,
+        lambda sample: sample.predicted and sample.timed.reserved_bytes and sample.predicted.reserved_bytes,
+    ),
+)
+
+
+def values(sample: Sample) -> dict[str, float]:
+    """Return every quantity that is known of a sample, by its key."""
+    measured = {quantity.key: quantity.value(sample) for quantity in QUANTITIES}
+    return {key: value for key, value in measured.items() if value is not None}
+
+
+def columns(points: tuple[Mapping[str, Any], ...]) -> list[Column]:
+    """Return the columns of a table of sizes."""
+    known = {key for point in points for key in point}
+    sizes = [Column("batch", "batch", whole), Column("chunk", "chunk", whole)]
+    return sizes + [Column(each.key, each.name, each.format, detail=each.replaced_by in known) for each in QUANTITIES]
