@@ -27,11 +27,10 @@ from megabatch.costs.devices import cpu_device
 from megabatch.data import open_source
 from megabatch.measurements import Measured
 from megabatch.measuring.fit import fit
-from megabatch.measuring.fit.limits import Limit, limit_of
-from megabatch.measuring.fit.resident import Highest
-from megabatch.measuring.profile.curve import Size, judge, point
+from megabatch.measuring.fit.memory import Limit, PeakResident, limit_of
 from megabatch.measuring.profile.page import rows, sentences
 from megabatch.measuring.profile.picture import picture
+from megabatch.measuring.profile.profile_run import Size, judge, point
 from megabatch.measuring.profile.steps import Timed
 from megabatch.measuring.rates import measure_rates
 from megabatch.reporting.figures import curve_panels
@@ -243,7 +242,7 @@ def test_files_are_replaced(windows, tmp_path):
 
 
 def test_fit_measures_by_samples_where_the_peak_cannot_be_reset(system):
-    with Highest() as seen:
+    with PeakResident() as seen:
         before = host_memory.resident()
         x = torch.ones(16 * MIB)
         for _ in range(5):
@@ -304,7 +303,7 @@ def test_a_profile_of_such_a_device_is_shown_without_its_memory():
 def test_a_source_travels_to_processes_that_are_not_forked(name, tmp_path):
     run_of(tmp_path)
     (tmp_path / "pairs.csv").write_text("query,positive\n" + "".join(f"a {i},the {i}\n" for i in range(9)))
-    sides = {"x": "picture", "y": "text"} if name == "glyphs" else {"x": "text", "y": "text"}
+    sides = {"x": "image", "y": "text"} if name == "glyphs" else {"x": "text", "y": "text"}
     source = open_source(config.Data(source="glyphs" if name == "glyphs" else str(tmp_path / name)), **sides)
     before, after = source.read(0, 3), pickle.loads(pickle.dumps(source)).read(0, 3)
     assert (before.key, before.y) == (after.key, after.y)

@@ -14,7 +14,7 @@ from megabatch.costs.counting import Work, count_work
 from megabatch.costs.hardware import find_machine
 from megabatch.costs.memory.step import default_loss
 from megabatch.costs.models import Uncomputed
-from megabatch.costs.strategy import How
+from megabatch.costs.strategy import Strategy
 from megabatch.costs.time import StepTime, Task, step_time
 
 DIM = {"clip-vit-l-14": 768}
@@ -54,14 +54,14 @@ def predict(case: Case, work: tuple[Work, ...]) -> StepTime:
     # The steps of the cases are bare: no clipping, no average, no loss read back.
     shares = replace(machine.device.shares, step_s=BARE_S)
     machine = replace(machine, device=replace(machine.device, shares=shares))
-    how: dict[str, Any] = {"precision": case.precision, "checkpointing": case.checkpointing}
+    options: dict[str, Any] = {"precision": case.precision, "checkpointing": case.checkpointing}
     if case.supervised:
         task = Task(work, "mean")
-        return step_time(task, How(1, case.rows, case.rows, accumulate=True, **how), machine)
+        return step_time(task, Strategy(1, case.rows, case.rows, accumulate=True, **options), machine)
     task = Task(work, case.objective, DIM.get(case.model, 512))  # type: ignore[arg-type]
     chunk = case.chunk or case.rows
     keep = case.keep if case.chunk else 1
-    return step_time(task, How(1, case.rows, chunk, keep, **how), machine)
+    return step_time(task, Strategy(1, case.rows, chunk, keep, **options), machine)
 
 
 def _counted(tower: nn.Module, inputs: Any, case: Case) -> Work:

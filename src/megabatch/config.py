@@ -444,7 +444,7 @@ def _rules(run: Run) -> list[tuple[str, Any, bool, str]]:
         ("evaluate.large", run.evaluate.large, all(_within(size, 1, MOST_PAIRS) for size in run.evaluate.large),
          f"every batch in it {pairs}"),
         ("evaluate.templates", run.evaluate.templates, all("{}" in each for each in run.evaluate.templates),
-         "each must hold {} where the name of the class goes, as in 'a picture of a {}'"),
+         "each must hold {} where the name of the class goes, as in 'a photo of a {}'"),
         ("evaluate.templates", run.evaluate.templates, len(run.evaluate.templates) > 0, "must hold at least one, for example '{}'"),
         ("compute.workspace", run.compute.workspace, _within(run.compute.workspace, SMALLEST_TILE, INT64),
          f"counts bytes, and must be at least {SMALLEST_TILE}; leave it out for the device's default"),

@@ -478,7 +478,7 @@ def test_a_single_row_for_batch_norm_is_refused_with_the_remedy(rows, chunk, wor
 
 
 @pytest.mark.filterwarnings("ignore:the encoder holds batch normalisation:UserWarning")
-def test_single_pictures_have_a_variance():
+def test_single_images_have_a_variance():
     model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2), nn.Flatten())
     megabatch.cached(model, chunk=1)(torch.randn(3, 1, 4, 4)).sum().backward()
 

@@ -65,7 +65,7 @@ def sequences(rows: int) -> Tensor:
     return torch.zeros(rows, 48, 64)
 
 
-def pictures(rows: int) -> Tensor:
+def images(rows: int) -> Tensor:
     return torch.zeros(rows, 3, 32, 32)
 
 
@@ -108,8 +108,8 @@ def test_a_transformer_takes_on_a_cpu_what_the_profiler_sees(rows: int, checkpoi
 
 def test_a_convolutional_network_takes_on_a_cpu_what_the_profiler_sees() -> None:
     # The kernels' own copies of one layer's operands are not predicted for a CPU: a few percent of twelve layers.
-    predicted = predict_memory(deep_cnn, pictures, 16, ON_CPU).peak_bytes
-    assert predicted == pytest.approx(profiled_peak(deep_cnn, pictures, 16), rel=0.04)
+    predicted = predict_memory(deep_cnn, images, 16, ON_CPU).peak_bytes
+    assert predicted == pytest.approx(profiled_peak(deep_cnn, images, 16), rel=0.04)
 
 
 def two_matrices() -> nn.Module:
@@ -234,8 +234,8 @@ def test_dropout_keeps_a_mask_of_bytes_and_attention_no_matrix() -> None:
     assert kept(Setup()) == pytest.approx(MIB * (4 + 4 + 1), rel=0.01)
     assert kept(ON_CPU) == pytest.approx(MIB * (4 + 4 + 4), rel=0.01)
 
-    def matrix_bytes(length: int, **how: Any) -> int:
-        setup = Setup(**how)
+    def matrix_bytes(length: int, **options: Any) -> int:
+        setup = Setup(**options)
         return predict_memory(Block, lambda rows: torch.zeros(rows, length, 64), 4, setup, loss=Tensor.sum).peak_bytes
 
     # Twice the length takes about twice the memory: there is no matrix of lengths, in either precision, which would make it four
@@ -311,8 +311,8 @@ def pair() -> tuple[nn.Module, nn.Module]:
     return Transformer(2, 64, 32), Transformer(1, 64, 32)
 
 
-def contrastive(rows: int, **how: Any) -> Prediction:
-    return predict_memory(pair, (sequences, sequences), rows, Setup(**{"objective": "clip", **how}))
+def contrastive(rows: int, **options: Any) -> Prediction:
+    return predict_memory(pair, (sequences, sequences), rows, Setup(**{"objective": "clip", **options}))
 
 
 def test_a_chunk_decides_about_activations_and_rows_about_embeddings() -> None:
@@ -463,7 +463,7 @@ def test_a_model_whose_making_reads_numbers_is_made_for_real() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "message"),
+    ("options", "message"),
     [
         ({"optimizer": "adamax"}, "optimizer is 'adamax'"),
         ({"precision": "fp8"}, "precision is 'fp8'"),
@@ -473,9 +473,9 @@ def test_a_model_whose_making_reads_numbers_is_made_for_real() -> None:
         ({"objective": "triplet"}, "objective is 'triplet'"),
     ],
 )
-def test_nonsense_is_answered_with_the_rule(how: dict[str, Any], message: str) -> None:
+def test_nonsense_is_answered_with_the_rule(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Setup(**how)
+        Setup(**options)
 
 
 def test_wrong_rows_models_and_losses_are_named() -> None:

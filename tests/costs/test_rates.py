@@ -126,7 +126,7 @@ def test_a_plan_waits_for_the_host_that_was_measured():
     quick, usual, slow = (with_host(host) for host in (1e-9, None, 10e-3))
     assert quick.seconds_per_step <= usual.seconds_per_step < slow.seconds_per_step
     # The towers' 1,800 operations, forward and backward, at 10 ms: the device computes in much less.
-    assert slow.how.chunk == 1024 and slow.time["forward"] + slow.time["backward"] == pytest.approx(18.0)
+    assert slow.strategy.chunk == 1024 and slow.time["forward"] + slow.time["backward"] == pytest.approx(18.0)
     assert find_machine(rates=dataclasses.replace(H200, host=10e-3)).device.shares.host_s == 10e-3
 
 

@@ -18,8 +18,7 @@ import megabatch
 from megabatch import host_memory, measurements
 from megabatch.measuring.fit import finder
 from megabatch.measuring.fit.finder import find_chunk
-from megabatch.measuring.fit.limits import limit_of
-from megabatch.measuring.fit.resident import Highest, resident_bytes
+from megabatch.measuring.fit.memory import PeakResident, limit_of, resident_bytes
 
 MIB = 2**20
 WORDS = "CUDA out of memory. Tried to allocate 20.00 GiB"
@@ -72,7 +71,7 @@ class Simulated:
     def state(self) -> list[Any]:
         return [self.model, self.optimizer]
 
-    def find(self, **options: Any) -> finder.Found:
+    def find(self, **options: Any) -> finder.ChunkResult:
         return find_chunk(self.step, state=self.state, **{"margin": 0.0, **options})
 
 
@@ -96,7 +95,7 @@ def uncollecting() -> Iterator[None]:
 @contextlib.contextmanager
 def quickly() -> Iterator[None]:
     """And without looking at this process's memory."""
-    with uncollecting(), mock.patch("megabatch.measuring.fit.trial.Peak", Unmeasured):
+    with uncollecting(), mock.patch("megabatch.measuring.fit.trial.PeakMemory", Unmeasured):
         yield
 
 
@@ -254,7 +253,7 @@ def test_a_budget_is_measured_and_held():
         held.append(torch.ones(rows, 2 * MIB))
         held.clear()
 
-    with Highest() as idle:
+    with PeakResident() as idle:
         pass
     budget, state = idle.bytes + 200 * MIB, [nn.Linear(1, 1)]
     exact, spare = (find_chunk(step, state=state, start=20, budget=budget, margin=margin, cap=200) for margin in (0.0, 0.1))
@@ -272,7 +271,7 @@ def test_a_budget_is_measured_and_held():
 
 def test_copies_of_the_state_do_not_count_to_the_step():
     model = nn.Linear(2048, 4096, bias=False)
-    with Highest() as idle:
+    with PeakResident() as idle:
         pass
     found = find_chunk(lambda rows: None, state=[model], cap=1)
     # The copy is of 32 MiB.
@@ -289,7 +288,7 @@ def test_without_a_budget_half_of_what_the_host_has_is_one():
 def test_peaks_are_seen_also_where_the_kernels_mark_cannot_be_reset(monkeypatch):
     monkeypatch.setattr(host_memory, "reset_peak", lambda: False)
     torch.ones(64 * MIB)
-    with Highest() as seen:
+    with PeakResident() as seen:
         before = resident_bytes()
         # Long enough to be looked at in between.
         x = torch.ones(16 * MIB)

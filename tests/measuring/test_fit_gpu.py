@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from megabatch import config, measurements
 from megabatch.chunks.memory import release
 from megabatch.measuring.fit import fit
-from megabatch.measuring.fit.finder import Found, find_chunk
-from megabatch.measuring.fit.limits import held, limit_of
+from megabatch.measuring.fit.finder import ChunkResult, find_chunk
+from megabatch.measuring.fit.memory import held, limit_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -56,7 +56,7 @@ class Training:
             torch.get_rng_state(),
         ]
 
-    def find(self, room: int, **options: Any) -> Found:
+    def find(self, room: int, **options: Any) -> ChunkResult:
         """What fits beside so many bytes more than the process holds now."""
         release()
         return find_chunk(self.step, state=self.state, budget=torch.cuda.memory_reserved() + room, **options)

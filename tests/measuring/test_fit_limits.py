@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megabatch.measuring.fit.limits import Limit, Peak, held, limit_of
+from megabatch.measuring.fit.memory import Limit, PeakMemory, held, limit_of
 
 GPU = torch.device("cuda", 0)
 
@@ -74,7 +74,7 @@ def test_the_allocator_refuses_within_and_is_as_before_afterwards(memory):
 
 
 def test_the_peak_begins_anew(memory):
-    with Peak(GPU) as peak:
+    with PeakMemory(GPU) as peak:
         memory.peak = max(memory.peak, 40)
     assert peak.bytes == 40
 
@@ -83,7 +83,7 @@ def test_a_device_that_tells_nothing(monkeypatch):
     monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace())
     apple: Any = torch.device("mps")
     assert limit_of(apple, None, 0.1) == Limit(None, "raised")
-    with Peak(apple) as peak:
+    with PeakMemory(apple) as peak:
         pass
     assert peak.bytes is None
     with pytest.raises(ValueError, match="the memory of mps cannot be limited"):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from test_fit_finder import quickly
 from torch import Tensor, nn
 
-from megabatch.measuring.fit.loops import Fitted, fitted, micro_batches
+from megabatch.measuring.fit.loops import FittedStep, fitted, micro_batches
 
 
 class Loop:
@@ -24,7 +24,7 @@ class Loop:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
         self.chunks: list[int] = []
         state = [self.model, self.optimizer]
-        self.step: Fitted[[Tensor, Tensor], Tensor] = fitted(state, margin=0.0, **options)(self.take)
+        self.step: FittedStep[[Tensor, Tensor], Tensor] = fitted(state, margin=0.0, **options)(self.take)
 
     def take(self, chunk: int, inputs: Tensor, labels: Tensor) -> Tensor:
         """One step over all rows."""

@@ -1,4 +1,4 @@
-"""`megabatch fit`: the largest chunk of a run, from the prediction to the file that a plan reads and the picture."""
+"""`megabatch fit`: the largest chunk of a run, from the prediction to the file that a plan reads and the figure."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from test_fit_finder import uncollecting
 from torch import Tensor, nn
 
 from megabatch import config, measurements
-from megabatch.measuring.fit import of_run as fitting
+from megabatch.measuring.fit import fit_run as fitting
 from megabatch.measuring.fit import show
-from megabatch.measuring.fit.limits import Limit
+from megabatch.measuring.fit.memory import Limit
 from megabatch.measuring.fit.show import sentences, ticks
 from megabatch.towers.tower import Tower
 from megabatch.training.distributed import ranks
@@ -71,7 +71,7 @@ def foretold(row: int, constant: int = 0) -> Any:
     """Stands for predictions: so many bytes a row."""
 
     def predictions(*_: Any) -> Any:
-        return lambda batch, chunk, keep: fitting.Predicted(1.0, constant + row * chunk, constant + row * chunk)
+        return lambda batch, chunk, keep: fitting.StepPrediction(1.0, constant + row * chunk, constant + row * chunk)
 
     return predictions
 
@@ -119,8 +119,8 @@ def test_the_embedded_default_end_to_end(tmp_path):
     (trial,) = result.found.trials
     assert trial["ran"] and trial["size"] == 256 and trial["peak_bytes"] < result.found.limit_bytes
     assert trial["predicted_bytes"] == pytest.approx(trial["peak_bytes"], rel=0.25)
-    with Image.open(tmp_path / "fit.png") as picture:
-        assert picture.width > 1000 and len(picture.convert("RGB").getcolors(2**20)) > 5
+    with Image.open(tmp_path / "fit.png") as image:
+        assert image.width > 1000 and len(image.convert("RGB").getcolors(2**20)) > 5
     said = printed(result)
     assert "chunk 256 ran" in said and "no larger one was asked for; one trial" in said and "were predicted" in said
     assert 'batch.chunk=256 with batch.keep="auto"' in said
@@ -183,7 +183,7 @@ def test_a_trial_that_runs_out_of_memory_ends_there(quick, pairs, tmp_path, monk
 def test_a_run_on_a_cpu_pins_nothing(pairs, tmp_path):
     run = run_of(pairs, "compute.device=cpu")
     with ranks(run.compute) as here:
-        bench = fitting.Bench(run, here, tmp_path)
+        bench = fitting.FitBench(run, here, tmp_path)
     parts = bench.training.parts
     assert not parts.shuffled().pinned and not parts.in_order(parts.training).pinned and not bench.batch.x.is_pinned()
     assert replace(parts, ranks=replace(here, device=torch.device("cuda"))).shuffled().pinned
@@ -195,7 +195,7 @@ def test_where_nothing_is_predicted_to_fit_there_is_no_start(pairs, tmp_path, mo
     monkeypatch.setattr(fitting, "resident_bytes", lambda: 0)
     run = run_of(pairs, "compute.device=cpu")
     with ranks(run.compute) as here:
-        foresight = fitting.Foresight(run, fitting.Bench(run, here, tmp_path))
+        foresight = fitting.PredictedPeaks(run, fitting.FitBench(run, here, tmp_path))
         # Of a GiB; 16 rows of 64 MiB are one, to an eighth of them, and the weights are nearly nothing.
         found = foresight.start(40, Limit(2**30, "measured"))
         assert found is None if start is None else start * 7 / 8 <= found <= start

@@ -16,8 +16,7 @@ from small_runs import PAIRS, assert_equal, final, log_of, run_of, train, write_
 from small_towers import Bytes, prepare
 
 from megabatch import config, measurements
-from megabatch.measuring.noise import measure as noise_course
-from megabatch.measuring.noise import show
+from megabatch.measuring.noise import noise_run, show
 from megabatch.measuring.noise.branch import branch, rate_factor
 from megabatch.measuring.noise.probes import BATCHES, Probes
 from megabatch.towers.tower import Tower
@@ -29,7 +28,7 @@ from megabatch.training.noise.estimator import Micro, Moments, moments
 from megabatch.training.schedules import course
 
 # The runs here name towers of the tests: they are trusted.
-noise = functools.partial(noise_course.noise, trust_code=True)
+noise = functools.partial(noise_run.noise, trust_code=True)
 
 CLASSIFY = ["loss.objective=classify", "data.label=label"]
 RAMP = [

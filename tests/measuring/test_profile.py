@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from megabatch import config, measurements
-from megabatch.measuring.predicted import Predicted
-from megabatch.measuring.profile import curve as profile_curve
-from megabatch.measuring.profile import knee, show
-from megabatch.measuring.profile.curve import Size, curve, judge, point, sizes_of
+from megabatch.measuring.predictions import StepPrediction
+from megabatch.measuring.profile import curve as knee
+from megabatch.measuring.profile import profile_run, show
 from megabatch.measuring.profile.page import page, sentences
-from megabatch.measuring.profile.steps import Bench, Timed, median_and_spread, time_steps
+from megabatch.measuring.profile.profile_run import Size, curve, judge, point, sizes_of
+from megabatch.measuring.profile.steps import ProfileBench, Timed, median_and_spread, time_steps
 from megabatch.training.distributed import Ranks, ranks
 
 # The runs here name towers of the tests: they are trusted.
-profile = functools.partial(profile_curve.profile, trust_code=True)
+profile = functools.partial(profile_run.profile, trust_code=True)
 
 WORDS = ["red", "green", "blue", "round", "square", "large", "small", "old", "new", "odd"]
 RISING = [(64, 100.0), (128, 180.0), (256, 195.0), (512, 200.0), (1024, 190.0)]
@@ -169,7 +169,7 @@ def test_chunks_vary_at_the_runs_batch_and_memory_grows_with_them(pairs, tmp_pat
         raise ValueError("what comes out depends on numbers")
 
     # What cannot be predicted is measured all the same.
-    monkeypatch.setattr("megabatch.measuring.profile.curve.predictions", refuse)
+    monkeypatch.setattr("megabatch.measuring.profile.profile_run.predictions", refuse)
     run = run_of(pairs, "batch.keep=0", "batch.size=512", "compute.workspace=262144")
     found = profile(run, chunks=[32, 512], steps=1, out=tmp_path).found
     assert found.against == "chunk"
@@ -190,7 +190,7 @@ def test_a_classifier_is_profiled_too(pairs, tmp_path):
 def test_a_chunk_that_does_not_fit_is_none(options, pairs, tmp_path):
     # The tower has room for 20 rows: at 32 the step would go on in halves, which is not what was asked for.
     run = run_of(pairs, "x.name=small_towers:greedy", 'x.options={"limit": 20}', *options)
-    bench = Bench(run, Ranks(torch.device("cpu")), tmp_path)
+    bench = ProfileBench(run, Ranks(torch.device("cpu")), tmp_path)
     assert bench.measure(64, 16, 1) is not None
     assert bench.measure(64, 32, 1) is None
     # What is left of it does not hinder the next one.
@@ -198,7 +198,7 @@ def test_a_chunk_that_does_not_fit_is_none(options, pairs, tmp_path):
 
 
 def test_steps_leave_the_weights_as_they_are(pairs, tmp_path):
-    bench = Bench(run_of(pairs), Ranks(torch.device("cpu")), tmp_path)
+    bench = ProfileBench(run_of(pairs), Ranks(torch.device("cpu")), tmp_path)
     before = {name: tensor.clone() for name, tensor in bench.parts.model.state_dict().items()}
     assert bench.measure(64, 16, 2) is not None
     assert all(torch.equal(before[name], tensor) for name, tensor in bench.parts.model.state_dict().items())
@@ -207,7 +207,7 @@ def test_steps_leave_the_weights_as_they_are(pairs, tmp_path):
 def measure_as_rank(rank, size, pairs, limit):
     run = run_of(pairs, "x.name=small_towers:greedy", f'x.options={{"limit": {limit if rank else 1000}}}')
     with ranks(run.compute) as here:
-        bench = Bench(run, here, "nowhere")
+        bench = ProfileBench(run, here, "nowhere")
         return [bench.measure(batch, chunk, 2) for batch, chunk in ((32, 8), (64, 16))]
 
 
@@ -220,7 +220,7 @@ def test_ranks_share_a_batch_and_agree_on_its_time_and_its_end(world, pairs):
 
 
 def curve_of_a_gpu():
-    predicted = Predicted(0.9, 2**30, 2 * 2**30)
+    predicted = StepPrediction(0.9, 2**30, 2 * 2**30)
     points = [
         point(Size(64, 16), Timed((1.0,), 2**30, 3 * 2**30, 2), 1, predicted),
         point(Size(128, 16), None, 1, None),

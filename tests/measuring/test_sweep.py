@@ -23,16 +23,26 @@ from megabatch import config, measurements
 from megabatch.data.sampler import Order
 from megabatch.data.source import Sample
 from megabatch.data.split import Part
-from megabatch.measuring.sweep import results, show, sweep
-from megabatch.measuring.sweep.cases import FAILED, Case, Choice, Space, choice, left, wanted
-from megabatch.measuring.sweep.derive import derived, length_of, middle_rate, rule_in_words
-from megabatch.measuring.sweep.outcome import Outcome
+from megabatch.measuring.sweep import show, sweep
+from megabatch.measuring.sweep import sweep_runs as results
+from megabatch.measuring.sweep.cases import (
+    FAILED,
+    Case,
+    ChosenRate,
+    Space,
+    choice,
+    derived,
+    left,
+    length_of,
+    middle_rate,
+    rule_in_words,
+    wanted,
+)
+from megabatch.measuring.sweep.outcome import RunOutcome, halves, seen
 from megabatch.measuring.sweep.page import page
 from megabatch.measuring.sweep.picture import picture
-from megabatch.measuring.sweep.quality import halves, seen
-from megabatch.measuring.sweep.request import requested
-from megabatch.measuring.sweep.spread import Difference, difference, t_quantile
-from megabatch.measuring.sweep.summary import Summary, from_row, pareto
+from megabatch.measuring.sweep.summary import Difference, Summary, difference, from_row, pareto, t_quantile
+from megabatch.measuring.sweep.sweep_runs import requested
 from megabatch.measuring.sweep.verdict import verdict
 from megabatch.training.run_folder import MARK
 from megabatch.training.signals import Stopped
@@ -42,7 +52,7 @@ EVIL = "</ul><script>document.title='owned'</script>"
 
 @pytest.fixture(autouse=True)
 def undrawn(monkeypatch):
-    """Pictures take most of the time of a sweep of known numbers; the test of the files undoes this."""
+    """Figures take most of the time of a sweep of known numbers; the test of the files undoes this."""
     monkeypatch.setattr(results, "picture", lambda subject, out: None)
     monkeypatch.setattr(results, "page", lambda found, rows: "")
 
@@ -68,7 +78,7 @@ class Planted:
         self.batch, self.factor, self.noise, self.fails = batch, factor, noise, fails
         self.runs: list[config.Run] = []
 
-    def __call__(self, run: config.Run) -> Outcome:
+    def __call__(self, run: config.Run) -> RunOutcome:
         self.runs.append(run)
         if self.fails(run):
             raise RuntimeError(f"no memory for {run.batch.size} {EVIL}")
@@ -78,7 +88,7 @@ class Planted:
         quality = 0.3 - 0.01 * math.log2(size / self.batch) ** 2 - 0.005 * math.log2(lr / best) ** 2 + luck
         steps = run.schedule.steps or math.ceil(run.schedule.samples / size)
         rate = 1000 * size / (size + 256)
-        return Outcome(quality, quality, True, 500, quality + 0.1, 0.1, 1.0, steps * size / rate, rate, steps, steps * size)
+        return RunOutcome(quality, quality, True, 500, quality + 0.1, 0.1, 1.0, steps * size / rate, rate, steps, steps * size)
 
 
 def of(seconds: float, *qualities: float, batch: int = 64, **more) -> Summary:
@@ -165,7 +175,7 @@ def test_middle_rates_come_first_and_seeds_are_spent_on_the_best_alone():
     scores = searched(SPACE, lambda case: -abs(math.log(case.lr / best[case.batch])))
     assert len(scores) == 2 * 3 + 2 * 2
     assert [case for case in scores if case.seed] == [Case(b, best[b], 0.1, seed) for b in (64, 256) for seed in (1, 2)]
-    assert choice(SPACE, scores, 256) == Choice(2e-3, 0.1, None, 0)
+    assert choice(SPACE, scores, 256) == ChosenRate(2e-3, 0.1, None, 0)
     # No seed is spent before every batch has its rates.
     known = {case: scores[case] for case in scores if case.seed == 0 and case != Case(256, 4e-3, 0.1, 0)}
     assert wanted(SPACE, known) == [Case(256, 4e-3, 0.1, 0), Case(64, 1e-3, 0.1, 1), Case(64, 1e-3, 0.1, 2)]
@@ -176,11 +186,11 @@ def test_middle_rates_come_first_and_seeds_are_spent_on_the_best_alone():
 @pytest.mark.parametrize(
     ("factor", "found"),
     [
-        (1, Choice(1e-3, 0.1, None, 0)),
+        (1, ChosenRate(1e-3, 0.1, None, 0)),
         # Twice the rule is best of what is asked for, four times of the next, and eight times shows that it is.
-        (4, Choice(4e-3, 0.1, None, 2)),
-        (0.25, Choice(2.5e-4, 0.1, None, 2)),
-        (64, Choice(8e-3, 0.1, "highest", 2)),
+        (4, ChosenRate(4e-3, 0.1, None, 2)),
+        (0.25, ChosenRate(2.5e-4, 0.1, None, 2)),
+        (64, ChosenRate(8e-3, 0.1, "highest", 2)),
     ],
 )
 def test_the_search_goes_on_beyond_an_edge_and_says_when_it_gave_up_there(factor, found):
@@ -193,19 +203,19 @@ def test_the_search_goes_on_beyond_an_edge_and_says_when_it_gave_up_there(factor
 def test_a_single_rate_has_no_edge_and_no_extension():
     space = Space({64: 1e-3}, (1,), (0.1,), (0,), extend=2)
     scores = searched(space, lambda case: 0.5)
-    assert len(scores) == 1 and choice(space, scores, 64) == Choice(1e-3, 0.1, None, 0)
+    assert len(scores) == 1 and choice(space, scores, 64) == ChosenRate(1e-3, 0.1, None, 0)
 
 
 def test_a_rate_that_fails_is_not_taken_and_is_an_edge_that_was_crossed():
     scores = searched(SPACE, lambda case: FAILED if case.lr > 1.5 * SPACE.middles[case.batch] else case.lr)
-    assert choice(SPACE, scores, 64) == Choice(1e-3, 0.1, None, 0)
+    assert choice(SPACE, scores, 64) == ChosenRate(1e-3, 0.1, None, 0)
     assert choice(SPACE, searched(SPACE, lambda case: FAILED), 64) is None
     assert len(searched(SPACE, lambda case: FAILED)) == 2 * 3
 
 
 def test_equal_scores_leave_the_rule_as_it_is():
     scores = searched(SPACE, lambda case: 0.0)
-    assert choice(SPACE, scores, 64) == Choice(1e-3, 0.1, None, 0)
+    assert choice(SPACE, scores, 64) == ChosenRate(1e-3, 0.1, None, 0)
 
 
 def test_other_decays_are_tried_at_the_best_rate():
@@ -213,7 +223,7 @@ def test_other_decays_are_tried_at_the_best_rate():
     assert space.decays == (0.1, 0.0, 0.3)
     space = Space({64: 1e-3}, (0.5, 1, 2), (0.1, 0.0, 0.2), (0, 1), extend=0)
     scores = searched(space, lambda case: case.weight_decay - abs(math.log(case.lr / 1e-3)))
-    assert choice(space, scores, 64) == Choice(1e-3, 0.2, None, 0)
+    assert choice(space, scores, 64) == ChosenRate(1e-3, 0.2, None, 0)
     assert len(scores) == 3 + 2 + 1 and Case(64, 1e-3, 0.2, 1) in scores
 
 
@@ -413,7 +423,7 @@ def test_rates_are_chosen_on_other_pairs_than_are_reported(tmp_path):
     def train(run):
         # By choice 0.5 is better than 1 and 2, by report the worst.
         rank = {5e-4: 0, 1e-3: 1, 2e-3: 2}.get(run.optimizer.lr, 9)
-        return Outcome(quality=0.1 + 0.1 * rank, choosing=0.9 - 0.1 * rank, apart=True, seconds=1.0, steps=1, pairs_per_s=1.0)
+        return RunOutcome(quality=0.1 + 0.1 * rank, choosing=0.9 - 0.1 * rank, apart=True, seconds=1.0, steps=1, pairs_per_s=1.0)
 
     result = sweep(base_run(), batches=[256], seeds=[3, 5], extend=0, out=tmp_path, train=train, say=lambda line: None)
     assert result.found.lr == 5e-4 and result.found.rows[0]["qualities"] == [0.1, 0.1]
@@ -490,7 +500,7 @@ def test_a_signal_stops_the_sweep_and_what_it_runs(tmp_path, monkeypatch):
             signs[0].number = 15
             while not self.stopped:
                 time.sleep(0.01)
-            return Outcome(error="stopped")
+            return RunOutcome(error="stopped")
 
         def stop(self):
             self.stopped = True

@@ -15,7 +15,8 @@ import pytest
 from PIL import Image
 
 from megabatch import config, measurements
-from megabatch.measuring.sweep import results, sweep
+from megabatch.measuring.sweep import sweep
+from megabatch.measuring.sweep import sweep_runs as results
 from megabatch.measuring.sweep.show import verdict_of
 from megabatch.training import run_folder
 

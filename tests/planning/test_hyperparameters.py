@@ -12,7 +12,7 @@ from megabatch.costs.devices import KNOWN, find_device
 from megabatch.costs.hardware import find_machine, parse_bytes, with_rates
 from megabatch.planning import batch, evidence
 from megabatch.planning.hyperparameters import base_for, follow
-from megabatch.planning.request import Question, parse_base, parse_count
+from megabatch.planning.request import Request, parse_base, parse_count
 
 BUDGETS = st.integers(10_000, 10**11)
 
@@ -251,4 +251,4 @@ def test_counts_and_bases_as_people_write_them():
 )
 def test_questions_that_make_no_sense(asked, complaint):
     with pytest.raises(ValueError, match=complaint):
-        Question(**asked)
+        Request(**asked)

@@ -1,4 +1,4 @@
-"""The report and the pictures of a run: whole, of parts, and of what someone else has put into the folder."""
+"""The report and the figures of a run: whole, of parts, and of what someone else has put into the folder."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def step(number: int, **more) -> dict:
 def evaluation(number: int, first: float = 0.25) -> dict:
     shares = {"1": first, "5": 0.5, "10": 0.75}
     found = {
-        "sides": ["picture", "text"],
+        "sides": ["image", "text"],
         "pairs": 2000,
         "x_to_y": shares,
         "y_to_x": shares,
@@ -67,11 +67,11 @@ def whole_run(run: Path) -> Path:
     result = {"steps": 2, "samples": 2048, "seconds": 9.5, "pairs_per_s": 215.6, "peak_bytes": 3 * 2**28, "parameters": 3456789}
     result |= {"planned": {"peak_bytes": 2**29, "seconds_per_step": 5.0}, "evaluation": evaluation(2), "bad": 1, "flat": flat}
     (run / "result.json").write_text(json.dumps(result))
-    answers = [{"text": text, "picture": "contact/found.png", "right": not place, "score": 0.5} for place, text in enumerate(ODD)]
-    written = [{**answer, "picture": None} for answer in answers]
+    answers = [{"text": text, "image": "contact/found.png", "right": not place, "score": 0.5} for place, text in enumerate(ODD)]
+    written = [{**answer, "image": None} for answer in answers]
     queries = [
-        {"text": EVIL, "picture": None, "answers": answers},
-        {"text": "a", "picture": "contact/asked.png", "answers": written},
+        {"text": EVIL, "image": None, "answers": answers},
+        {"text": "a", "image": "contact/asked.png", "answers": written},
     ]
     (run / "contact.json").write_text(json.dumps({"queries": queries}))
     return run
@@ -113,7 +113,7 @@ def test_nothing_from_outside_becomes_markup(run):
     page = Page(run)
     assert {tag for tag, _ in page.tags} == set(TAGS.split())
     assert not [name for _, attributes in page.tags for name in attributes if name.startswith("on") or name in ("href", "action")]
-    # Captions (and the texts that name their pictures), the source, the key, the reason, the note and the machine are there.
+    # Captions (and the texts that name their images), the source, the key, the reason, the note and the machine are there.
     assert page.words.count("<script>document.title='owned'</script>") >= 8
     assert page.words.count("glyphs <b>") == 2
 
@@ -135,7 +135,7 @@ def test_the_page_loads_nothing(run):
 def test_the_report_says_what_was_reached_beside_chance_and_plan(run):
     words = " ".join(Page(run).words.split())
     for said in (
-        "25.0 % of 2,000 held-out texts find their own picture first; chance would be 0.05 %.",
+        "25.0 % of 2,000 held-out texts find their own image first; chance would be 0.05 %.",
         "at 10 75.0 % chance 0.5 %",
         "median rank 4.5 of 2,000",
         "3.46 M",
@@ -230,11 +230,11 @@ def test_a_run_that_classifies_shows_its_accuracy(tmp_path, monkeypatch):
     assert "in-batch accuracy against the samples seen" in drawn and "in-batch recall at 1 against the samples seen" not in drawn
 
 
-def test_a_run_on_texts_has_no_pictures(tmp_path):
+def test_a_run_on_texts_has_no_images(tmp_path):
     settings = config.Run(x=config.Tower("text"), schedule=config.Schedule(steps=1))
     (tmp_path / "run.toml").write_text(config.as_toml(settings))
     (tmp_path / "result.json").write_text(json.dumps({"evaluation": evaluation(1) | {"sides": ["query", "document"]}}))
-    questions = [{"text": "who?", "picture": None, "answers": [{"text": "you", "picture": None, "right": True, "score": 1.0}]}] * 2
+    questions = [{"text": "who?", "image": None, "answers": [{"text": "you", "image": None, "right": True, "score": 1.0}]}] * 2
     (tmp_path / "contact.json").write_text(json.dumps({"queries": questions}))
     write_report(tmp_path)
     page = Page(tmp_path)
@@ -256,24 +256,24 @@ def test_a_failed_write_leaves_the_report_that_was_there(tmp_path, monkeypatch):
     assert (tmp_path / "report.html").read_bytes() == before
 
 
-def test_pictures_outside_the_run_are_not_shown(tmp_path):
+def test_images_outside_the_run_are_not_shown(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     Image.new("RGB", (4, 4)).save(tmp_path / "secret.png")
     Image.new("RGB", (4, 4)).save(run / "own.png")
     (run / "link.png").symlink_to(tmp_path / "secret.png")
-    (run / "text.png").write_text("no picture")
+    (run / "text.png").write_text("no image")
     (run / "torn.png").write_bytes((run / "own.png").read_bytes()[:40])
     names = ["own.png", "../secret.png", str(tmp_path / "secret.png"), "link.png", "text.png", "torn.png", "", "\0", 5, "none.png"]
-    (run / "contact.json").write_text(json.dumps({"queries": [{"text": "q", "picture": name, "answers": 3} for name in names]}))
-    assert [question.asked.picture is not None for question in read_contact(run)] == [True] + [False] * 9
+    (run / "contact.json").write_text(json.dumps({"queries": [{"text": "q", "image": name, "answers": 3} for name in names]}))
+    assert [question.asked.image is not None for question in read_contact(run)] == [True] + [False] * 9
 
 
-def test_a_picture_of_too_many_pixels_is_not_decoded(tmp_path, monkeypatch):
+def test_an_image_of_too_many_pixels_is_not_decoded(tmp_path, monkeypatch):
     monkeypatch.setattr("megabatch.reporting.contact.MOST_PIXELS", 15)
     Image.new("RGB", (4, 4)).save(tmp_path / "large.png")
-    (tmp_path / "contact.json").write_text(json.dumps({"queries": [{"text": "q", "picture": "large.png"}]}))
-    assert read_contact(tmp_path)[0].asked.picture is None
+    (tmp_path / "contact.json").write_text(json.dumps({"queries": [{"text": "q", "image": "large.png"}]}))
+    assert read_contact(tmp_path)[0].asked.image is None
 
 
 def test_what_a_resumed_run_says_replaces_what_was_said_before(tmp_path):
@@ -301,8 +301,8 @@ def test_curves_hold_every_finite_number_against_samples(tmp_path):
 def test_curves_of_any_length_can_be_drawn(tmp_path, steps):
     log = write_log(tmp_path, *[step(n + 1, lr=0.0, pairs_per_s=None) for n in range(steps)])
     curves(log, tmp_path / "curves.png")
-    with Image.open(tmp_path / "curves.png") as picture:
-        assert picture.width > 1000 and len(picture.convert("RGB").getcolors(2**24)) > 10
+    with Image.open(tmp_path / "curves.png") as image:
+        assert image.width > 1000 and len(image.convert("RGB").getcolors(2**24)) > 10
 
 
 def test_drawing_leaves_matplotlib_as_it_was(tmp_path, monkeypatch):
@@ -315,9 +315,9 @@ def test_drawing_leaves_matplotlib_as_it_was(tmp_path, monkeypatch):
 
 def test_contact_sheet_frames_the_right_answers_green_and_the_wrong_ones_red(tmp_path):
     answers = [Shown(text, right=right) for text, right in zip(ODD, (True, False, None, False, True, None), strict=True)]
-    pictures = [answer._replace(picture=Image.new("L", (3, 300), 128)) for answer in answers]
+    images = [answer._replace(image=Image.new("L", (3, 300), 128)) for answer in answers]
     questions = [
-        Question(Shown(EVIL), pictures),
+        Question(Shown(EVIL), images),
         Question(Shown("", Image.new("RGBA", (500, 2))), answers[:1]),
         Question(Shown("x"), []),
     ]

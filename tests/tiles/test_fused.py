@@ -535,7 +535,7 @@ def kept_of(width=8, dtype=torch.float32, **options):
     pairs = Pairs(is_local=True, positive_M=torch.zeros(70), positive_N=torch.zeros(70), **options)
     compute = ComputeOptions(40 * 64 * 4)
     tensors = x.to(dtype), y.to(dtype), torch.tensor(3.0)
-    return tensors, pairs, compute, fused.softmax_stats(*tensors, pairs, columns=True, compute=compute, keep=True).kept
+    return tensors, pairs, compute, fused.softmax_stats(*tensors, pairs, columns=True, compute=compute, save_exp=True).saved_exp
 
 
 def test_kept_exponentials_are_those_of_the_first_panel_and_what_gradients_are_made_of():
@@ -548,7 +548,7 @@ def test_kept_exponentials_are_those_of_the_first_panel_and_what_gradients_are_m
     arguments = x, y, scale, pairs, softmax, softmax
     again, _ = fused.softmax_grads(*arguments, needs_grad=NeedsGrad(True, True), compute=compute)
     kept.buffer.mul_(2)
-    doubled, _ = fused.softmax_grads(*arguments, needs_grad=NeedsGrad(True, True), compute=compute, kept=kept)
+    doubled, _ = fused.softmax_grads(*arguments, needs_grad=NeedsGrad(True, True), compute=compute, saved_exp=kept)
     extra = 2 * true @ y[:columns].double()
     assert torch.allclose((doubled - again)[:rows].double(), extra, rtol=1e-4, atol=1e-3)
     assert torch.allclose(doubled[rows:], again[rows:], rtol=1e-5)
@@ -573,10 +573,10 @@ def test_what_is_kept_tells_the_pairs_that_count_however_small_their_exponential
 def test_what_options_add_to_a_gradient_is_not_kept():
     ids = torch.arange(70) // 2
     assert all(kept_of(**options)[-1] for options in ({"ids_M": ids, "ids_N": ids}, {"ranked": True}, {"smoothed": True}))
-    for options in ({"ids_M": ids, "ids_N": ids, "several": True}, {"drop_above": 0.1}):
+    for options in ({"ids_M": ids, "ids_N": ids, "multi_positive": True}, {"drop_above": 0.1}):
         assert kept_of(**options)[-1] is None
     (x, y, scale), pairs, compute, _ = kept_of()
-    assert fused.softmax_stats(x, y, scale, pairs, columns=True, compute=compute).kept is None
+    assert fused.softmax_stats(x, y, scale, pairs, columns=True, compute=compute).saved_exp is None
     # Nor is it on a device where products are faster: those of fp16, whose panels take four bytes a cell, and narrow ones.
     for dtype, width in ((torch.float16, 768), (torch.bfloat16, 256), (torch.float32, 32)):
         x_MD = torch.empty(8, width, dtype=dtype, device="meta")

@@ -65,9 +65,9 @@ def test_towers_of_all_libraries_are_built_without_it(tmp_path):
     assert ran.returncode == 0, ran.stderr[-3000:]
     unasked, parameters, timm, bert, asked, used, imported = ran.stdout.splitlines()
     assert unasked == "[]"
-    # Of the picture tower and of the text tower, in millions.
+    # Of the image tower and of the text tower, in millions.
     assert parameters == "[304, 123]"
-    assert (timm, bert) == ("picture", "text")
+    assert (timm, bert) == ("image", "text")
     assert asked == "False False"
     # What does need torchvision says so, with the command that mends it, and nobody else sees a placeholder.
     assert used.startswith("ImportError torchvision.transforms.") and without_torchvision.remedy() in used

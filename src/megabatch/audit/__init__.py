@@ -18,7 +18,19 @@ from .rules import RULES
 from .together import audit_together
 from .training import Training, with_known
 
-__all__ = ["RULES", "Finding", "Reading", "Severity", "Training", "audit", "audit_report", "audit_together", "exit_code", "read_any", "rules_page"]
+__all__ = [
+    "RULES",
+    "Finding",
+    "Reading",
+    "Severity",
+    "Training",
+    "audit",
+    "audit_report",
+    "audit_together",
+    "exit_code",
+    "read_any",
+    "rules_page",
+]
 
 
 def audit(

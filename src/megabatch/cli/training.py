@@ -118,7 +118,7 @@ def _search(arguments: argparse.Namespace) -> None:
     options = {"side": arguments.side, "trust_code": arguments.trust_code}
     answers = search(arguments.folder, arguments.query, arguments.k, arguments.device, **options)
     print_table(text_table(["similarity", "answer", "from"], [[f"{a.score:.3f}", a.text, a.key] for a in answers]))
-    if any(answer.picture is not None for answer in answers):
+    if any(answer.image is not None for answer in answers):
         print("contact sheet:", _draw(arguments.query, answers, arguments.out or Path(arguments.folder) / "search.png"))
 
 
@@ -126,7 +126,7 @@ def _draw(query: str, answers: Sequence[Answer], out: Path) -> Path:
     from ..reporting.contact import contact_sheet
     from ..reporting.report import Exhibit, Question
 
-    exhibits = [Exhibit(answer.text, answer.picture, None, answer.score) for answer in answers]
+    exhibits = [Exhibit(answer.text, answer.image, None, answer.score) for answer in answers]
     contact_sheet([Question(Exhibit(query), exhibits)], out)
     return out
 

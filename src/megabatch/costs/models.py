@@ -97,6 +97,6 @@ def _sample(tower: Tower) -> Any:
     size, channels = getattr(tower.prepare, "size", None), getattr(tower.prepare, "channels", None)
     if size is None or channels is None:
         raise ValueError(
-            f"{type(tower.prepare).__name__} prepares pictures of unknown size: give it the attributes size and channels"
+            f"{type(tower.prepare).__name__} prepares images of unknown size: give it the attributes size and channels"
         )
     return torch.zeros(channels, size, size, dtype=torch.uint8)

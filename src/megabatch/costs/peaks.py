@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from .strategy import How
+from .strategy import Strategy
 
 # Rows of the two chunks that are traced: large enough for activations to rule, where the line is one.
 SMALL, LARGE = 32, 64
@@ -31,7 +31,7 @@ class Predicted(Protocol):
     def phases(self) -> dict[str, int]: ...
 
 
-Predict = Callable[[How], Predicted]
+Predict = Callable[[Strategy], Predicted]
 
 
 class Line(NamedTuple):
@@ -42,10 +42,10 @@ class Line(NamedTuple):
     shard: float
     kept: float
 
-    def at(self, how: How) -> float:
+    def at(self, strategy: Strategy) -> float:
         # The last chunk's graph exists anyway while backward begins: the first one that is kept is free.
-        kept = 0 if how.accumulate else max(0, min(how.keep, how.chunks) - 1) * how.chunk
-        return self.constant + self.chunk * how.chunk + self.shard * how.shard + self.kept * kept
+        kept = 0 if strategy.accumulate else max(0, min(strategy.keep, strategy.chunks) - 1) * strategy.chunk
+        return self.constant + self.chunk * strategy.chunk + self.shard * strategy.shard + self.kept * kept
 
 
 class Peaks:
@@ -56,23 +56,23 @@ class Peaks:
 
     def __init__(self, predict: Predict) -> None:
         self.predict = predict
-        self._lines: dict[How, list[Line]] = {}
-        self._factors: dict[How, float] = {}
+        self._lines: dict[Strategy, list[Line]] = {}
+        self._factors: dict[Strategy, float] = {}
 
-    def __call__(self, how: How) -> int:
-        kind = _kind(how)
+    def __call__(self, strategy: Strategy) -> int:
+        kind = _kind(strategy)
         if kind not in self._lines:
             self._lines[kind], self._factors[kind] = self._trace(kind)
-        return round(self._factors[kind] * max(line.at(how) for line in self._lines[kind]))
+        return round(self._factors[kind] * max(line.at(strategy) for line in self._lines[kind]))
 
-    def correct(self, how: How, reserved_bytes: int) -> bool:
+    def correct(self, strategy: Strategy, reserved_bytes: int) -> bool:
         """Raises the lines of a kind so far that they do not lie below what was traced for a way; returns whether they did."""
-        below = self(how) < reserved_bytes
+        below = self(strategy) < reserved_bytes
         if below:
-            self._factors[_kind(how)] *= 1.001 * reserved_bytes / self(how)
+            self._factors[_kind(strategy)] *= 1.001 * reserved_bytes / self(strategy)
         return below
 
-    def _trace(self, kind: How) -> tuple[list[Line], float]:
+    def _trace(self, kind: Strategy) -> tuple[list[Line], float]:
         def traced(chunk: int, shard: int, keep: int = 0) -> Predicted:
             return self.predict(dataclasses.replace(kind, chunk=chunk, shard=shard, keep=keep))
 
@@ -92,7 +92,7 @@ def _line(small: int, large: int, longer: int, kept: int) -> Line:
     return Line(small - chunk * SMALL - shard * 2 * SMALL, chunk, shard, max(0.0, (kept - longer) / SMALL))
 
 
-def _kind(how: How) -> How:
+def _kind(strategy: Strategy) -> Strategy:
     # With DDP, what a rank holds does not depend on how many others there are.
-    ranks = how.ranks if how.sharding == "fsdp2" else min(how.ranks, 2)
-    return dataclasses.replace(how, ranks=ranks, shard=1, chunk=1, keep=0)
+    ranks = strategy.ranks if strategy.sharding == "fsdp2" else min(strategy.ranks, 2)
+    return dataclasses.replace(strategy, ranks=ranks, shard=1, chunk=1, keep=0)

@@ -173,8 +173,8 @@ def _solve(x_MD: Tensor, y_ND: Tensor, scale: Tensor, batch: Batch, rules: Rules
         pairs = _pairs(block, owner, batch, rules, compared_M)
         # Of this rank's own block, which both tours visit first: working memory is free again for the others.
         keep = pairs.is_local and batch.needs_grad is not None
-        found = batch.tiles.softmax_stats(x_MD, block.y_ND, scale, pairs, columns=rules.symmetric, compute=batch.compute, keep=keep)
-        kept = found.kept if keep else kept
+        found = batch.tiles.softmax_stats(x_MD, block.y_ND, scale, pairs, columns=rules.symmetric, compute=batch.compute, save_exp=keep)
+        kept = found.saved_exp if keep else kept
         return (found.rows, found.row_ranking), (found.columns, found.column_ranking)
 
     block = Documents(y_ND, batch.ids_N, compared_M if rules.symmetric else None, None)
@@ -209,7 +209,7 @@ def _gradients(x_MD: Tensor, y_ND: Tensor, scale: Tensor, batch: Batch, rules: R
             needs_grad=needs_grad,
             compute=batch.compute,
             dpos_M=way_back.dpos_M,
-            kept=kept,
+            saved_exp=kept,
         )
 
     compared_N = way_back.compared_M if rules.symmetric else None

@@ -15,7 +15,7 @@ SMALL_BASE, LARGE_BASE = (1e-3, 256), (5e-4, 32_768)
 EPOCHS_OF_WARMUP = 5
 
 
-class Settings(NamedTuple):
+class Hyperparameters(NamedTuple):
     """What a run's optimizer and schedule are given. warmup: steps. sweep: rates to try, lowest first; empty where none is due."""
 
     lr: float
@@ -70,7 +70,7 @@ def follow(
     optimizer: Literal["adamw", "sgd"] = "adamw",
     objective: str = "contrastive",
     smoothed: bool = True,
-) -> Settings:
+) -> Hyperparameters:
     """Everything that follows from a batch, with its reasons. smoothed: whether the loss has label smoothing."""
     steps = math.ceil(seen / batch)
     betas = (0.9, _beta2(batch, objective))
@@ -95,7 +95,7 @@ def follow(
     if smoothing:
         why = "small data is learnt by heart: soften the targets, and compare with 0"
         numbers.append(Number("label smoothing", smoothing, f"{smoothing:g}", why, "a habit", "low"))
-    return Settings(lr, betas, base.weight_decay, warmup, ema, smoothing, steps, sweep, tuple(numbers))
+    return Hyperparameters(lr, betas, base.weight_decay, warmup, ema, smoothing, steps, sweep, tuple(numbers))
 
 
 def _beta2(batch: int, objective: str) -> float:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from .. import config
 from ..costs.hardware import Machine, find_machine
 from ..costs.peaks import Peaks, Predict, Predicted
-from ..costs.strategy import How, Precision, Sharding
+from ..costs.strategy import Precision, Sharding, Strategy
 from ..costs.time import StepTime, Task, scaled, step_time
 from . import batch as batches
 from . import hyperparameters
@@ -20,7 +20,7 @@ from .evidence import FACTS, Fact, Number
 from .plan import Plan
 from .read_measurements import gather
 from .reasons import contrastive_numbers, reach_numbers
-from .request import Question, budget, parse_base, parse_count, towers_of
+from .request import Request, budget, parse_base, parse_count, towers_of
 from .search import Found, Sizes, all_ways, chunk_sizes, search
 from .workload import Workload, traced, workload
 
@@ -31,12 +31,12 @@ STATE_BYTES, HEAVY = 16, 0.25
 class Tools(NamedTuple):
     """What predicts a step: its work, and its memory. Replaced where there is nothing to trace."""
 
-    workload: Callable[[Question, config.Run, Precision, Machine], Workload] = workload
-    predict: Callable[[Question, config.Run, Workload, Machine], Predict] = traced
+    workload: Callable[[Request, config.Run, Precision, Machine], Workload] = workload
+    predict: Callable[[Request, config.Run, Workload, Machine], Predict] = traced
 
 
 def plan(model: str | config.Run | None = None, *, tools: Tools | None = None, trust_code: bool = False, **asked: Any) -> Plan:
-    """The plan for a model, data and machine; see `Question` for what can be asked.
+    """The plan for a model, data and machine; see `Request` for what can be asked.
 
     Without arguments: the embedded default on this machine.
     trust_code: whether code that a Run names (`config.callables`) may be imported and called. A function that `model` itself names,
@@ -45,9 +45,9 @@ def plan(model: str | config.Run | None = None, *, tools: Tools | None = None, t
     if isinstance(model, config.Run):
         config.require_trust(model, trust_code)
     try:
-        question = Question(model, **asked)
+        question = Request(model, **asked)
     except TypeError as error:
-        known = ", ".join(field.name for field in dataclasses.fields(Question))
+        known = ", ".join(field.name for field in dataclasses.fields(Request))
         raise ValueError(f"plan: {error}; known are {known}") from None
     return Planner(question, tools or Tools()).plan()
 
@@ -55,7 +55,7 @@ def plan(model: str | config.Run | None = None, *, tools: Tools | None = None, t
 class Planner:
     """The parts of one plan, in the order in which they are decided."""
 
-    def __init__(self, question: Question, tools: Tools) -> None:
+    def __init__(self, question: Request, tools: Tools) -> None:
         self.question = question
         self.machine = find_machine(question.gpu, question.gpus, question.memory, question.rates)
         self.base = towers_of(question)
@@ -78,17 +78,17 @@ class Planner:
     def plan(self) -> Plan:
         choice = choose(self)
         found, predicted = self.reach_and_check(choice.batch)
-        follows, step = self.follow(found.how.batch), self.step(found.how)
+        follows, step = self.follow(found.strategy.batch), self.step(found.strategy)
         learnt = "as it was asked for" if self.given is not None else choice.why
         numbers = (
-            Number("batch", found.how.batch, f"{found.how.batch:,}", learnt, choice.source, choice.confidence),
+            Number("batch", found.strategy.batch, f"{found.strategy.batch:,}", learnt, choice.source, choice.confidence),
             *reach_numbers(found, self.limit, self.machine, self.known),
-            *(contrastive_numbers(found.how.batch, self.budget.unique) if self.question.pairs else ()),
+            *(contrastive_numbers(found.strategy.batch, self.budget.unique) if self.question.pairs else ()),
             *follows.numbers,
         )
         return Plan(
             run=self.run(found, follows),
-            how=found.how,
+            strategy=found.strategy,
             machine=f"{self.machine.gpus} × {self.machine.device.name}",
             device_bytes=self.machine.device.memory,
             limit_bytes=self.limit,
@@ -99,7 +99,7 @@ class Planner:
             time=step.parts,
             numbers=numbers,
             alternatives=tuple(alternatives(self, found)),
-            notes=(*choice.notes, *self.known.notes, *self.notes(found.how.batch, follows)),
+            notes=(*choice.notes, *self.known.notes, *self.notes(found.strategy.batch, follows)),
             changes=tuple(changes(self, found)),
             curve=tuple(curve(self, found)),
         )
@@ -113,7 +113,7 @@ class Planner:
         accumulate = not self.question.pairs
         ways = all_ways(batch, machine.gpus, precisions=(self.precision,), accumulate=accumulate, shardings=shardings)
         ways = [way for way in ways if self.known.allows(replace(way, chunk=1))] or ways
-        return search(ways, self.memory, lambda how: self.step(how, machine).seconds, self.limit, self.sizes)
+        return search(ways, self.memory, lambda strategy: self.step(strategy, machine).seconds, self.limit, self.sizes)
 
     @property
     def sizes(self) -> Sizes:
@@ -127,16 +127,16 @@ class Planner:
 
         return Sizes(of, fastest=bool(timed))
 
-    def memory(self, how: How) -> int:
+    def memory(self, strategy: Strategy) -> int:
         """Bytes that a way takes of the device: predicted, and put right by what was measured."""
-        found = self.known.memory(how, self.peaks)
-        return min(found, self.limit) if self.known.has_run(how) else found
+        found = self.known.memory(strategy, self.peaks)
+        return min(found, self.limit) if self.known.has_run(strategy) else found
 
     def reach_and_check(self, batch: int) -> tuple[Found, Predicted]:
         """The way to the batch, and a traced step of its own chunk: where that takes more than the lines say, they are raised."""
         while True:
             found = self.reach(batch)
-            near = _nearby(found.how)
+            near = _nearby(found.strategy)
             predicted = self.peaks.predict(near)
             if not self.peaks.correct(near, predicted.reserved_bytes):
                 return found, predicted
@@ -151,13 +151,13 @@ class Planner:
         except ValueError:
             return None
 
-    def step(self, how: How, machine: Machine | None = None) -> StepTime:
+    def step(self, strategy: Strategy, machine: Machine | None = None) -> StepTime:
         """The time of a step, likewise; its parts are the predicted ones in proportion."""
         machine = machine or self.machine
-        predicted = step_time(self.task, how, machine)
-        return scaled(predicted, self.known.seconds(how, lambda way: step_time(self.task, way, machine).seconds))
+        predicted = step_time(self.task, strategy, machine)
+        return scaled(predicted, self.known.seconds(strategy, lambda way: step_time(self.task, way, machine).seconds))
 
-    def follow(self, batch: int) -> hyperparameters.Settings:
+    def follow(self, batch: int) -> hyperparameters.Hyperparameters:
         question, parameters = self.question, sum(work.parameters for work in self.work.towers)
         given, fact, sweep = parse_base(question.base_lr), hyperparameters.GIVEN, self.known.sweep
         if given is None and sweep is not None:
@@ -178,7 +178,7 @@ class Planner:
             smoothed=self.task.loss != "siglip",
         )
 
-    def notes(self, batch: int, follows: hyperparameters.Settings) -> list[str]:
+    def notes(self, batch: int, follows: hyperparameters.Hyperparameters) -> list[str]:
         said = []
         if self.question.pairs:
             said.append(
@@ -195,11 +195,11 @@ class Planner:
             said.append(f"this machine has no accelerator: times rest on an assumption ({self.machine.device.source})")
         return said
 
-    def run(self, found: Found, follows: hyperparameters.Settings) -> config.Run | None:
+    def run(self, found: Found, follows: hyperparameters.Hyperparameters) -> config.Run | None:
         """The configuration: everything that was decided, in the place of what the base had."""
         if self.question.objective == "lm":
             return None
-        base, how = self.base, found.how
+        base, strategy = self.base, found.strategy
         betas, decay = follows.betas, follows.weight_decay
         optimizer = replace(base.optimizer, name=self.question.optimizer, lr=follows.lr, betas=betas, weight_decay=decay)
         optimizer = replace(optimizer, ema=follows.ema)
@@ -207,13 +207,13 @@ class Planner:
         planned = replace(
             base,
             out=self.question.out or base.out,
-            x=replace(base.x, checkpointing=how.checkpointing),
-            y=replace(base.y, checkpointing=how.checkpointing and base.y.name != "x"),
+            x=replace(base.x, checkpointing=strategy.checkpointing),
+            y=replace(base.y, checkpointing=strategy.checkpointing and base.y.name != "x"),
             loss=replace(base.loss, label_smoothing=follows.label_smoothing),
-            batch=replace(base.batch, size=how.batch, chunk=how.chunk, keep=how.keep),
+            batch=replace(base.batch, size=strategy.batch, chunk=strategy.chunk, keep=strategy.keep),
             optimizer=optimizer,
             schedule=replace(base.schedule, **length, warmup=float(follows.warmup)),
-            compute=replace(base.compute, precision=how.precision, sharding=how.sharding),
+            compute=replace(base.compute, precision=strategy.precision, sharding=strategy.sharding),
             planned=config.Planned(found.peak, found.seconds),
         )
         # Another optimizer than the base's does not use all that the base says.
@@ -232,10 +232,10 @@ def choose_precision(asked: Precision | None, machine: Machine) -> Precision:
     return next(precision for precision in order if precision in machine.device.rates)
 
 
-def _nearby(how: How) -> How:
+def _nearby(strategy: Strategy) -> Strategy:
     """A way with the same chunk and few of them: what a peak is made of shows there, at a fraction of the time."""
-    chunks = min(how.chunks, 2)
-    return replace(how, shard=min(how.shard, chunks * how.chunk), keep=min(how.keep, chunks))
+    chunks = min(strategy.chunks, 2)
+    return replace(strategy, shard=min(strategy.shard, chunks * strategy.chunk), keep=min(strategy.keep, chunks))
 
 
 def _scaled(predicted: Predicted, peak: int) -> dict[str, int]:

@@ -37,7 +37,7 @@ SMALLEST_PART = 0.01
 
 def headline(plan: Plan) -> str:
     """Return the answer in a sentence."""
-    strategy = plan.how
+    strategy = plan.strategy
     keep = "" if strategy.accumulate else f", keep {strategy.keep}"
     return (
         f"batch {plan.batch:,}: {strategy.ranks} × {strategy.shard:,}, in chunks of {strategy.chunk:,}{keep}, {strategy.precision};"
@@ -47,7 +47,7 @@ def headline(plan: Plan) -> str:
 
 def plan_report(plan: Plan, currency: str | None = None) -> Report:
     """Return the report of a plan. currency: of costs; None is GPU-hours."""
-    strategy, chosen = plan.how, plan.alternatives[0]
+    strategy, chosen = plan.strategy, plan.alternatives[0]
     file = [] if plan.run is None else [Section("The file that `megabatch train` runs", [Code(as_toml(plan), detail=True)])]
     return Report(
         title=f"batch {plan.batch:,} · {plan.machine} · megabatch plan",

@@ -24,7 +24,7 @@ TEXTS = config.Tower("text", {"width": 512, "depth": 8, "heads": 8, "length": 25
 
 
 @dataclass(frozen=True)
-class Question:
+class Request:
     """objective: "contrastive", "supervised", "lm", "finetune"; loss: "clip" or "siglip", of pairs.
 
     model: names of towers, "open_clip:ViT-L-14", "timm:NAME + text", "vit + text"; "package.module:function" for a language model;
@@ -117,8 +117,9 @@ def parse_count(value: int | str | None, name: str) -> int | None:
     number = float(found[1]) * COUNTS[found[2].upper()]
     if not number <= MOST:
         raise ValueError(f"{name} is {str(value)[:40]!r}: must be at most {MOST:g}")
-    if round(number) < 1:
-        raise ValueError(f"{name} is {value!r}: must be at least 1")
+    # Not round(number) < 1: a text of 400 digits after a minus is -inf, which cannot be rounded.
+    if number <= 0.5:
+        raise ValueError(f"{name} is {str(value)[:40]!r}: must be at least 1")
     return round(number)
 
 
@@ -145,7 +146,7 @@ def named(model: str) -> str:
     return f"open_clip:{model.replace('/', '-')}" if re.fullmatch(r"(ViT|RN|coca)[\w/-]+", model) else model
 
 
-def towers_of(question: Question) -> config.Run:
+def towers_of(question: Request) -> config.Run:
     """The run whose towers are asked about; everything else in it is still to be decided."""
     if isinstance(question.model, config.Run):
         return question.model
@@ -174,7 +175,7 @@ class Budget(NamedTuple):
     seen: int
 
 
-def budget(question: Question, base: config.Run) -> Budget:
+def budget(question: Request, base: config.Run) -> Budget:
     """The samples of a question: given, or the embedded default's."""
     data = parse_count(question.data, "data")
     if data is None:

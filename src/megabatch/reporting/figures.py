@@ -170,9 +170,7 @@ def _draw_bars(axes: Axes, bars: Bars, theme: Theme) -> None:
     axes.barh(names, values, color=theme.lines[0], height=0.6)
     for row, value in enumerate(values):
         text = bars.format(value)
-        axes.annotate(
-            text, (value, row), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8.5, color=theme.ink
-        )
+        axes.annotate(text, (value, row), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8.5, color=theme.ink)
     axes.set_xlim(0, 1.35 * max(values, default=1.0))
     axes.set_xticks([])
     style_axes(axes, theme, bars.title, grid=False)

@@ -94,7 +94,10 @@ def _values(block: Block) -> dict[str, Any]:
         return {"kind": block.kind, "description": block.description, "charts": charts}
     if isinstance(block, Gallery):
         questions = [
-            {"text": question.asked.text, "answers": [{"text": a.text, "right": a.right, "score": a.score} for a in question.answers]}
+            {
+                "text": question.asked.text,
+                "answers": [{"text": a.text, "right": a.right, "score": a.score} for a in question.answers],
+            }
             for question in block.questions
         ]
         return {"kind": block.kind, "questions": questions}

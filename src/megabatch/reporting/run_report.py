@@ -152,7 +152,9 @@ def curve_charts(history: History) -> list[Chart]:
         _curve("loss", {"": _series(steps, "loss")}, "{:.3g}".format, from_zero=False),
         _curve("in-batch recall at 1", {"": _series(steps, "recall")}, percent_text),
         _curve("in-batch accuracy", {"": _series(steps, "accuracy")}, percent_text),
-        _curve("held-out recall, mean of both directions", {f"at {k}": _mean_recall(tests, str(k)) for k in RECALL_AT}, percent_text),
+        _curve(
+            "held-out recall, mean of both directions", {f"at {k}": _mean_recall(tests, str(k)) for k in RECALL_AT}, percent_text
+        ),
         _curve("held-out accuracy", {"": _series(tests, "accuracy")}, percent_text),
         _curve("learning rate", {"": _series(steps, "lr")}, "{:.3g}".format),
         _curve("pairs per second", {"": _series(steps, "pairs_per_s")}, count_text),
@@ -202,7 +204,9 @@ def _headline(folder: Folder, evaluation: Row) -> str:
         return "Nothing has been evaluated on held-out data yet."
     x, y = folder.sides()
     expected = chance(int(pairs))[1]
-    return f"{percent_text(recall)} of {pairs:,.0f} held-out {y}s find their own {x} first; chance would be {percent_text(expected)}."
+    return (
+        f"{percent_text(recall)} of {pairs:,.0f} held-out {y}s find their own {x} first; chance would be {percent_text(expected)}."
+    )
 
 
 def _key_numbers(folder: Folder) -> Iterator[KeyNumber]:

@@ -1,11 +1,12 @@
-"""The tile contract: what goes into one pair of blocks, what comes out, and how the results of two blocks merge.
+"""The tile contract: the inputs and outputs of one pair of blocks, and how the results of two blocks are merged.
 
-Legend: x_MD and y_ND are one rank's rows and one block's documents, z_MN = x_MD @ y_ND.T their similarities, s_MN = scale * z_MN
-their logits. A vector's suffix says whether it runs over rows (M) or columns (N). A tile knows no ranks, no means, no autograd.
+Legend: x_MD holds the rows of one rank, y_ND the documents of one block. z_MN = x_MD @ y_ND.T are the similarities and
+s_MN = scale * z_MN the logits. The suffix of a vector says whether it runs over rows (M) or columns (N). Tiles know nothing of ranks,
+reductions or autograd.
 
-The positive of a row never enters a tile's sums: a tile sums over the *others* that count, and the loss adds the M positives in
-fp32. So 1 - p, which neither bf16 nor the difference of two nearly equal fp32 numbers can hold, is never a difference: it is the
-share of the others.
+The positive of a row is never part of the sums of a tile: a tile sums over the *other* pairs that count, and the loss adds the M
+positives in fp32. So 1 - p is never computed as a difference, which neither bf16 nor the difference of two nearly equal fp32 numbers
+could represent: it is the probability of the others.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Pairs:
-    """Which pairs of a block count, and how. The default: all of them, as negatives.
+    """Which pairs of a block count, and how. By default all of them count, as negatives.
 
-    home: y is x's own block: row i of y is the positive of row i of x, and not among the others.
-    ids_M, ids_N: pairs with equal ids are no negatives: they are left out or, if `several`, further positives.
+    is_local: y is the block of x's own rank: row i of y is the positive of row i of x, and not one of the others.
+    ids_M, ids_N: pairs with equal ids are not negatives. They are left out or, if `multi_positive`, are further positives.
     drop_above, positive_M, positive_N: negatives whose similarity exceeds that of the row's (column's) positive by more than
         drop_above are left out of that row (column).
     smoothed: label smoothing needs plain sums over the pairs that count.
-    ranked: rank each positive among all negatives, dropped ones included, so that dropping cannot flatter the rank.
+    ranked: rank each positive among all negatives, dropped ones included, so that dropping cannot improve the rank.
     """
 
     is_local: bool = False
@@ -41,14 +42,14 @@ class Pairs:
 
 
 class Ranking(NamedTuple):
-    """For each row (or column): how many negatives are at least as similar as the positive, and the most similar negative."""
+    """For each row (or column): the number of negatives at least as similar as the positive, and the highest such similarity."""
 
     ahead: Tensor
     hardest: Tensor
 
 
 class Stats(NamedTuple):
-    """For each row (or column), over its others: Σ exp(s) = total * exp(peak), and the sums that options ask for.
+    """For each row (or column), over its others: Σ exp(s) = total * exp(peak), and the sums that options need.
 
     Two numbers instead of one log-sum-exp: at logits of 1e8, which fp32 allows, peak + log(total) would round log(total) away.
     """
@@ -62,18 +63,18 @@ class Stats(NamedTuple):
 
 
 class SoftmaxPass(NamedTuple):
-    """Sums over the others; None where not wanted. kept: what a backend has left for `softmax_grads` to use, and use up."""
+    """Sums over the others; None where not asked for. saved_exp: exponentials that `softmax_grads` may overwrite."""
 
     rows: Stats
     columns: Stats | None = None
     row_ranking: Ranking | None = None
     column_ranking: Ranking | None = None
-    kept: Any = None
+    saved_exp: Any = None
 
 
 class Softmax(NamedTuple):
-    """For each row (or column), weights included: p = exp(s - peak) * gain; what every further positive and every counted pair is
-    to get of the target."""
+    """For each row (or column), weights included: p = exp(s - peak) * gain, and the target of every further positive and of every
+    pair that counts."""
 
     peak: Tensor
     gain: Tensor
@@ -82,7 +83,7 @@ class Softmax(NamedTuple):
 
 
 class Normalised(NamedTuple):
-    """Each row's weighted loss and the gradient in its positive's logit, rows and columns added up, and the softmax of each."""
+    """The weighted loss of each row, the gradient in its positive's logit (rows and columns added), and the softmax of each side."""
 
     loss_M: Tensor
     dpos_M: Tensor
@@ -91,7 +92,7 @@ class Normalised(NamedTuple):
 
 
 class SigmoidPass(NamedTuple):
-    """Sums over the others: each row's loss, its slope in the bias, the gradient products, the rankings; None where not wanted."""
+    """Sums over the others: loss of each row, its derivative in the bias, gradient products, rankings; None where not asked for."""
 
     value_M: Tensor
     slope_M: Tensor | None = None
@@ -102,15 +103,15 @@ class SigmoidPass(NamedTuple):
 
 
 class NeedsGrad(NamedTuple):
-    """Which gradient products to form: gx_MD = g_MN @ y_ND and gy_ND = g_MN.T @ x_MD, with g_MN the gradient in the logits."""
+    """Which gradient products to compute: gx_MD = g_MN @ y_ND and gy_ND = g_MN.T @ x_MD, with g_MN the gradient in the logits."""
 
     x: bool
     y: bool
 
 
 class ComputeOptions(NamedTuple):
-    """By what means: the working memory in bytes; how fp32 products may be rounded ("ieee": not at all, "tf32": to 10 bits); and
-    whether `softmax_grads` may round bf16 embeddings to eight bits for its similarities."""
+    """How to compute: the workspace in bytes; how fp32 operands of products may be rounded ("ieee": not at all, "tf32": to 10 bits);
+    and whether `softmax_grads` may quantise bf16 embeddings to int8 to compute the similarities again."""
 
     workspace: int
     precision: str = "ieee"
@@ -118,11 +119,11 @@ class ComputeOptions(NamedTuple):
 
 
 class Tiles(Protocol):
-    """What a backend fulfils. Besides its working memory, all that it allocates is O((M + N) · D).
+    """The functions of a backend. Beyond the workspace, a backend allocates O((M + N) · D).
 
-    keep: the gradients of these blocks will be asked for. Working memory may hold what they need until then.
-    dpos_M: the gradients in the positives' logits, by which it can be judged what is small; without it nothing is.
-    Sums and gradients are fp32, or fp64 for fp64 inputs; the scale is not yet in gx_MD and gy_ND.
+    save_exp: the gradients of these blocks will be asked for, so the workspace may hold exponentials for them until then.
+    dpos_M: the gradients in the positives' logits. The int8 backward derives its error limit from them, and is not used without.
+    Sums and gradients are fp32, or fp64 for fp64 inputs; gx_MD and gy_ND are not yet multiplied with the scale.
     """
 
     def default_workspace(self, device: torch.device) -> int: ...
@@ -130,7 +131,7 @@ class Tiles(Protocol):
     def positives(self, x_MD: Tensor, y_ND: Tensor, compute: ComputeOptions) -> Tensor: ...
 
     def softmax_stats(
-        self, x_MD: Tensor, y_ND: Tensor, scale: Tensor, pairs: Pairs, *, columns: bool, compute: ComputeOptions, keep: bool = False
+        self, x_MD: Tensor, y_ND: Tensor, scale: Tensor, pairs: Pairs, *, columns: bool, compute: ComputeOptions, save_exp: bool = False
     ) -> SoftmaxPass: ...
 
     def normalise(
@@ -155,7 +156,7 @@ class Tiles(Protocol):
         needs_grad: NeedsGrad,
         compute: ComputeOptions,
         dpos_M: Tensor | None = None,
-        kept: Any = None,
+        saved_exp: Any = None,
     ) -> tuple[Tensor | None, Tensor | None]: ...
 
     def sigmoid_sums(
@@ -177,12 +178,12 @@ class Tiles(Protocol):
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that sums, logits and gradients are computed in."""
+    """Return the dtype in which sums, logits and gradients are computed."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def merge(a: Any, b: Any) -> Any:
-    """The results of two disjoint sets of others, as one; nested tuples branch by branch, tensors added up in place of a."""
+    """Merge the results of two disjoint sets of others: nested tuples item by item; tensors are added to `a` in place."""
     if a is None or b is None:
         return b if a is None else a
     if isinstance(a, Tensor):

@@ -58,7 +58,7 @@ def positives(x_MD: Tensor, y_ND: Tensor, compute: ComputeOptions) -> Tensor:
 
 
 def softmax_stats(
-    x_MD: Tensor, y_ND: Tensor, scale: Tensor, pairs: Pairs, *, columns: bool, compute: ComputeOptions, keep: bool = False
+    x_MD: Tensor, y_ND: Tensor, scale: Tensor, pairs: Pairs, *, columns: bool, compute: ComputeOptions, save_exp: bool = False
 ) -> SoftmaxPass:
     """Stats and rankings of rows, and of columns if asked for. Nothing is kept: a tile is small against the matrix."""
     bounded = pairs.drop_above is None and _bounded(x_MD, y_ND, scale)
@@ -106,7 +106,7 @@ def softmax_grads(
     needs_grad: NeedsGrad,
     compute: ComputeOptions,
     dpos_M: Tensor | None = None,
-    kept: None = None,
+    saved_exp: None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """gx_MD and gy_ND of the others."""
     bounded = pairs.drop_above is None and rows.counted is None and _bounded(x_MD, y_ND, scale)

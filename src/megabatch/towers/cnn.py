@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from .image_transform import Pixels, PreparePicture
+from .image_transform import Pixels, PrepareImage
 from .tower import Tower
 from .transformer import Perceptron, through
 
@@ -25,23 +25,23 @@ def cnn(
     flip: bool = False,
     checkpointing: bool = False,
 ) -> Tower:
-    """Convolutions for pictures of size × size pixels, then a perceptron over all places that are left.
+    """Convolutions for images of size × size pixels, then a perceptron over all places that are left.
 
     The first one takes overlapping patches, `patch` pixels apart, to `width` features; each further one halves the edge and doubles
     the features, until no more than 7 × 7 places are left. depth: residual convolutions at each size. hidden: width of the
     perceptron. No layer looks at other rows (no batch norm), so that chunks change nothing.
-    channels, crop, flip: see `PreparePicture`.
+    channels, crop, flip: see `PrepareImage`.
     """
     if patch < 2 or patch % 2 or size % patch:
         raise ValueError(f"size is {size} and patch is {patch}: patch must be even and divide size")
-    prepare = PreparePicture(size, channels, crop, flip)
+    prepare = PrepareImage(size, channels, crop, flip)
     edge = size // patch
     stages = [_stage(nn.Conv2d(channels, width, 2 * patch, patch, patch // 2), depth)]
     while edge > SMALLEST:
         stages.append(_stage(nn.Conv2d(width, 2 * width, 3, 2, 1), depth))
         edge, width = (edge + 1) // 2, 2 * width
     module = ConvolutionalNetwork(stages, width * edge**2, hidden, dim, checkpointing=checkpointing)
-    return Tower(module, prepare, "picture")
+    return Tower(module, prepare, "image")
 
 
 class ConvolutionalNetwork(nn.Module):
@@ -55,8 +55,8 @@ class ConvolutionalNetwork(nn.Module):
         self.perceptron = nn.Sequential(nn.Linear(flat, hidden), Perceptron(hidden, 2, nn.ReLU), nn.LayerNorm(hidden))
         self.head = nn.Linear(hidden, dim, bias=False)
 
-    def forward(self, pictures: Tensor) -> Tensor:
-        x = through(self.stages, self.pixels(pictures), checkpointing=self.checkpointing)
+    def forward(self, images: Tensor) -> Tensor:
+        x = through(self.stages, self.pixels(images), checkpointing=self.checkpointing)
         return self.head(self.perceptron(x.flatten(1)))
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from . import without_torchvision
-from .image_transform import Pixels, PreparePicture
-from .library import PICTURE_OPTIONS, normalise, split, unusable
+from .image_transform import Pixels, PrepareImage
+from .library import IMAGE_OPTIONS, normalise, split, unusable
 from .projection import State, fit
 from .tokenizer import PADDING, VOCABULARY, ByteTokenizer
 from .tower import Tower
@@ -30,12 +30,12 @@ LENGTH, SIZE = 77, 224
 
 
 def from_transformers(name: str, dim: int, options: Mapping[str, Any], *, checkpointing: bool) -> Tower:
-    """A text or picture model: a folder with its config.json, or a name that is in the local cache.
+    """A text or image model: a folder with its config.json, or a name that is in the local cache.
 
     A folder with weights (safetensors) starts from them, one without starts fresh.
     pool: "pooler", the model's own pooled output; "mean" over the tokens that are not padding, or over all patches; "class", the
         first position. None: the model's own where it has one, else the mean. Models of sentences mostly want "mean".
-    length (texts): tokens that are read. Pictures: the options of `PreparePicture`; size, mean and deviation are the model's own.
+    length (texts): tokens that are read. Images: the options of `PrepareImage`; size, mean and deviation are the model's own.
     """
     pool = options.get("pool")
     if pool is not None and pool not in POOLS:
@@ -44,16 +44,16 @@ def from_transformers(name: str, dim: int, options: Mapping[str, Any], *, checkp
         config, model = _load(name)
         if checkpointing:
             _checkpoint_inside(model, name)
-        kind = "text" if hasattr(config, "vocab_size") else "picture"
-        known = ("pool", "length") if kind == "text" else ("pool", *PICTURE_OPTIONS)
+        kind = "text" if hasattr(config, "vocab_size") else "image"
+        known = ("pool", "length") if kind == "text" else ("pool", *IMAGE_OPTIONS)
         ours, unknown = split(options, known)
         ours.pop("pool", None)
         if unknown:
             raise ValueError(f"transformers:{name} ({kind}) has no option {min(unknown)!r}; known are {', '.join(known)}")
         if kind == "text":
             return fit(PooledText(model, pool), _tokenizer(name, config, **ours), "text", dim, own_weights=_own_weights)
-        prepare, pixels = _pictures(name, config, ours)
-        return fit(PooledPicture(model, pool), prepare, "picture", dim, pixels=pixels, own_weights=_own_weights)
+        prepare, pixels = _images(name, config, ours)
+        return fit(PooledImage(model, pool), prepare, "image", dim, pixels=pixels, own_weights=_own_weights)
 
 
 def _own_weights(state: State) -> State:
@@ -136,13 +136,13 @@ def _checkpoint_inside(model: nn.Module, name: str) -> None:
         raise ValueError(f"checkpointing is true: transformers:{name} has no gradient checkpointing ({error})") from error
 
 
-def _pictures(name: str, config: Any, options: Mapping[str, Any]) -> tuple[PreparePicture, Pixels]:
-    """Pictures as the model and the folder want them, where the options do not say otherwise."""
+def _images(name: str, config: Any, options: Mapping[str, Any]) -> tuple[PrepareImage, Pixels]:
+    """Images as the model and the folder want them, where the options do not say otherwise."""
     path = Path(name).expanduser() / "preprocessor_config.json"
     facts = json.loads(path.read_text("utf-8")) if path.is_file() else {}
     size = getattr(config, "image_size", SIZE)
     defaults = {"size": size if isinstance(size, int) else size[0], "channels": getattr(config, "num_channels", 3)}
-    prepare = PreparePicture(**{**defaults, **options})
+    prepare = PrepareImage(**{**defaults, **options})
     half = [0.5] * prepare.channels
     return prepare, normalise(facts.get("image_mean", half), facts.get("image_std", half), prepare.channels)
 
@@ -211,8 +211,8 @@ class PooledText(nn.Module):
         return pooled(out, self.pool, lambda hidden: (hidden * mask).sum(1) / mask.sum(1).clamp(min=1))
 
 
-class PooledPicture(nn.Module):
-    """A picture model with one vector a row; maps of features are as good as positions."""
+class PooledImage(nn.Module):
+    """An image model with one vector a row; maps of features are as good as positions."""
 
     def __init__(self, model: nn.Module, pool: str | None) -> None:
         super().__init__()

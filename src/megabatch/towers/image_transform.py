@@ -1,4 +1,4 @@
-"""Pictures on their way into an encoder: bytes of one size while they travel, normalised numbers inside the module."""
+"""Images on their way into an encoder: bytes of one size while they travel, normalised numbers inside the module."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 # The widest and the tallest crop, as torchvision and timm have them.
 RATIOS = (3 / 4, 4 / 3)
-# A crop of the wanted area and shape may not fit into a narrow picture; so many are tried.
+# A crop of the wanted area and shape may not fit into a narrow image; so many are tried.
 TRIES = 10
 # Pillow's own numbers, so that a tower can be built where there is no Pillow. Its filters antialias when they make smaller.
 BICUBIC, MIRROR = 3, 0
@@ -20,12 +20,12 @@ Box = tuple[float, float, float, float]
 
 
 @dataclass(frozen=True)
-class PreparePicture:
-    """Makes of a picture (PIL) a tensor of bytes, (channels, size, size): the square in its middle, resized with antialiasing.
+class PrepareImage:
+    """Makes of an image (PIL) a tensor of bytes, (channels, size, size): the square in its middle, resized with antialiasing.
 
     channels: 1 is grey, 3 is red, green, blue.
-    crop: with a seed, a random rectangle takes the place of the middle: at least this share of the picture's area. 1.0: none.
-    flip: with a seed, every other picture is mirrored. Writing and glyphs are not to be.
+    crop: with a seed, a random rectangle takes the place of the middle: at least this share of the image's area. 1.0: none.
+    flip: with a seed, every other image is mirrored. Writing and glyphs are not to be.
     """
 
     size: int = 32
@@ -43,17 +43,17 @@ class PreparePicture:
 
     def __call__(self, raw: Any, seed: int | None) -> Tensor:
         if not hasattr(raw, "convert"):
-            raise ValueError(f"a tower for pictures was given a {type(raw).__name__}: this side of the data is no picture")
+            raise ValueError(f"a tower for images was given a {type(raw).__name__}: this side of the data is no image")
         mode = "L" if self.channels == 1 else "RGB"
         # Palettes have to become colours before pixels are averaged.
-        picture = raw if raw.mode == mode else raw.convert(mode)
+        image = raw if raw.mode == mode else raw.convert(mode)
         chance = random.Random(seed) if seed is not None and (self.crop < 1 or self.flip) else None
-        box = _middle(*picture.size) if chance is None or self.crop == 1 else _random_box(picture.size, self.crop, chance)
-        if picture.size != (self.size, self.size) or box != (0, 0, self.size, self.size):
-            picture = picture.resize((self.size, self.size), BICUBIC, box=box)
+        box = _middle(*image.size) if chance is None or self.crop == 1 else _random_box(image.size, self.crop, chance)
+        if image.size != (self.size, self.size) or box != (0, 0, self.size, self.size):
+            image = image.resize((self.size, self.size), BICUBIC, box=box)
         if self.flip and chance is not None and chance.random() < 0.5:
-            picture = picture.transpose(MIRROR)
-        pixels = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8)
+            image = image.transpose(MIRROR)
+        pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
         if self.channels == 1:
             return pixels.view(1, self.size, self.size)
         return pixels.view(self.size, self.size, self.channels).permute(2, 0, 1).contiguous()

@@ -15,21 +15,21 @@ from typing import Any
 from torch import Tensor, nn
 
 from . import without_torchvision
-from .image_transform import Pixels, PreparePicture
+from .image_transform import Pixels, PrepareImage
 from .projection import State, fit
 from .tokenizer import ByteTokenizer
 from .tower import Tower
 
-PICTURE_OPTIONS = tuple(field.name for field in fields(PreparePicture))
+IMAGE_OPTIONS = tuple(field.name for field in fields(PrepareImage))
 # What a Module of your own may be given, and the options of its preparation.
-PREPARATIONS = {None: (), "picture": PICTURE_OPTIONS, "text": ("length",)}
+PREPARATIONS = {None: (), "image": IMAGE_OPTIONS, "text": ("length",)}
 # Options by which timm and OpenCLIP would read a file, unpickle it or download: weights come from the tower's `weights` alone.
 LOADING_OPTIONS = re.compile(r"pretrained|^hf_|^(checkpoint_path|cache_dir|load_weights|load_weights_only|weights_only|file|url)$")
 LOADING_VALUES = re.compile(r"^(hf[-_]hub|local-dir|https?|file):")
 
 
 def from_timm(name: str, dim: int, options: Mapping[str, Any], *, checkpointing: bool) -> Tower:
-    """A timm model, with its own size, mean and deviation. Options: those of `PreparePicture`, and of `timm.create_model`."""
+    """A timm model, with its own size, mean and deviation. Options: those of `PrepareImage`, and of `timm.create_model`."""
     try:
         timm = without_torchvision.import_timm()
     except Exception as error:
@@ -37,7 +37,7 @@ def from_timm(name: str, dim: int, options: Mapping[str, Any], *, checkpointing:
     if not timm.is_model(name):
         raise unknown("timm", name, timm.list_models())
     refuse_loading(f"timm:{name}", options)
-    ours, theirs = split(options, PICTURE_OPTIONS)
+    ours, theirs = split(options, IMAGE_OPTIONS)
     # Only models that do not take any size have an argument for it.
     if "size" in ours and getattr(timm.get_pretrained_cfg(name), "fixed_input_size", False):
         theirs["img_size"] = ours["size"]
@@ -47,7 +47,7 @@ def from_timm(name: str, dim: int, options: Mapping[str, Any], *, checkpointing:
         raise ValueError(f"timm:{name} does not take the options {dict(options)!r} ({error})") from error
     config = timm.data.resolve_model_data_config(encoder)
     ours.setdefault("size", config["input_size"][-1])
-    prepare = PreparePicture(**ours)
+    prepare = PrepareImage(**ours)
     if checkpointing:
         checkpoint_inside(encoder, f"timm:{name}")
     classifiers = encoder.pretrained_cfg.get("classifier") or ()
@@ -57,13 +57,13 @@ def from_timm(name: str, dim: int, options: Mapping[str, Any], *, checkpointing:
         return {key: value for key, value in state.items() if not key.startswith(tuple(f"{c}." for c in classifiers))}
 
     pixels = normalise(config["mean"], config["std"], prepare.channels)
-    return fit(encoder, prepare, "picture", dim, pixels=pixels, own_weights=own_weights)
+    return fit(encoder, prepare, "image", dim, pixels=pixels, own_weights=own_weights)
 
 
 def from_open_clip(name: str, dim: int, options: Mapping[str, Any], *, side: str, checkpointing: bool) -> Tower:
-    """The picture tower (side x) or the text tower (side y) of an OpenCLIP model, from its configuration.
+    """The image tower (side x) or the text tower (side y) of an OpenCLIP model, from its configuration.
 
-    Options: those of `PreparePicture`, and of `open_clip.create_model`; part = "picture" or "text" overrules the side.
+    Options: those of `PrepareImage`, and of `open_clip.create_model`; part = "image" or "text" overrules the side.
     """
     try:
         open_clip = without_torchvision.import_open_clip()
@@ -72,18 +72,18 @@ def from_open_clip(name: str, dim: int, options: Mapping[str, Any], *, side: str
     if name not in open_clip.list_models():
         raise unknown("open_clip", name, open_clip.list_models())
     refuse_loading(f"open_clip:{name}", options)
-    ours, theirs = split(options, (*PICTURE_OPTIONS, "part"))
-    part = ours.pop("part", "picture" if side == "x" else "text")
-    if part not in ("picture", "text"):
-        raise ValueError(f"part is {part!r}: must be 'picture' or 'text'")
+    ours, theirs = split(options, (*IMAGE_OPTIONS, "part"))
+    part = ours.pop("part", "image" if side == "x" else "text")
+    if part not in ("image", "text"):
+        raise ValueError(f"part is {part!r}: must be 'image' or 'text'")
     texts = open_clip.get_model_config(name)["text_cfg"]
     if texts.get("hf_model_name") or (part == "text" and texts.get("hf_tokenizer_name")):
         raise ValueError(f"open_clip:{name} would have to be downloaded in part; name a model whose text tower is OpenCLIP's own")
     model = _create_open_clip(open_clip.create_model, name, ours.get("size"), theirs)
-    encoder = model.visual if part == "picture" else model.text
+    encoder = model.visual if part == "image" else model.text
     if checkpointing:
         checkpoint_inside(encoder, f"open_clip:{name}")
-    prefix = "visual." if part == "picture" else "text."
+    prefix = "visual." if part == "image" else "text."
 
     def own_weights(state: State) -> State:
         state = open_clip.model.convert_to_custom_text_state_dict(state)
@@ -95,7 +95,7 @@ def from_open_clip(name: str, dim: int, options: Mapping[str, Any], *, side: str
         raise ValueError(f"channels is {ours['channels']}: open_clip:{name} takes colours, channels = 3")
     ours.setdefault("size", encoder.image_size if isinstance(encoder.image_size, int) else encoder.image_size[0])
     pixels = normalise(encoder.image_mean, encoder.image_std, 3)
-    return fit(encoder, PreparePicture(**ours), "picture", dim, pixels=pixels, own_weights=own_weights)
+    return fit(encoder, PrepareImage(**ours), "image", dim, pixels=pixels, own_weights=own_weights)
 
 
 def _create_open_clip(create: Callable[..., nn.Module], name: str, size: int | None, options: Mapping[str, Any]) -> Any:
@@ -130,7 +130,7 @@ class OpenClipTokenizer:
 def from_function(name: str, dim: int, options: Mapping[str, Any], *, checkpointing: bool) -> Tower:
     """What the function "package.module:function" returns, called with the options: a Tower; or a Module, with the option kind.
 
-    kind = "picture": the Module is given normalised numbers, after `PreparePicture`. kind = "text": the tokens of `ByteTokenizer`.
+    kind = "image": the Module is given normalised numbers, after `PrepareImage`. kind = "text": the tokens of `ByteTokenizer`.
     The options of these reach the function too where it has arguments of their names.
     """
     if checkpointing:
@@ -138,7 +138,7 @@ def from_function(name: str, dim: int, options: Mapping[str, Any], *, checkpoint
     ours, theirs = split(options, ("kind",))
     kind = ours.get("kind")
     if kind not in PREPARATIONS:
-        raise ValueError(f"kind is {kind!r}: must be 'picture' or 'text', or left out where the function returns a Tower")
+        raise ValueError(f"kind is {kind!r}: must be 'image' or 'text', or left out where the function returns a Tower")
     ours, theirs = split(theirs, PREPARATIONS[kind])
     try:
         function = pkgutil.resolve_name(name)
@@ -153,10 +153,10 @@ def from_function(name: str, dim: int, options: Mapping[str, Any], *, checkpoint
     if not isinstance(made, nn.Module):
         raise ValueError(f"{name} returned a {type(made).__name__}: must be a torch.nn.Module, or a Tower")
     if kind is None:
-        raise ValueError(f"{name} returned a Module: give the option kind = 'picture' or 'text', which says what it takes")
+        raise ValueError(f"{name} returned a Module: give the option kind = 'image' or 'text', which says what it takes")
     if kind == "text":
         return fit(made, ByteTokenizer(**ours), "text", dim)
-    return fit(made, PreparePicture(**ours), "picture", dim, pixels=Pixels())
+    return fit(made, PrepareImage(**ours), "image", dim, pixels=Pixels())
 
 
 def split(options: Mapping[str, Any], names: Iterable[str]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -43,7 +43,7 @@ class Fitted(nn.Module):
 def fit(
     encoder: nn.Module,
     prepare: Callable[[Any, int | None], Any],
-    kind: Literal["picture", "text"],
+    kind: Literal["image", "text"],
     dim: int,
     *,
     pixels: Pixels | None = None,

@@ -12,8 +12,8 @@ class Tower(NamedTuple):
     """One encoder.
 
     module: takes what `prepare` made, stacked along a new first dimension, and returns (rows, dim) embeddings, not normalised.
-        Pictures arrive as bytes (uint8, channels first) and are scaled and normalised inside, so that they travel small.
-    prepare: prepare(raw, seed) makes one sample ready, in a worker process: a picture or a text becomes a tensor, or a dict of
+        Images arrive as bytes (uint8, channels first) and are scaled and normalised inside, so that they travel small.
+    prepare: prepare(raw, seed) makes one sample ready, in a worker process: an image or a text becomes a tensor, or a dict of
         tensors, of one fixed shape. `seed` is an integer that decides every random choice of an augmentation; None: no augmentation
         (evaluation). Can be pickled.
     kind: what `prepare` takes.
@@ -21,4 +21,4 @@ class Tower(NamedTuple):
 
     module: nn.Module
     prepare: Callable[[Any, int | None], Any]
-    kind: Literal["picture", "text"]
+    kind: Literal["image", "text"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .image_transform import Pixels, PreparePicture
+from .image_transform import Pixels, PrepareImage
 from .tower import Tower
 from .transformer import Block, through
 
@@ -26,22 +26,22 @@ def vit(
     flip: bool = False,
     checkpointing: bool = False,
 ) -> Tower:
-    """A transformer over patches, for pictures of size × size pixels.
+    """A transformer over patches, for images of size × size pixels.
 
     patch: pixels of a patch's edge. width, depth, heads: of the transformer.
     pool: "mean" of all patches; a "class" token beside them; "flat" is all patches side by side, which keeps where things are: good
         for a few patches, too wide for many.
-    channels, crop, flip: see `PreparePicture`.
+    channels, crop, flip: see `PrepareImage`.
     """
     if patch < 1 or size % patch:
-        raise ValueError(f"size is {size} and patch is {patch}: a picture is a whole number of patches wide")
+        raise ValueError(f"size is {size} and patch is {patch}: an image is a whole number of patches wide")
     if pool not in POOLS:
         raise ValueError(f"pool is {pool!r}: must be one of {', '.join(POOLS)}")
-    prepare = PreparePicture(size, channels, crop, flip)
+    prepare = PrepareImage(size, channels, crop, flip)
     embed = nn.Linear(channels * patch**2, width)
     blocks = [Block(width, heads) for _ in range(depth)]
     module = VisionTransformer(embed, (size // patch) ** 2, blocks, pool, dim, checkpointing=checkpointing)
-    return Tower(module, prepare, "picture")
+    return Tower(module, prepare, "image")
 
 
 class VisionTransformer(nn.Module):
@@ -62,8 +62,8 @@ class VisionTransformer(nn.Module):
         self.norm = nn.LayerNorm(pooled)
         self.head = nn.Linear(pooled, dim, bias=False)
 
-    def forward(self, pictures: Tensor) -> Tensor:
-        x = self.embed(_patches(self.pixels(pictures), self.edge)) + self.positions
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.embed(_patches(self.pixels(images), self.edge)) + self.positions
         if self.token is not None:
             x = torch.cat([self.token.expand(len(x), -1, -1), x], dim=1)
         x = through(self.blocks, x, checkpointing=self.checkpointing)
@@ -71,9 +71,9 @@ class VisionTransformer(nn.Module):
         return self.head(self.norm(x))
 
 
-def _patches(pictures: Tensor, edge: int) -> Tensor:
+def _patches(images: Tensor, edge: int) -> Tensor:
     """(rows, edge², values of a patch), for edge × edge patches."""
-    rows, channels, size, _ = pictures.shape
+    rows, channels, size, _ = images.shape
     patch = size // edge
-    grid = pictures.view(rows, channels, edge, patch, edge, patch)
+    grid = images.view(rows, channels, edge, patch, edge, patch)
     return grid.permute(0, 2, 4, 1, 3, 5).reshape(rows, edge**2, channels * patch**2)

@@ -1,7 +1,7 @@
 """Imports of timm, OpenCLIP and transformers beside a torchvision that cannot be imported.
 
 torchvision's operators are compiled for one build of torch. Beside another one its import raises ("operator torchvision::nms does
-not exist"), and so does the import of every library that imports it. Towers need nothing of it: `PreparePicture` prepares images,
+not exist"), and so does the import of every library that imports it. Towers need nothing of it: `PrepareImage` prepares images,
 and a model's layers are those of torch. So where torchvision fails, transformers is told that it is not installed, which it
 supports; timm and OpenCLIP, which need it, are imported with placeholders for what they take from it. A working torchvision is left
 alone.

@@ -151,7 +151,7 @@ def _shown(samples: dict[int, Sample], place: int, side: str, folder: Path) -> d
     return {"text": caption if isinstance(caption, str) else "", "image": path.relative_to(folder).as_posix()}
 
 
-def _small(picture: Image) -> Image:
-    picture = picture.convert("RGB")
-    picture.thumbnail((256, 256))
-    return picture
+def _small(image: Image) -> Image:
+    image = image.convert("RGB")
+    image.thumbnail((256, 256))
+    return image

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +13,12 @@ import torch
 from ... import measurements
 from ...chunks.ddp_fsdp import meeting_rings
 from ...chunks.memory import release
+from ...environment import device_name
 from ...reporting.format import bytes_text
 from ...ring import Group, Ring
 from . import search
-from .limits import Limit, limit_of
+from .memory import Limit, limit_of
 from .snapshot import Snapshot
-from .stored import Stored
 from .trial import Trial, Trials
 
 # Where nothing is known, the search begins here.
@@ -31,7 +32,7 @@ CAREFUL = 4
 
 
 @dataclass(frozen=True)
-class Found:
+class ChunkResult:
     """The largest size that really ran. limit_bytes: what it was held to, None where only the device said no; trials: all that was
     tried, in order."""
 
@@ -43,7 +44,7 @@ class Found:
         return measurements.Fit(self.size, self.limit_bytes, tuple(trial._asdict() for trial in self.trials))
 
 
-class Asked(NamedTuple):
+class SearchOptions(NamedTuple):
     """Where a search begins and ends."""
 
     start: int | None = None
@@ -63,7 +64,7 @@ def find_chunk(
     budget: int | None = None,
     group: Group = ...,
     file: str | Path | None = None,
-) -> Found:
+) -> ChunkResult:
     """The largest micro-batch (or chunk) that runs: doubling, then bisection, on real steps.
 
     step: takes a number of rows and runs one step of training at it: forward, backward, optimizer. It must be able to take its data
@@ -92,13 +93,13 @@ def find_chunk(
     """
     ring, snapshot = Ring.of(group), Snapshot(state)
     limit = limit_of(snapshot.device, budget, margin, ring.size)
-    asked = Asked(start, cap, within, margin)
-    return seek(step, snapshot, limit, ring, asked, None if file is None else Stored(Path(file), budget))
+    asked = SearchOptions(start, cap, within, margin)
+    return seek(step, snapshot, limit, ring, asked, None if file is None else ResultFile(Path(file), budget))
 
 
 def seek(
-    step: Callable[[int], Any], snapshot: Snapshot, limit: Limit, ring: Ring, asked: Asked, stored: Stored | None = None
-) -> Found:
+    step: Callable[[int], Any], snapshot: Snapshot, limit: Limit, ring: Ring, asked: SearchOptions, stored: ResultFile | None = None
+) -> ChunkResult:
     """As `find_chunk`, its parts made."""
     asked, limit = _agreed(asked, limit, ring, snapshot.device)
     release()
@@ -109,7 +110,7 @@ def seek(
     if kept is not None:
         asked = asked._replace(start=kept)
     if trusted and kept is not None and kept <= cap and trials(kept):
-        return Found(kept, limit.bytes, tuple(trials.done))
+        return ChunkResult(kept, limit.bytes, tuple(trials.done))
     size = _carefully(trials, limit, asked, cap) if meeting else _search(trials, limit, asked, cap)
     if size is None:
         raise ValueError(_hopeless(trials, limit))
@@ -118,13 +119,13 @@ def seek(
             f"cap is not given, and the step runs even at {size:,} rows: it does not seem to use its size; pass cap=…, the rows "
             "there are"
         )
-    found = Found(size, limit.bytes, tuple(trials.done))
+    found = ChunkResult(size, limit.bytes, tuple(trials.done))
     if stored is not None and ring.rank == 0:
         stored.write(found.as_fit(), snapshot.device)
     return found
 
 
-def _search(trials: Trials, limit: Limit, asked: Asked, cap: int) -> int | None:
+def _search(trials: Trials, limit: Limit, asked: SearchOptions, cap: int) -> int | None:
     def hint() -> int | None:
         return None if limit.bytes is None else search.on_the_line(trials.peaks(), limit.bytes)
 
@@ -137,7 +138,7 @@ def _search(trials: Trials, limit: Limit, asked: Asked, cap: int) -> int | None:
     return size if less == size else search.lasting(trials, less, cap=less)
 
 
-def _carefully(trials: Trials, limit: Limit, asked: Asked, cap: int) -> int | None:
+def _carefully(trials: Trials, limit: Limit, asked: SearchOptions, cap: int) -> int | None:
     if limit.bytes is None:
         raise ValueError("ranks meet inside the step, and the device does not tell its memory: a failure would not be survived")
     allowed = limit.bytes
@@ -149,7 +150,7 @@ def _carefully(trials: Trials, limit: Limit, asked: Asked, cap: int) -> int | No
     return search.carefully(trials, max(1, (asked.start or START) // CAREFUL), cap, ceiling)
 
 
-def _agreed(asked: Asked, limit: Limit, ring: Ring, device: torch.device) -> tuple[Asked, Limit]:
+def _agreed(asked: SearchOptions, limit: Limit, ring: Ring, device: torch.device) -> tuple[SearchOptions, Limit]:
     """What was asked, checked, and the limit, both the same on all ranks: the smallest of any."""
     for name, value in (("start", asked.start), ("cap", asked.cap)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
@@ -171,3 +172,33 @@ def _hopeless(trials: Trials, limit: Limit) -> str:
         f"not even one row fits: {last.why}{words}{took}{held}. Raise the budget or lower the margin; else recompute activations "
         "inside the model (checkpointing), use a lower precision, shard the weights over more ranks, or take a smaller model"
     )
+
+
+class ResultFile(NamedTuple):
+    """A result that is kept in a file. budget: what is asked for now; another one asks for another result."""
+
+    path: Path
+    budget: int | None
+
+    def read(self, ring: Ring, device: torch.device, limit: Limit, cap: int) -> tuple[int | None, bool]:
+        """The size in the file, None where there is none, and whether it still is the answer: found on such a device within this
+        limit, and not at a lower cap. The first rank reads, since the others may not see its disk."""
+        size, trusted = 0, False
+        if ring.rank == 0 and self.path.exists():
+            before = measurements.read(self.path)
+            if not isinstance(before.found, measurements.Fit):
+                raise ValueError(f"{self.path}: holds a measurement of {before.kind}, not of what fits; name another file")
+            size = before.found.chunk
+            same = before.device == device_name(device) and before.torch == str(torch.__version__)
+            same = same and (self.budget is None or before.found.limit_bytes == limit.bytes)
+            trusted = same and (size == cap or any(not trial["ran"] for trial in before.found.trials))
+        first = ring.gather([size, int(trusted)], device)[0]
+        return first[0] or None, bool(first[1])
+
+    def write(self, fit: measurements.Fit, device: torch.device) -> None:
+        measurements.write(as_measured(fit, {}, device), self.path)
+
+
+def as_measured(fit: measurements.Fit, run: dict[str, Any], device: torch.device) -> measurements.Measured:
+    """The result with where and when it was found; `run` is empty for a loop that is not ours."""
+    return measurements.Measured(fit, run, device_name(device), str(torch.__version__), datetime.date.today().isoformat())

@@ -10,7 +10,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from ...chunks.rows import rows_of, split
 from ...ring import Group, Ring
-from .finder import Found, find_chunk
+from .finder import ChunkResult, find_chunk
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
@@ -25,7 +25,7 @@ def fitted(
     budget: int | None = None,
     group: Group = ...,
     file: str | Path | None = None,
-) -> Callable[[Callable[Concatenate[int, Args], Result]], Fitted[Args, Result]]:
+) -> Callable[[Callable[Concatenate[int, Args], Result]], FittedStep[Args, Result]]:
     """A decorator for a training step whose first argument is the chunk: it is called without it, and is given one that fits.
 
     The batch stays what it is; the chunk alone follows the memory, and with it the number of micro-batches. The first call finds
@@ -50,17 +50,17 @@ def fitted(
     options: dict[str, Any] = {"start": start, "margin": margin, "budget": budget, "group": group, "file": file}
     if batch is not None and batch < 1:
         raise ValueError(f"batch is {batch!r}: must be at least 1, the rows of a step over all ranks")
-    return lambda step: Fitted(step, state, batch, options)
+    return lambda step: FittedStep(step, state, batch, options)
 
 
-class Fitted(Generic[Args, Result]):
+class FittedStep(Generic[Args, Result]):
     """What `fitted` makes of a step. `found` is None until the first call."""
 
     def __init__(
         self, step: Callable[Concatenate[int, Args], Result], state: Sequence[Any], batch: int | None, options: dict[str, Any]
     ) -> None:
         functools.update_wrapper(self, step)
-        self.found: Found | None = None
+        self.found: ChunkResult | None = None
         self._step, self._state, self._batch, self._options = step, state, batch, options
 
     def __call__(self, *args: Args.args, **kwargs: Args.kwargs) -> Result:

@@ -86,7 +86,9 @@ def _figure(fit: Fit) -> Figure:
         Series(predicted if len(predicted) > 1 else [], "predicted", "dotted", color=2),
         Series(ran, "ran", "points", size=7),
         Series(failed, "did not run", "crosses", color=1, size=7),
-        Series(chosen, style="rings", texts=[f"chunk {size:,}: {bytes_text(peak)}" for size, peak in chosen], offset=(0, -20), size=13),
+        Series(
+            chosen, style="rings", texts=[f"chunk {size:,}: {bytes_text(peak)}" for size, peak in chosen], offset=(0, -20), size=13
+        ),
     ]
     limit = [] if not fit.limit_bytes else [Level(fit.limit_bytes, f"may be used: {bytes_text(fit.limit_bytes)}")]
     peaks = [peak for _, peak in (*ran, *failed, *predicted)] + [level.value for level in limit]

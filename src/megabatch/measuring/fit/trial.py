@@ -16,7 +16,7 @@ from ...chunks import attempt
 from ...chunks.ddp_fsdp import modules_in, submodules
 from ...chunks.memory import is_out_of_memory, release
 from ...ring import Ring
-from .limits import Limit, Peak, held
+from .memory import Limit, PeakMemory, held
 from .snapshot import Snapshot
 
 # The first step creates the optimizer's state, at its end: what forward and backward take beside it shows in the second.
@@ -54,7 +54,7 @@ class Trials:
     def __call__(self, size: int) -> bool:
         seconds = 0.0
         try:
-            with held(self._limit, self._device), Peak(self._device) as peak:
+            with held(self._limit, self._device), PeakMemory(self._device) as peak:
                 verdict = RAN
                 for _ in range(STEPS):
                     began = time.perf_counter()
@@ -78,7 +78,7 @@ class Trials:
 
     def _take(self, size: int) -> int | Exception:
         """One step: whether it ran or ran out of memory; any other error as it is."""
-        seen = Observed(self._ring)
+        seen = ChunkObserver(self._ring)
         with ExitStack() as contexts:
             if not self._meeting:
                 # Gradients stay on their rank: one that has run out of memory does not come to the exchange.
@@ -120,7 +120,7 @@ class Trials:
         return Trial(size, verdict == RAN, highest or None, slowest / 1e6, REASONS[verdict])
 
 
-class Observed(attempt.Attempt):
+class ChunkObserver(attempt.Attempt):
     """Notes the chunks that its callables begin with: one that went on in smaller chunks has run out of memory too."""
 
     def __init__(self, ring: Ring) -> None:

@@ -4,7 +4,7 @@ For loops of one's own there is `NoiseScale`; how it estimates is in training/no
 """
 
 from ...training.noise.collect import NoiseScale
-from .measure import noise
+from .noise_run import noise
 from .report import noise_report
 
 __all__ = ["NoiseScale", "noise", "noise_report"]

@@ -25,7 +25,7 @@ from ...reporting.report import (
     whole,
 )
 from ...training.noise.estimator import number, sentence
-from .verdict import TOLERANCE, Branch
+from .branch import TOLERANCE, Branch
 
 MOST_POINTS = 12
 SIZE = 7.6, 3.8

@@ -1,6 +1,6 @@
 """What is fastest: samples a second, seconds a step and memory against the batch or the chunk."""
 
-from .curve import profile
+from .profile_run import profile
 from .report import profile_report
 
 __all__ = ["profile", "profile_report"]

@@ -1,4 +1,4 @@
-"""The quantities of a profile. A record here adds one to the measurement's file, to the tables and, if it asks for it, to the figure."""
+"""The quantities of a profile. One record adds a quantity to the measurement's file, to the tables and to the figure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from ...reporting.format import bytes_text, count_text, seconds_text
 from ...reporting.report import Column, Format, whole
-from ..predicted import Predicted
+from ..predictions import StepPrediction
 from .steps import Timed, median_and_spread
 
 
@@ -16,7 +16,7 @@ class Sample(NamedTuple):
 
     batch: int
     timed: Timed
-    predicted: Predicted | None
+    predicted: StepPrediction | None
 
 
 class Quantity(NamedTuple):

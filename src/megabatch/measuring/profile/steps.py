@@ -54,7 +54,7 @@ def time_steps(
     return tuple(seconds)
 
 
-class Bench:
+class ProfileBench:
     """A run whose steps are taken at any batch and chunk. The learning rate is 0: weights stay what they are."""
 
     def __init__(self, run: config.Run, here: Ranks, folder: Path) -> None:

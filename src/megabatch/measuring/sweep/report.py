@@ -23,9 +23,8 @@ from ...reporting.report import (
     Table,
     whole,
 )
-from .derive import rule_in_words
-from .spread import difference
-from .summary import Summary, from_row, pareto
+from .cases import rule_in_words
+from .summary import Summary, difference, from_row, pareto
 from .verdict import Verdict, best_of, quality_text, verdict
 
 Rows = Sequence[Mapping[str, Any]]
@@ -141,7 +140,9 @@ def _runs(rows: Rows) -> list[Block]:
         Column("peak_bytes", "memory", bytes_text),
     ]
     blocks: list[Block] = [Table(columns, [row for row in rows if row["error"] is None], detail=True)]
-    failed = [f"batch {row['batch']:,}, rate {row['lr']:g}, seed {row['seed']} failed: {row['error']}" for row in rows if row["error"]]
+    failed = [
+        f"batch {row['batch']:,}, rate {row['lr']:g}, seed {row['seed']} failed: {row['error']}" for row in rows if row["error"]
+    ]
     return [*blocks, Notes(failed, detail=True)] if failed else blocks
 
 
@@ -193,7 +194,9 @@ def _against_cost(result: Measured, rows: Rows, y: Axis) -> Chart:
     ]
     for color, group in ((0, highlighted), (None, [each for each in summaries if each not in highlighted])):
         points = [(getattr(each, cost), each.mean) for each in group]
-        series.append(Series(points, style="points", color=color, texts=[whole(each.batch) for each in group], offset=(0, 11), size=8))
+        series.append(
+            Series(points, style="points", color=color, texts=[whole(each.batch) for each in group], offset=(0, 11), size=8)
+        )
     costs = [row[cost] for row in rows] + [getattr(each, cost) for each in summaries]
     low, high = min(costs) / 1.35, max(costs) * 1.35
     candidates = TICKS if timed else [10**n * m for n in range(12) for m in (1, 2, 5)]

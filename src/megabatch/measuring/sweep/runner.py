@@ -16,15 +16,15 @@ from typing import IO, NamedTuple, TypeVar
 from ... import config
 from ...training import run_folder
 from ...training.signals import Stopped, StopSign
-from .outcome import Outcome, finished, record
+from .outcome import RunOutcome, finished, record
 
 Key = TypeVar("Key")
-Train = Callable[[config.Run], Outcome]
+Train = Callable[[config.Run], RunOutcome]
 # Seconds between two looks at whether somebody wants the sweep to stop.
 LOOK = 0.2
 
 
-class Place(NamedTuple):
+class WorkerSlot(NamedTuple):
     """Where one run at a time is computed. None leaves it as the run has it."""
 
     device: str | None
@@ -42,7 +42,7 @@ class Processes:
         self._running: set[subprocess.Popen[str]] = set()
         self._stopped = False
 
-    def __call__(self, run: config.Run) -> Outcome:
+    def __call__(self, run: config.Run) -> RunOutcome:
         folder = Path(run.out)
         # Released at once: the worker claims the folder for the run itself.
         with run_folder.claimed(folder, "train"):
@@ -56,8 +56,8 @@ class Processes:
                 status = process.wait()
         self._running.discard(process)
         if status:
-            return Outcome(error=_reason(status, folder / "stderr.txt"))
-        return Outcome(**json.loads(printed.splitlines()[-1]))
+            return RunOutcome(error=_reason(status, folder / "stderr.txt"))
+        return RunOutcome(**json.loads(printed.splitlines()[-1]))
 
     def stop(self) -> None:
         """Asks what is running to end with a checkpoint; nothing goes on afterwards."""
@@ -85,20 +85,20 @@ class Processes:
 
 
 def go_through(
-    wanted: Callable[[Mapping[Key, Outcome]], Sequence[Key]],
+    wanted: Callable[[Mapping[Key, RunOutcome]], Sequence[Key]],
     make: Callable[[Key], config.Run],
     train: Train,
-    places: Sequence[Place],
-    told: Callable[[Key, Mapping[Key, Outcome]], None],
-) -> dict[Key, Outcome]:
+    places: Sequence[WorkerSlot],
+    told: Callable[[Key, Mapping[Key, RunOutcome]], None],
+) -> dict[Key, RunOutcome]:
     """The outcomes of all keys that are wanted, until no more are: which ones may depend on the outcomes so far.
 
     told: is called with each key that has an outcome, and all outcomes so far. `Stopped` where a signal comes: what is running is
     given the time to leave a checkpoint.
     """
-    found: dict[Key, Outcome] = {}
+    found: dict[Key, RunOutcome] = {}
     runs: dict[Key, config.Run] = {}
-    running: dict[Future[Outcome], tuple[Key, Place]] = {}
+    running: dict[Future[RunOutcome], tuple[Key, WorkerSlot]] = {}
     free = list(places)
     with StopSign() as sign, ThreadPoolExecutor(len(places)) as pool:
         try:
@@ -131,21 +131,21 @@ def go_through(
             raise
 
 
-def _finished_before(ahead: Sequence[Key], make: Callable[[Key], config.Run], runs: dict[Key, config.Run]) -> dict[Key, Outcome]:
+def _finished_before(ahead: Sequence[Key], make: Callable[[Key], config.Run], runs: dict[Key, config.Run]) -> dict[Key, RunOutcome]:
     """The outcomes that folders hold, of keys that come up for the first time; their runs are noted in `runs`."""
     fresh = {key: make(key) for key in ahead if key not in runs}
     runs |= fresh
     return {key: outcome for key, run in fresh.items() if (outcome := finished(run)) is not None}
 
 
-def _tried(train: Train, run: config.Run) -> Outcome:
+def _tried(train: Train, run: config.Run) -> RunOutcome:
     try:
         return train(run)
     except Exception as error:
-        return Outcome(error=f"{type(error).__name__}: {error}")
+        return RunOutcome(error=f"{type(error).__name__}: {error}")
 
 
-def _placed(run: config.Run, place: Place) -> config.Run:
+def _placed(run: config.Run, place: WorkerSlot) -> config.Run:
     compute = run.compute
     return replace(run, compute=replace(compute, device=place.device or compute.device, threads=place.threads or compute.threads))
 

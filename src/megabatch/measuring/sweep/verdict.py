@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .derive import Same
-from .spread import Difference, difference
-from .summary import Summary
+from .cases import Same
+from .summary import Difference, Summary, difference
 
 # Runs whose times differ by less than this share are called equally fast.
 SAME_SPEED = 0.05

@@ -20,7 +20,7 @@ import torch
 from ... import config
 from ...training.loop import train
 from ...training.signals import Stopped
-from .quality import assess
+from .outcome import assess
 
 
 def main(folder: str, *, trust_code: bool = False) -> int:

@@ -78,7 +78,7 @@ def positives(x_MD: Tensor, y_ND: Tensor, compute: ComputeOptions) -> Tensor:
 
 @_on_its_device
 def softmax_stats(
-    x_MD: Tensor, y_ND: Tensor, scale: Tensor, pairs: Pairs, *, columns: bool, compute: ComputeOptions, keep: bool = False
+    x_MD: Tensor, y_ND: Tensor, scale: Tensor, pairs: Pairs, *, columns: bool, compute: ComputeOptions, save_exp: bool = False
 ) -> SoftmaxPass:
     """Stats and rankings of rows, and of columns if asked for."""
     multi_positive, drops = _multi_positive(pairs), pairs.drop_above is not None
@@ -90,7 +90,7 @@ def softmax_stats(
     mine, theirs = Sums(x_MD, kinds), Sums(y_ND, kinds) if columns else None
     parts_a_cell = mine.bytes_a_cell(launch.blocks.n) + (theirs.bytes_a_cell(launch.blocks.m) if theirs else 0)
     # Exponentials alone do not say what further positives get, nor what columns have dropped.
-    kept = room_to_keep(launch, compute) if keep and not (multi_positive or drops) else None
+    kept = room_to_keep(launch, compute) if save_exp and not (multi_positive or drops) else None
     # No wider than what the device's cache can hold of y, which every row of tiles reads again.
     widest = CACHED_BYTES // (x_MD.shape[1] * x_MD.element_size())
     for p in launch.panels(parts_a_cell, widest, kept.panel if kept else None):
@@ -151,9 +151,10 @@ def softmax_grads(
     needs_grad: NeedsGrad,
     compute: ComputeOptions,
     dpos_M: Tensor | None = None,
-    kept: Kept | None = None,
+    saved_exp: Kept | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """gx_MD and gy_ND of the others. The buffer of what was kept is used for all panels."""
+    kept = saved_exp
     launch = Launch("gradient", x_MD, y_ND, compute)
     needs_fallback = x_MD.new_zeros(max(launch.blocks[:2]), dtype=torch.int32)
     products = Products(x_MD, y_ND, needs_grad, compute, kept.buffer if kept else None)

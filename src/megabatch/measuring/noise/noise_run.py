@@ -28,9 +28,9 @@ from ...training.run_folder import claimed_by_ranks
 from ...training.run_logger import Watch
 from ...training.signals import StopSign
 from . import branch as branching
+from .branch import TOLERANCE, Branch, largest
 from .probes import Probes
 from .report import noise_report
-from .verdict import TOLERANCE, Branch, largest
 
 # Points of the course that are kept, at most.
 POINTS = 200
@@ -92,7 +92,7 @@ def noise(
     return result
 
 
-class Course:
+class NoiseHistory:
     """A callback of a run: the estimate after each step that was measured."""
 
     def __init__(self, training: Training, steps: deque[Moments]) -> None:
@@ -129,7 +129,7 @@ def _measured(training: Training, window: int, last: int) -> Noise:
         (training.folder / "log.jsonl").unlink(missing_ok=True)
     training.ranks.wait()
     with _collecting(training, min(window, last - training.number), last) as steps:
-        course = Course(training, steps)
+        course = NoiseHistory(training, steps)
         training.callbacks.append(course)
         samples, silent = ends.first + ends.pairs, not training.ranks.first
         with Watch(training.run, training.folder, samples, training.seen, silent=silent) as watch, StopSign() as sign:

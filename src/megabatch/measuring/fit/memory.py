@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -11,7 +17,6 @@ import torch
 from ... import host_memory
 from ...chunks.memory import release
 from ...reporting.format import bytes_text
-from . import resident
 
 
 class Limit(NamedTuple):
@@ -37,7 +42,7 @@ def limit_of(device: torch.device, budget: int | None, margin: float, ranks: int
         raise ValueError(f"margin is {margin!r}: a share of the memory that is left free, from 0 up and below 1")
     if device.type == "cpu":
         there = _host_bytes()
-        holds = resident.resident_bytes()
+        holds = resident_bytes()
         usual = holds + (there - holds) // (2 * ranks)
     elif _is_enforceable(device):
         usual = there = _device_bytes(device)
@@ -66,16 +71,16 @@ def held(limit: Limit, device: torch.device) -> Iterator[None]:
         module.set_per_process_memory_fraction(before, device)
 
 
-class Peak:
+class PeakMemory:
     """A context; afterwards `bytes` is the highest use within it, None where the device does not tell."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.bytes: int | None = None
-        self._host = resident.Highest() if device.type == "cpu" else None
+        self._host = PeakResident() if device.type == "cpu" else None
         self._module: Any = torch.get_device_module(device)
 
-    def __enter__(self) -> Peak:
+    def __enter__(self) -> PeakMemory:
         if self._host is not None:
             self._host.__enter__()
         elif hasattr(self._module, "reset_peak_memory_stats"):
@@ -92,7 +97,7 @@ class Peak:
 
 def _host_bytes() -> int:
     """What this process has and may still take."""
-    return resident.resident_bytes() + resident.known(host_memory.available())
+    return resident_bytes() + known(host_memory.available())
 
 
 def _is_enforceable(device: torch.device) -> bool:
@@ -112,3 +117,66 @@ def _fraction(device: torch.device) -> float:
     """The share of the device's memory that the process has allowed itself."""
     read = getattr(torch.get_device_module(device), "get_per_process_memory_fraction", None)
     return 1.0 if read is None else float(read(device))
+
+
+SAMPLE_S = 0.002
+# What mimalloc waits before it returns pages, and sizes at which it looks for them; nothing of them is written to.
+DELAY_S, SIZES = 0.11, (2**18, 2**22, 2**26)
+
+
+def resident_bytes() -> int:
+    """Return the resident set size of this process; ValueError where this system does not tell it."""
+    return known(host_memory.resident())
+
+
+def known(size: int | None) -> int:
+    """Return a size that the system told; ValueError where it did not."""
+    if size is None:
+        raise ValueError(f"what fits on this CPU cannot be measured, since {host_memory.REMEDY}, or use an accelerator")
+    return size
+
+
+def give_back() -> None:
+    """Lets allocators return what was freed: pages that they keep would be counted to the next piece of work."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
+    # mimalloc, which PyTorch brings along on ARM, does so in its own time, and only when it is called.
+    before, now = sys.maxsize, resident_bytes()
+    while now < before - host_memory.INEXACT:
+        time.sleep(DELAY_S)
+        for size in SIZES:
+            # Where not even that is to be had, there is little to give back.
+            with contextlib.suppress(RuntimeError, MemoryError):
+                torch.empty(size, dtype=torch.uint8)
+        before, now = now, resident_bytes()
+
+
+class PeakResident:
+    """A context; afterwards `bytes` is the highest resident set within it.
+
+    The kernel's own mark where it can be reset, else samples of every two milliseconds.
+    """
+
+    def __enter__(self) -> PeakResident:
+        self.bytes = 0
+        self._done = threading.Event()
+        self._watcher: threading.Thread | None = None
+        give_back()
+        if not host_memory.reset_peak():
+            self._watcher = threading.Thread(target=self._watch, daemon=True)
+            self._watcher.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.bytes = max(self.bytes, resident_bytes())
+        if self._watcher is None:
+            self.bytes = max(self.bytes, host_memory.peak_resident() or 0)
+            return
+        self._done.set()
+        self._watcher.join()
+
+    def _watch(self) -> None:
+        while not self._done.wait(SAMPLE_S):
+            self.bytes = max(self.bytes, resident_bytes())

@@ -20,14 +20,12 @@ from ...training.loop import Training
 from ...training.run_folder import claimed_by_ranks
 from ...training.schedules import Step
 from ...training.signals import Stopped
-from ..predicted import Predict, Predicted, predictions
+from ..predictions import Predict, StepPrediction, predictions
 from . import search
-from .finder import Asked, Found, seek
-from .limits import Limit, limit_of
+from .finder import ChunkResult, SearchOptions, as_measured, seek
+from .memory import Limit, limit_of, resident_bytes
 from .report import fit_report
-from .resident import resident_bytes
 from .snapshot import Snapshot
-from .stored import as_measured
 
 # Shares of the size: how exact the answer is, and how exact the prediction that it starts from.
 WITHIN, ROUGH = 1 / 32, 1 / 8
@@ -43,8 +41,8 @@ def fit(
     out: Path,
     trust_code: bool = False,
 ) -> measurements.Measured:
-    """The largest chunk with which a run's steps fit: measured, at its own batch, on its own data; measured.json, fit.png and
-    report.html in `out` say so. The run itself is not touched.
+    """The largest chunk with which a run's steps fit: measured, at its own batch, on its own data; measured.json and fit.png in
+    `out` say so. The run itself is not touched.
 
     budget: bytes that may be used; on a CPU by the whole process. margin: share of them that is left free. cap: as in
     `find_chunk`; the rows of a rank are one anyway. start: the first chunk tried; None is what is predicted to fit.
@@ -54,12 +52,12 @@ def fit(
     config.require_trust(run, trust_code)
     packages.require(packages.HTML)
     with ranks(run.compute) as here, claimed_by_ranks(out, "fit", here.first):
-        bench = Bench(run, here, out)
+        bench = FitBench(run, here, out)
         limit = limit_of(here.device, budget, margin, here.size)
         cap = bench.rows if cap is None else min(cap, bench.rows)
-        foresight = Foresight(run, bench)
+        foresight = PredictedPeaks(run, bench)
         first = foresight.start(cap, limit) if start is None else start
-        asked = Asked(first or run.batch.chunk, cap, WITHIN, margin)
+        asked = SearchOptions(first or run.batch.chunk, cap, WITHIN, margin)
         found = seek(bench.step, Snapshot(bench.state), limit, Ring(here.group), asked)
         result = as_measured(_as_fit(found, foresight), config.as_table(run), here.device)
         if here.first:
@@ -68,7 +66,7 @@ def fit(
     return result
 
 
-class Bench:
+class FitBench:
     """A run set up for trials: its largest step, at any chunk."""
 
     def __init__(self, run: config.Run, here: Ranks, folder: Path) -> None:
@@ -103,13 +101,13 @@ class Bench:
             raise torch.OutOfMemoryError(f"out of memory: the step went on in chunks of {min(each.chunk for each in chunked)}")
 
 
-class Foresight:
+class PredictedPeaks:
     """What is predicted for the chunks of a run; nothing where its model cannot be predicted, which is said once."""
 
-    def __init__(self, run: config.Run, bench: Bench) -> None:
+    def __init__(self, run: config.Run, bench: FitBench) -> None:
         parts = bench.training.parts
         self._pairs, self._rest = bench.at.pairs, 0
-        self._known: dict[int, Predicted] = {}
+        self._known: dict[int, StepPrediction] = {}
         self._predict: Predict | None = None
         try:
             self._predict = predictions(run, bench.here, sum(parts.training.lengths), len(parts.classes))
@@ -142,7 +140,7 @@ class Foresight:
         found = search.largest(fits, cap, cap=cap, within=ROUGH, hint=hint)
         return None if self._predict is None else found
 
-    def _at(self, chunk: int) -> Predicted | None:
+    def _at(self, chunk: int) -> StepPrediction | None:
         if self._predict is not None and chunk not in self._known:
             try:
                 self._known[chunk] = self._predict(self._pairs, chunk, 0)
@@ -156,7 +154,7 @@ class Foresight:
         warnings.warn(f"nothing is predicted, so that the search begins at batch.chunk: {error}", stacklevel=2)
 
 
-def _as_fit(found: Found, foresight: Foresight) -> measurements.Fit:
+def _as_fit(found: ChunkResult, foresight: PredictedPeaks) -> measurements.Fit:
     """The result; the smallest, the largest and the chosen size have what was predicted for them."""
     sizes = sorted(trial.size for trial in found.trials)
     beside = {size: foresight.peak(size) for size in (sizes[0], found.size, sizes[-1])}

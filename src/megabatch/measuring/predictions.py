@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from .. import config
-from ..planning.calibration import how_of
+from ..planning.calibration import strategy_of
 from ..planning.planner import Planner, Tools
-from ..planning.request import Question
+from ..planning.request import Request
 from ..training.distributed import Ranks
 
 
-class Predicted(NamedTuple):
+class StepPrediction(NamedTuple):
     """Of one size: seconds of a step, the peak of tensors, what the allocator asks of the device for it."""
 
     seconds: float
@@ -20,12 +20,12 @@ class Predicted(NamedTuple):
     reserved_bytes: int
 
 
-Predict = Callable[[int, int, int], Predicted]
+Predict = Callable[[int, int, int], StepPrediction]
 
 
 def predictions(run: config.Run, here: Ranks, samples: int, classes: int) -> Predict:
     """Predictions by batch, chunk and kept chunks, for this machine. A ValueError where the model cannot be predicted."""
-    question = Question(
+    question = Request(
         run,
         data=samples,
         gpu="cpu" if here.device.type == "cpu" else None,
@@ -37,9 +37,9 @@ def predictions(run: config.Run, here: Ranks, samples: int, classes: int) -> Pre
     )
     planner = Planner(question, Tools())
 
-    def predict(batch: int, chunk: int, keep: int) -> Predicted:
-        how = how_of(run, here.size, batch, chunk, keep)
-        memory = planner.peaks.predict(how)
-        return Predicted(planner.step(how).seconds, memory.peak_bytes, memory.reserved_bytes)
+    def predict(batch: int, chunk: int, keep: int) -> StepPrediction:
+        strategy = strategy_of(run, here.size, batch, chunk, keep)
+        memory = planner.peaks.predict(strategy)
+        return StepPrediction(planner.step(strategy).seconds, memory.peak_bytes, memory.reserved_bytes)
 
     return predict
