@@ -13,7 +13,8 @@ PACKAGE = Path(__file__).parents[1] / "src" / "megabatch"
 
 # Modules that import little and may be imported by every layer above `tiles`.
 FOUNDATION = {
-    "config", "environment", "files", "host_memory", "measurements", "packages", "recall", "reference", "version",
+    "config", "environment", "files", "host_memory", "measurements", "objectives", "optimizers", "packages", "recall", "reference",
+    "version",
 }  # fmt: skip
 # Each package or module of the package, and what it may import; "." is __init__.py. Read from the bottom to the top.
 MAY_IMPORT = {
@@ -23,7 +24,7 @@ MAY_IMPORT = {
     "adapters": {"chunks", "losses", "measuring"},
     "measuring": FOUNDATION | {"chunks", "costs", "data", "losses", "planning", "reporting", "ring", "towers", "training"},
     "planning": FOUNDATION | {"costs", "reporting", "towers"},
-    "audit": {"config", "files", "reporting"},
+    "audit": {"config", "files", "objectives", "optimizers", "reporting"},
     "training": FOUNDATION | {"chunks", "data", "losses", "reporting", "ring", "tiles", "tiles.contract", "towers"},
     "costs": FOUNDATION | {"towers"},
     "reporting": FOUNDATION,
@@ -40,9 +41,11 @@ MAY_IMPORT = {
     "environment": {"host_memory", "tiles", "version"},
     "measurements": {"files"},
     "packages": {"config"},
-    "config": set(),
+    "config": {"objectives", "optimizers"},
     "files": set(),
     "host_memory": set(),
+    "objectives": set(),
+    "optimizers": set(),
     "recall": set(),
     "reference": set(),
     "version": set(),

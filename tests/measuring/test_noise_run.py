@@ -17,7 +17,7 @@ from small_towers import Bytes, prepare
 
 from megabatch import config, measurements
 from megabatch.measuring.noise import noise_run, show
-from megabatch.measuring.noise.branch import branch, rate_factor
+from megabatch.measuring.noise.branch import branch
 from megabatch.measuring.noise.probes import BATCHES, Probes
 from megabatch.towers.tower import Tower
 from megabatch.training import checkpoint
@@ -254,7 +254,7 @@ def test_probes_compare_gradients_of_whole_batches(pairs, tmp_path):
         assert all(p.grad is None for p in model.parameters())
 
 
-@pytest.mark.filterwarnings("ignore:the encoder holds batch normalisation")
+@pytest.mark.filterwarnings("ignore:the encoder contains batch normalisation")
 @pytest.mark.parametrize("tower", ["small_towers:text", "small_towers:normed"])
 def test_a_contrastive_run_goes_on_as_if_it_were_not_probed(pairs, tmp_path, tower):
     options = [f"x.name={tower}", f"y.name={tower}", "schedule.steps=8"]
@@ -320,10 +320,6 @@ def test_a_branch_starts_from_the_checkpoint_each_time(pairs, tmp_path):
         found = branch(training, saved, [16], updates=2, repeats=2)
         again = branch(training, saved, [16], updates=2, repeats=2)
     assert found == again and [row.batch for row in found] == [8, 16] and found[0].loss != found[1].loss
-
-
-def test_rates_follow_the_optimizer():
-    assert rate_factor("sgd", 4.0) == 4.0 and rate_factor("adamw", 4.0) == rate_factor("torch.optim:NAdam", 4.0) == 2.0
 
 
 def test_a_checkpoint_is_gone_on_from(pairs, tmp_path):

@@ -23,7 +23,7 @@ from megabatch.planning.planner import plan
 from megabatch.towers import build_tower
 from megabatch.training.inference import embed, evaluate, search
 from megabatch.training.loop import train
-from megabatch.training.optimizers import build_optimizer
+from megabatch.training.optimizer import build_optimizer
 
 # Leaves a mark when it is imported and another one when it is called, and then ends the command with a ValueError.
 HOSTILE = """

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .. import config
+from ..objectives import OBJECTIVES
 from ..towers import Tower
 from ..towers.model import SHARED, Encoder, build_towers
 
@@ -62,7 +63,7 @@ def sides(run: config.Run) -> tuple[Side, ...]:
     with Uncomputed():
         x, y = build_towers(run)
     first = Side(x, locked=run.x.locked)
-    if run.loss.objective == "classify" or run.y.name == SHARED:
+    if not OBJECTIVES[run.loss.objective].contrastive or run.y.name == SHARED:
         return (first,)
     return (first, Side(y, locked=run.y.locked))
 

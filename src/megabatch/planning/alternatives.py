@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from . import batch as batches
 from .search import Found, best_chunk, chunk_sizes
@@ -67,7 +67,7 @@ def changes(planner: Planner, chosen: Found) -> Iterator[str]:
     """Sentences on what would change the answer, each with the numbers."""
     question, (data, _, seen) = planner.question, planner.budget
     if planner.given is None and question.pairs and question.objective == "contrastive":
-        loss: Literal["clip", "siglip"] = "siglip" if planner.task.loss == "siglip" else "clip"
+        loss = planner.task.loss
         for times in (4, 1 / 4):
             other = batches.contrastive(max(1, round(seen * times)), data, loss, question.start)
             if other.batch != chosen.strategy.batch:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from .. import config
 from ..costs.strategy import Strategy
 from ..measurements import Fit, Noise, Sweep
+from ..objectives import OBJECTIVES
 from .evidence import Confidence
 
 
@@ -83,7 +84,7 @@ class Known:
 def strategy_of(run: config.Run, ranks: int, batch: int, chunk: int, keep: int) -> Strategy:
     """The way in which a run takes a step at such a batch and chunk."""
     shard = -(-batch // ranks)
-    checkpointing, accumulate = run.x.checkpointing, run.loss.objective == "classify"
+    checkpointing, accumulate = run.x.checkpointing, not OBJECTIVES[run.loss.objective].contrastive
     strategy = Strategy(ranks, shard, min(chunk, shard), 0, checkpointing, run.compute.precision, run.compute.sharding, accumulate)
     return replace(strategy, keep=0 if accumulate else min(keep, strategy.chunks))
 

@@ -28,7 +28,6 @@ class Number(NamedTuple):
 
 # Contrastive learning: how many negatives pay.
 FLOOR = 4096
-SATURATION = {"siglip": 32_768, "clip": 98_304}
 CEILING = 262_144
 
 # Contrastive learning: how many updates are needed. Two budgets have been tried at several batches; of each, the most updates that

@@ -12,6 +12,7 @@ from ..costs.hardware import Machine, find_machine
 from ..costs.peaks import Peaks, Predict, Predicted
 from ..costs.strategy import Precision, Sharding, Strategy
 from ..costs.time import StepTime, Task, scaled, step_time
+from ..objectives import BY_COST_NAME, MEAN, OBJECTIVES
 from . import batch as batches
 from . import hyperparameters
 from .alternatives import alternatives, changes, curve
@@ -69,9 +70,8 @@ class Planner:
         self.precision = choose_precision(question.precision, self.machine)
         self.known = gather(question.measured, self.base, self.precision, self.machine)
         self.work = tools.workload(question, self.base, self.precision, self.machine)
-        objective = self.base.loss.objective
-        pair_loss = objective if question.pairs and objective != "classify" else "mean"
-        self.task = Task(self.work.towers, pair_loss, self.base.loss.dim, question.optimizer)
+        objective = OBJECTIVES[self.base.loss.objective if question.pairs else MEAN]
+        self.task = Task(self.work.towers, objective.cost_name, self.base.loss.dim, question.optimizer)
         self.peaks = Peaks(tools.predict(question, self.base, self.work, self.machine))
         self.limit = int(question.share * self.machine.device.memory)
 
@@ -175,7 +175,7 @@ class Planner:
             base,
             optimizer=question.optimizer,
             objective=objective,
-            smoothed=self.task.loss != "siglip",
+            smoothed=BY_COST_NAME[self.task.loss].smooths_labels,
         )
 
     def notes(self, batch: int, follows: hyperparameters.Hyperparameters) -> list[str]:

@@ -15,6 +15,7 @@ from ..costs.hardware import Machine
 from ..costs.strategy import Precision
 from ..environment import device_name
 from ..measurements import Fit, Measured, Noise, Profile, Sweep, read
+from ..objectives import OBJECTIVES
 from .calibration import Known, Step, strategy_of
 
 Source = str | Path | Measured
@@ -48,7 +49,7 @@ def _run_of(found: Measured, name: str) -> config.Run:
 def _check_same(run: config.Run, base: config.Run, precision: Precision, kind: str, name: str) -> None:
     """Raises ValueError at the first thing in which what was measured is not what is planned."""
     # A classifier has no second tower.
-    sides = ("x",) if run.loss.objective == base.loss.objective == "classify" else ("x", "y")
+    sides = ("x", "y") if any(OBJECTIVES[each.loss.objective].contrastive for each in (run, base)) else ("x",)
     pairs: list[tuple[str, Any, Any]] = [
         (f"{side}.{field}", getattr(getattr(run, side), field), getattr(getattr(base, side), field))
         for side in sides

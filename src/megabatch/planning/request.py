@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from .. import config
+from .. import config, objectives, optimizers
 from ..costs.rates import Rates
 from ..measurements import Measured
 from .batch import Start
@@ -40,7 +40,7 @@ class Request:
 
     model: str | config.Run | None = None
     objective: Literal["contrastive", "supervised", "lm", "finetune"] = "contrastive"
-    loss: Literal["clip", "siglip"] = "clip"
+    loss: objectives.PairLoss = objectives.DEFAULT
     data: int | str | None = None
     unique: int | str | None = None
     seen: int | str | None = None
@@ -56,7 +56,7 @@ class Request:
     priority: Literal["accuracy", "speed"] = "accuracy"
     base_lr: tuple[float, int] | str | None = None
     ema: tuple[float, int] | None = None
-    optimizer: Literal["adamw", "sgd"] = "adamw"
+    optimizer: optimizers.OptimizerName = optimizers.DEFAULT
     precision: Literal["fp32", "bf16", "fp16"] | None = None
     dim: int | None = None
     length: int = 1024
@@ -69,10 +69,10 @@ class Request:
     def __post_init__(self) -> None:
         choices = [
             ("objective", self.objective, OBJECTIVES),
-            ("loss", self.loss, ("clip", "siglip")),
+            ("loss", self.loss, objectives.PAIR_LOSSES),
             ("start", self.start, ("scratch", "pretrained", "locked")),
             ("priority", self.priority, ("accuracy", "speed")),
-            ("optimizer", self.optimizer, ("adamw", "sgd")),
+            ("optimizer", self.optimizer, tuple(optimizers.OPTIMIZERS)),
         ]
         for name, value, known in choices:
             if value not in known:
@@ -94,7 +94,7 @@ class Request:
     def pairs(self) -> bool:
         """Whether samples are compared with each other, so that negatives come from the batch."""
         run = self.model if isinstance(self.model, config.Run) else None
-        if run is not None and run.loss.objective == "classify":
+        if run is not None and not objectives.OBJECTIVES[run.loss.objective].contrastive:
             return False
         return self.objective == "contrastive" or (self.objective == "finetune" and self._two_sided)
 
@@ -161,7 +161,7 @@ def towers_of(question: Request) -> config.Run:
         y = config.Tower(first)
     elif not second and first.startswith("transformers:"):
         y = config.Tower("x")
-    objective = question.loss if question.pairs else "classify"
+    objective = question.loss if question.pairs else objectives.MEAN
     run = config.build({"schedule": {"steps": 1}})
     data = replace(run.data, source=question.source or "data/train-*.tar", held_out=0.01)
     return replace(run, out=question.out or "runs/plan", data=data, x=x, y=y, loss=replace(run.loss, objective=objective, dim=dim))

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import Run
+from ..objectives import OBJECTIVES
 from . import build_tower
 from .projection import Fitted
 from .tower import Tower
@@ -85,10 +86,12 @@ def build_towers(run: Run) -> tuple[Tower, Tower]:
 
 def build_pair(run: Run, x: Tower, y: Tower) -> Pair:
     """The model of a contrastive run. The scale starts where its loss's paper lets it start."""
-    sigmoid = run.loss.objective == "siglip"
-    scale = run.loss.scale if run.loss.scale is not None else (10.0 if sigmoid else 1 / 0.07)
+    objective = OBJECTIVES[run.loss.objective]
+    scale = run.loss.scale if run.loss.scale is not None else objective.scale
     second = None if y.module is x.module else Encoder(y.module, locked=run.y.locked)
-    return Pair(Encoder(x.module, locked=run.x.locked), second, min(scale, run.loss.max_scale), run.loss.bias if sigmoid else None)
+    return Pair(
+        Encoder(x.module, locked=run.x.locked), second, min(scale, run.loss.max_scale), run.loss.bias if objective.bias else None
+    )
 
 
 def _lock(module: nn.Module) -> None:

@@ -16,6 +16,7 @@ from .. import config, packages
 from ..data.images import decode
 from ..data.source import BadSample
 from ..files import check_file, replacing
+from ..objectives import PAIR_LOSSES
 from . import checkpoint
 from .build import Assembly, assemble
 from .distributed import ranks
@@ -259,5 +260,7 @@ def _read(parts: Assembly, files: Sequence[tuple[Path, Side]]) -> Iterator[tuple
 
 def _check_pairs(parts: Assembly) -> Contrastive:
     if not isinstance(parts.objective, Contrastive):
-        raise ValueError(f"{parts.run.out}: is a run that classifies; embeddings of both sides come from clip or siglip")
+        raise ValueError(
+            f"{parts.run.out}: is a run that classifies; only runs with the loss {' or '.join(PAIR_LOSSES)} embed both sides"
+        )
     return parts.objective

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import config, environment, host_memory, packages
-from ..chunks.memory import is_room_known
+from ..chunks.keep import can_read_free_bytes
 from ..data.loader import Batch
 from ..files import write_text
 from ..towers.model import Pair
@@ -26,7 +26,7 @@ from .distributed import Ranks, ranks
 from .held_out import evaluated
 from .memory import peak
 from .objective import Outcome
-from .optimizers import Average, build_optimizer, clip_gradients, optimizer_tensors, set_rate
+from .optimizer import Average, build_optimizer, clip_gradients, optimizer_tensors, set_rate
 from .ramp import Ramp
 from .run_logger import Watch
 from .schedules import Step, course
@@ -55,7 +55,7 @@ def train(run: config.Run, *, fresh: bool = False, trust_code: bool = False) -> 
         training = Training(assemble(run, here), folder)
         training.resume()
         with Watch(run, folder, training.samples, training.seen, silent=not here.first) as watch:
-            if run.batch.keep == "auto" and not is_room_known(here.device):
+            if run.batch.keep == "auto" and not can_read_free_bytes(here.device):
                 why = f", since {host_memory.REMEDY}" if here.device.type == "cpu" else ""
                 watch.note(
                     f'batch.keep is "auto", and the free memory of this {here.device.type} cannot be read{why}: no chunk is kept. '

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...measurements import Fit, Measured
+from ...objectives import OBJECTIVES
 from ...reporting.format import bytes_text, seconds_text
 from ...reporting.report import Axis, Chart, Column, Figure, KeyNumber, Level, Notes, Report, Section, Series, Table, whole
 from .trial import REASONS, REFUSED
@@ -53,7 +54,8 @@ def sentences(result: Measured) -> list[str]:
     if ran["peak_bytes"] and ran.get("predicted_bytes"):
         error = ran["predicted_bytes"] / ran["peak_bytes"] - 1
         lines.append(f"The prediction for it was {bytes_text(ran['predicted_bytes'])} ({error:+.1%}).")
-    if result.run.get("loss", {}).get("objective") != "classify":
+    objective = result.run.get("loss", {}).get("objective")
+    if objective is None or OBJECTIVES[objective].contrastive:
         lines.append(
             f'No chunk\'s graph was kept during the search: batch.chunk={fit.chunk} with batch.keep="auto" fills the memory that'
             " is left."

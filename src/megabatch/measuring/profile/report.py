@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ...measurements import Measured, Profile
+from ...objectives import OBJECTIVES
 from ...planning.batch import steps_factor
 from ...reporting.format import bytes_text, change_text, seconds_text
 from ...reporting.report import Axis, Chart, Figure, KeyNumber, Notes, Report, Section, Series, Table, whole
@@ -21,7 +22,7 @@ def profile_report(measured: Measured) -> Report:
     """Return the report of a profile."""
     profile = profile_of(measured)
     x, y = measured.run["x"]["name"], measured.run["y"]["name"]
-    towers = x if measured.run["loss"]["objective"] == "classify" else f"{x} and {y}"
+    towers = f"{x} and {y}" if OBJECTIVES[measured.run["loss"]["objective"]].contrastive else x
     title = f"{towers}, time and memory against the {profile.against}"
     best = next(row for row in _ran(profile) if row[profile.against] == profile.best)
     rows = [{**row, "pairs_per_s": OUT_OF_MEMORY} if row.get("out_of_memory") else row for row in profile.points]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from ... import config
+from ...optimizers import closest
 from ...planning.hyperparameters import RANGE, Hyperparameters, base_for, follow
 from ...training.schedules import course
 
@@ -147,7 +148,7 @@ def middle_rate(base: config.Run, batch: int) -> float:
 
 def rule_in_words(base: config.Run, batches: tuple[int, ...]) -> str:
     """How rates follow the batch, and whether the rule has been tried so far from the base."""
-    rule = "in proportion to the batch" if base.optimizer.name == "sgd" else "with the square root of the batch"
+    rule = "in proportion to the batch" if closest(base.optimizer.name).lr_rule == "linear" else "with the square root of the batch"
     words = f"The middle rate grows {rule}, from {base.optimizer.lr:g} at {base.batch.size:,}."
     far = [batch for batch in batches if not 1 / RANGE <= batch / base.batch.size <= RANGE]
     if not far:
@@ -221,7 +222,7 @@ def _warmup(base: config.Run, batch: int, steps: int) -> float:
     own = len(course(base, 0))
     if (batch, steps) == (base.batch.size, own):
         return given
-    steady = given * base.batch.size / batch if base.optimizer.name == "sgd" else given
+    steady = given if closest(base.optimizer.name).uses_beta2 else given * base.batch.size / batch
     return float(max(1, min(round(steady), int(max(MOST_WARMUP, given / own) * steps))))
 
 
@@ -229,4 +230,4 @@ def _follow(base: config.Run, batch: int) -> Hyperparameters:
     """What the plan lets follow from a batch; its rate and average depend on neither the data nor the length, which are made up."""
     average = None if base.optimizer.ema is None else (base.optimizer.ema, base.batch.size)
     known = base_for("", 0, "", (base.optimizer.lr, base.batch.size))._replace(ema=average)
-    return follow(batch, batch, batch, known, optimizer="sgd" if base.optimizer.name == "sgd" else "adamw")
+    return follow(batch, batch, batch, known, optimizer=closest(base.optimizer.name).name)

@@ -7,6 +7,7 @@ from typing import Any
 
 from ... import config
 from ...measurements import Measured, Sweep
+from ...objectives import OBJECTIVES
 from ...reporting.format import bytes_text, count_text, percent_text, seconds_text
 from ...reporting.report import (
     Axis,
@@ -74,7 +75,7 @@ def summaries_of(result: Measured) -> list[Summary]:
 
 def quality_name(run: Mapping[str, Any]) -> str:
     """Return the name of what a run is measured by; `run` as a measurement holds it."""
-    return "accuracy" if run["loss"]["objective"] == "classify" else "recall@1"
+    return OBJECTIVES[run["loss"]["objective"]].held_out_metric
 
 
 def verdict_of(result: Measured) -> Verdict:
