@@ -169,7 +169,7 @@ def _figures(plan: Plan) -> list[Figure]:
 def _curve(plan: Plan, title: str, points: Points, y: Axis, levels: list[Level] | None = None) -> Chart:
     chosen = next(point for point in points if point[0] == plan.batch)
     format: Format = y.format
-    ring = Series([chosen], style="rings", texts=[format(chosen[1])], offset=(0, -18), size=11)
+    ring = Series([chosen], style="rings", texts=[format(chosen[1])], offset=(0, 12), size=11)
     x = Axis("batch", scale="log2", ticks={batch: whole(batch) for batch, _ in points})
     return Chart(title, [Series(points), ring], x, y, levels or [])
 

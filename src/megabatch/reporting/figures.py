@@ -57,7 +57,7 @@ def draw(figure: Figure, theme: Theme = LIGHT) -> Canvas:
     packages.require(packages.FIGURES)
     from matplotlib.figure import Figure as Canvas
 
-    columns = min(figure.columns, max(1, len(figure.charts)))
+    columns = min(figure.columns, len(figure.charts) or figure.columns)
     rows = max(1, math.ceil(len(figure.charts) / columns))
     width, height = figure.size
     canvas = Canvas(figsize=(width * columns, height * rows), layout="constrained", facecolor=theme.paper)

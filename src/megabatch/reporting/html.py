@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import base64
 import io
+from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megabatch import packages
 from megabatch.files import write_text
@@ -42,7 +43,7 @@ def as_html(report: Report) -> str:
     import jinja2
 
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"short": _short, "long": _long, "code": _code, "drawn": drawn, "image_uri": image_uri}
+    environment.filters |= FILTERS
     template = environment.from_string(_resource("report.html.j2"))
     return template.render(report=report, policy=POLICY, style=_resource("style.css")) + "\n"
 
@@ -99,3 +100,12 @@ def _code(value: str) -> str:
 
 def _resource(name: str) -> str:
     return resources.files(__package__).joinpath(name).read_text("utf-8")
+
+
+FILTERS: dict[str, Callable[..., Any]] = {
+    "short": _short,
+    "long": _long,
+    "code": _code,
+    "drawn": drawn,
+    "image_uri": image_uri,
+}

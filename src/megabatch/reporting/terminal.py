@@ -38,6 +38,8 @@ def print_report(report: Report, console: Console | None = None) -> None:
             print_text(text, bold=bold, console=console)
     for section in report.sections:
         blocks = [block for block in section.blocks if not block.detail]
+        if blocks:
+            print_text("", console=console)
         if section.title and any(isinstance(block, Notes) for block in blocks):
             print_text(section.title, bold=True, console=console)
         for block in blocks:

@@ -68,6 +68,8 @@ def sentences(measured: Measured) -> Iterator[str]:
         yield f"{size} {failed:,} ran out of memory: the curve ends there"
     if profile.reading_per_s is not None:
         yield f"the loader reads {profile.reading_per_s:,.0f} samples/s; steps were timed on batches that had been read before"
+    if not any("peak_bytes" in row for row in ran.values()):
+        yield "this device does not report its memory"
     yield from _errors(profile)
     yield from profile.notes
 
