@@ -27,7 +27,7 @@ from megabatch.measuring.fit import fit_run as fitting
 from megabatch.measuring.fit.memory import Limit
 from megabatch.measuring.fit.report import sentences, ticks
 from megabatch.reporting.terminal import print_report
-from megabatch.towers.tower import Tower
+from megabatch.towers.tower import BuiltTower
 from megabatch.training.distributed import ranks
 from megabatch.training.objective import Classification, Contrastive
 
@@ -53,8 +53,8 @@ class Wide(Bytes):
         return found + wide.mean(1, keepdim=True)
 
 
-def wide(dim: int = 8) -> Tower:
-    return Tower(Wide(dim), prepare, "text")
+def wide(dim: int = 8) -> BuiltTower:
+    return BuiltTower(Wide(dim), prepare, "text")
 
 
 class Secretive(Bytes):
@@ -64,8 +64,8 @@ class Secretive(Bytes):
         return super().forward(codes) * (1.0 if int(codes.sum()) else 0.0)
 
 
-def secretive(dim: int = 8) -> Tower:
-    return Tower(Secretive(dim), prepare, "text")
+def secretive(dim: int = 8) -> BuiltTower:
+    return BuiltTower(Secretive(dim), prepare, "text")
 
 
 def foretold(row: int, constant: int = 0) -> Any:
@@ -219,7 +219,7 @@ def test_the_cap_and_the_batch_bound_what_is_tried(quick, pairs, tmp_path):
 
 @uncollecting()
 def test_where_nothing_can_be_predicted_the_search_begins_at_the_runs_chunk(pairs, tmp_path):
-    with pytest.warns(UserWarning, match="nothing is predicted, so that the search begins at batch.chunk"):
+    with pytest.warns(UserWarning, match="starting the search at batch.chunk"):
         result = fit(run_of(pairs, tower="test_fit_run:secretive"), out=tmp_path)
     assert result.found.trials[0]["size"] == 8 and result.found.chunk == ROWS
     assert all(trial["predicted_bytes"] is None for trial in result.found.trials)

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ...reporting.format import bytes_text, count_text, seconds_text
 from ...reporting.report import Column, Format, whole
 from ..predictions import StepPrediction
-from .steps import Timed, median_and_spread
+
+
+class Timed(NamedTuple):
+    """Steps that were timed at one size.
+
+    seconds: of each step, on the slowest rank. peak_bytes: of tensors; reserved_bytes: what the allocator has reserved of the
+    device for them, None on a CPU. Both are None on a device that does not report its memory. keep: chunks that were not
+    recomputed in backward.
+    """
+
+    seconds: tuple[float, ...]
+    peak_bytes: int | None
+    reserved_bytes: int | None
+    keep: int
 
 
 class Sample(NamedTuple):
@@ -92,3 +105,20 @@ def columns(points: tuple[Mapping[str, Any], ...]) -> list[Column]:
     known = {key for point in points for key in point}
     sizes = [Column("batch", "batch", whole), Column("chunk", "chunk", whole)]
     return sizes + [Column(each.key, each.name, each.format, detail=each.replaced_by in known) for each in QUANTITIES]
+
+
+def median_and_spread(values: Sequence[float]) -> tuple[float, float]:
+    """Return the median, and half of the interquartile range.
+
+    >>> median_and_spread([5.0, 1.0, 2.0, 3.0, 4.0])
+    (3.0, 1.0)
+    """
+    ordered = sorted(values)
+
+    def quantile(share: float) -> float:
+        place = share * (len(ordered) - 1)
+        low = int(place)
+        high = min(low + 1, len(ordered) - 1)
+        return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+    return quantile(0.5), (quantile(0.75) - quantile(0.25)) / 2
