@@ -7,13 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megabatch.planning.show import as_markdown
+
 from benchmarks.peers import declare_torchvision_schemas
 from megabatch.costs.hardware import find_machine
-from megabatch.costs.strategy import How
+from megabatch.costs.strategy import Strategy
 from megabatch.costs.time import step_time
 from megabatch.planning.planner import Planner, Tools
-from megabatch.planning.request import Question
-from megabatch.planning.show import as_markdown
+from megabatch.planning.request import Request
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "planning.md"
 QUESTION: dict[str, Any] = {
@@ -27,7 +28,7 @@ QUESTION: dict[str, Any] = {
 }
 CHUNK = 128
 # A picture of Inf-CL's on the GPU: 3 × 224² numbers of 4 bytes.
-PICTURE = 3 * 224 * 224 * 4
+IMAGE_BYTES = 3 * 224 * 224 * 4
 
 
 class Published(NamedTuple):
@@ -62,7 +63,7 @@ INF_CL = (
 
 def main() -> None:
     declare_torchvision_schemas()
-    planner = Planner(Question(**QUESTION), Tools())
+    planner = Planner(Request(**QUESTION), Tools())
     example = as_markdown(planner.plan())
     text = DOCS.read_text("utf-8")
     for name, part in (("example", example), ("inf-cl", published(planner))):
@@ -87,13 +88,13 @@ def published(planner: Planner) -> str:
     )
     lines = ["| " + " | ".join(head) + " |", "|" + " ---: |" * len(head)]
     for row in INF_CL:
-        how = How(row.gpus, row.pairs // row.gpus, CHUNK, 0, precision="bf16")
-        step = step_time(planner.task, how, find_machine(f"{row.gpus}xA800"))
-        memory, least = planner.peaks.predict(how), planner.peaks.predict(replace(how, shard=2 * CHUNK))
+        strategy = Strategy(row.gpus, row.pairs // row.gpus, CHUNK, 0, precision="bf16")
+        step = step_time(planner.task, strategy, find_machine(f"{row.gpus}xA800"))
+        memory, least = planner.peaks.predict(strategy), planner.peaks.predict(replace(strategy, shard=2 * CHUNK))
         peak, loss = memory.reserved_bytes, memory.phases["loss"] - least.phases["loss"]
-        pictures = "" if row.offload else f" + {how.shard * PICTURE / 1e9:.1f}"
+        images = "" if row.offload else f" + {strategy.shard * IMAGE_BYTES / 1e9:.1f}"
         cells = [f"{row.gpus}", f"{row.pairs:,}", _number(row.seconds, 1), f"{step.seconds:,.1f}", f"{step.parts['loss']:,.1f}"]
-        cells += [_number(row.peak, 1), f"{peak / 1e9:.1f}{pictures}", _number(row.loss, 2), f"{loss / 1e9:.2f}"]
+        cells += [_number(row.peak, 1), f"{peak / 1e9:.1f}{images}", _number(row.loss, 2), f"{loss / 1e9:.2f}"]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 

@@ -42,9 +42,9 @@ RUN = config.build(config.EMBEDDED, ["compute.precision=bf16"])
 def predict(question, run, work, machine):
     """2 GB of state, 0.1 GB for each row of a chunk or of a kept one, 10 kB for each of a shard."""
 
-    def predicted(how):
-        kept = 0 if how.accumulate else max(0, min(how.keep, how.chunks) - 1)
-        peak = 2 * 10**9 + 10**8 * how.chunk * (1 + kept) + 10**4 * how.shard
+    def predicted(strategy):
+        kept = 0 if strategy.accumulate else max(0, min(strategy.keep, strategy.chunks) - 1)
+        peak = 2 * 10**9 + 10**8 * strategy.chunk * (1 + kept) + 10**4 * strategy.shard
         return Stated(peak, peak, {"all": peak}, "backward", {"backward": peak})
 
     return predicted

@@ -92,7 +92,7 @@ def test_a_text_that_cannot_be_written_or_opened_is_refused_by_name(key, value):
         (["evaluate.large=[0]"], ["evaluate.large is (0,)", "at least 1"]),
         (["evaluate.large=[64, -1]"], ["evaluate.large"]),
         (["evaluate.templates=[]"], ["evaluate.templates", "at least one"]),
-        (['evaluate.templates=["{}", "a picture"]'], ["evaluate.templates", "{}"]),
+        (['evaluate.templates=["{}", "an image"]'], ["evaluate.templates", "{}"]),
         (["compute.workspace=1"], ["compute.workspace is 1", "bytes", "65536"]),
         (["compute.workspace=0"], ["compute.workspace is 0"]),
         (["compute.threads=100000"], ["compute.threads is 100000", f"{os.cpu_count()} cores"]),

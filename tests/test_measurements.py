@@ -96,8 +96,15 @@ def test_what_is_given_goes_before_what_was_measured():
     assert planned(noise, model=CLASSIFY, critical=8192).batch > planned(noise, model=CLASSIFY).batch
 
 
-def point(how, seconds, **more):
-    return {"batch": how.batch, "chunk": how.chunk, "keep": how.keep, "ranks": how.ranks, "seconds": seconds, **more}
+def point(strategy, seconds, **more):
+    return {
+        "batch": strategy.batch,
+        "chunk": strategy.chunk,
+        "keep": strategy.keep,
+        "ranks": strategy.ranks,
+        "seconds": seconds,
+        **more,
+    }
 
 
 def profile(*points, against="batch"):
@@ -107,9 +114,9 @@ def profile(*points, against="batch"):
 @pytest.mark.parametrize("seconds", [0.1, 0.7, 1.2345, 3.3, 71.3])
 def test_measured_steps_stand_where_batch_and_chunk_are_theirs(seconds):
     before = planned()
-    row = point(before.how, seconds, reserved_bytes=before.peak_bytes + 10**8)
+    row = point(before.strategy, seconds, reserved_bytes=before.peak_bytes + 10**8)
     found = planned(of(profile(row)))
-    assert found.how == before.how
+    assert found.strategy == before.strategy
     assert (found.seconds_per_step, found.peak_bytes) == (seconds, before.peak_bytes + 10**8)
     assert found.run.planned == config.Planned(found.peak_bytes, seconds)
     assert sum(found.memory.values()) == found.peak_bytes
@@ -123,35 +130,35 @@ def test_measured_steps_stand_where_batch_and_chunk_are_theirs(seconds):
 def test_elsewhere_predictions_are_scaled_by_what_was_measured_nearby():
     before = planned()
     # Twice the time and 1.1 times the memory at this batch; five times at an eighth of it, which is farther from the double one.
-    small = dataclasses.replace(before.how, shard=128, chunk=128)
-    rows = [point(before.how, 2 * before.seconds_per_step, reserved_bytes=round(1.1 * before.peak_bytes)), point(small, 5.0)]
+    small = dataclasses.replace(before.strategy, shard=128, chunk=128)
+    rows = [point(before.strategy, 2 * before.seconds_per_step, reserved_bytes=round(1.1 * before.peak_bytes)), point(small, 5.0)]
     found = planned(of(profile(*rows)))
     ways, expected = ({way.name: way for way in each.alternatives} for each in (found, before))
     assert ways["twice the batch"].seconds_per_step == pytest.approx(2 * expected["twice the batch"].seconds_per_step, rel=1e-6)
     assert ways["twice the batch"].hours == pytest.approx(2 * expected["twice the batch"].hours, rel=1e-6)
     asked = planned(of(profile(rows[0])), batch=4096)
     alone = planned(batch=4096)
-    assert asked.how.chunk <= alone.how.chunk
+    assert asked.strategy.chunk <= alone.strategy.chunk
     assert asked.number("seconds a step").confidence == "medium"
     assert "scaled by what steps at batch 1,024" in asked.number("seconds a step").why
     assert asked.seconds_per_step == pytest.approx(2 * alone.seconds_per_step, rel=0.1)
 
 
 def test_the_fastest_of_the_measured_chunks_is_taken():
-    how, seconds = planned().how, {128: 1.0, 200: 0.5, 1024: 2.0}
-    assert how.chunk == 1024
-    rows = [point(dataclasses.replace(how, chunk=chunk, keep=1), seconds[chunk]) for chunk in seconds]
+    strategy, seconds = planned().strategy, {128: 1.0, 200: 0.5, 1024: 2.0}
+    assert strategy.chunk == 1024
+    rows = [point(dataclasses.replace(strategy, chunk=chunk, keep=1), seconds[chunk]) for chunk in seconds]
     found = planned(of(profile(*rows, against="chunk")))
-    assert found.how.chunk == 200
+    assert found.strategy.chunk == 200
     assert "the fastest of 3 that were timed, of those that fit" in found.number("chunk").why
     assert found.number("chunk").confidence == "measured"
     # Where batches varied, chunks were not compared with each other.
-    assert planned(of(profile(*rows))).how.chunk == 1024
+    assert planned(of(profile(*rows))).strategy.chunk == 1024
 
 
 def test_what_fit_found_caps_the_chunk():
     found = planned(of(Fit(100, 90 * 2**30)))
-    assert found.how.chunk == found.run.batch.chunk == 100
+    assert found.strategy.chunk == found.run.batch.chunk == 100
     assert "100 rows are the largest that ran within 90.0 GiB, " + SAID in found.number("chunk").why
     assert found.number("chunk").confidence == "measured"
     assert found.peak_bytes <= found.limit_bytes
@@ -159,13 +166,13 @@ def test_what_fit_found_caps_the_chunk():
 
 def test_what_has_run_fits_whatever_was_predicted():
     # Of 10 GiB 8.6e9 bytes may be used: 64 rows by prediction. 90 rows ran.
-    assert planned(memory="10GiB").how.chunk == 64
+    assert planned(memory="10GiB").strategy.chunk == 64
     found = planned(of(Fit(90, None)), memory="10GiB")
-    assert (found.how.chunk, found.how.keep) == (90, 1)
+    assert (found.strategy.chunk, found.strategy.keep) == (90, 1)
     # What has not run, does not.
     assert next(way.batch for way in found.alternatives if way.name == "what fits without chunks") == 64
     # At eight times the batch that fit ran at, more than the chunk takes memory: the prediction has its say again.
-    assert planned(of(Fit(90, None)), memory="10GiB", batch=8192).how.chunk == 64
+    assert planned(of(Fit(90, None)), memory="10GiB", batch=8192).strategy.chunk == 64
 
 
 def test_critical_batch_that_was_measured():
@@ -210,7 +217,7 @@ def test_a_measurement_of_something_else_is_refused(kind, change, complaint, tmp
 
 def test_the_second_tower_of_a_classifier_does_not_count():
     other = dataclasses.replace(CLASSIFY, y=config.Tower("text", {"width": 8}))
-    assert planned(of(Fit(100, None), other), model=CLASSIFY).how.chunk <= 100
+    assert planned(of(Fit(100, None), other), model=CLASSIFY).strategy.chunk <= 100
 
 
 def test_another_precision_is_refused_where_it_counts_and_noted_where_it_does_not():
@@ -226,13 +233,13 @@ def test_another_precision_is_refused_where_it_counts_and_noted_where_it_does_no
 def test_another_device_weakens_what_it_says():
     before = planned()
     found = planned(of(Fit(100, None), device="NVIDIA A100-SXM4-80GB"))
-    assert found.how == before.how and any("its chunk is not taken" in note for note in found.notes)
-    row = point(before.how, 3.0, predicted_seconds=2.0)
+    assert found.strategy == before.strategy and any("its chunk is not taken" in note for note in found.notes)
+    row = point(before.strategy, 3.0, predicted_seconds=2.0)
     found = planned(of(profile(row), device="NVIDIA A100-SXM4-80GB"))
     assert found.seconds_per_step == pytest.approx(1.5 * before.seconds_per_step)
     assert found.number("seconds a step").confidence == "low"
     assert any("not on H200: times are scaled" in note for note in found.notes)
-    found = planned(of(profile(point(before.how, 3.0)), device="NVIDIA A100-SXM4-80GB"))
+    found = planned(of(profile(point(before.strategy, 3.0)), device="NVIDIA A100-SXM4-80GB"))
     assert found.seconds_per_step == before.seconds_per_step
     assert any("without predictions it is not used" in note for note in found.notes)
 
@@ -240,18 +247,18 @@ def test_another_device_weakens_what_it_says():
 def test_on_a_cpu_the_device_is_this_machines():
     run = config.build(config.EMBEDDED)
     here, there = device_name(torch.device("cpu")), "Another CPU"
-    assert planned(of(Fit(100, None), run, here), model=run, gpu="cpu").how.chunk == 100
-    assert planned(of(Fit(100, None), run, there), model=run, gpu="cpu").how.chunk != 100
+    assert planned(of(Fit(100, None), run, here), model=run, gpu="cpu").strategy.chunk == 100
+    assert planned(of(Fit(100, None), run, there), model=run, gpu="cpu").strategy.chunk != 100
 
 
 def test_one_of_each_kind_and_profiles_add_up():
     with pytest.raises(ValueError, match="a second measurement of fit"):
         planned(of(Fit(100, None)), of(Fit(200, None)))
-    how = planned().how
-    rows = [point(dataclasses.replace(how, chunk=chunk, keep=1), seconds) for chunk, seconds in ((128, 1.0), (256, 0.5))]
-    assert planned(*(of(profile(row, against="chunk")) for row in rows)).how.chunk == 256
+    strategy = planned().strategy
+    rows = [point(dataclasses.replace(strategy, chunk=chunk, keep=1), seconds) for chunk, seconds in ((128, 1.0), (256, 0.5))]
+    assert planned(*(of(profile(row, against="chunk")) for row in rows)).strategy.chunk == 256
     found = planned(of(Fit(100, None)), of(Sweep(512, 1e-3, "samples")))
-    assert (found.batch, found.how.chunk) == (512, 100)
+    assert (found.batch, found.strategy.chunk) == (512, 100)
 
 
 def test_a_loop_that_is_no_run_of_ours_says_nothing_of_a_plan():

@@ -64,7 +64,7 @@ class Subject:
 def subject(name: str) -> Subject:
     """The model of that name."""
     if name == "tiny":
-        return Subject(lambda: nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 64), nn.GELU(), nn.Linear(64, 10)), _pictures(16))
+        return Subject(lambda: nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 64), nn.GELU(), nn.Linear(64, 10)), _images(16))
     declare_torchvision_schemas()
     if name == "tiny-clip" or name.startswith("clip-"):
         return _clip(name)
@@ -72,10 +72,10 @@ def subject(name: str) -> Subject:
         return _language(name)
     import timm
 
-    return Subject(lambda: timm.create_model(name), _pictures(224))
+    return Subject(lambda: timm.create_model(name), _images(224))
 
 
-def _pictures(side: int) -> Callable[[int], Tensor]:
+def _images(side: int) -> Callable[[int], Tensor]:
     return lambda rows: torch.zeros(rows, 3, side, side)
 
 
@@ -127,4 +127,4 @@ def _clip(name: str) -> Subject:
         # Every text ends with the token that ends a text, which the tower looks for.
         return torch.full((rows, text.max_position_embeddings), text.eos_token_id, dtype=torch.int64)
 
-    return Subject(build, (_pictures(config.vision_config.image_size), texts))
+    return Subject(build, (_images(config.vision_config.image_size), texts))

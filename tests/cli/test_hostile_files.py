@@ -11,10 +11,10 @@ import pytest
 from megabatch import config, measurements
 from megabatch.audit import audit, read_any
 from megabatch.costs.hardware import find_machine, parse_bytes
-from megabatch.measuring.sweep.outcome import finished
+from megabatch.measuring.sweep.outcome import read_outcome
 from megabatch.planning.choose_batch import _soonest
 from megabatch.planning.read_measurements import gather
-from megabatch.planning.request import Question, parse_base, parse_count
+from megabatch.planning.request import Request, parse_base, parse_count
 
 RUN = config.build(config.EMBEDDED)
 POINT = {"batch": 64, "chunk": 64, "keep": 0, "ranks": 1, "seconds": 0.1, "predicted_seconds": 0.1}
@@ -73,7 +73,7 @@ def test_noise_without_a_finite_critical_batch_does_not_choose_one(tmp_path):
     found = measurements.read(written(tmp_path / "measured.json", "noise", critical="inf")).found
 
     class Planner:
-        question = Question(objective="supervised", data=1000)
+        question = Request(objective="supervised", data=1000)
         budget = (1000, 1000, 1000)
         known = replace(gather([], RUN, "fp32", find_machine("H100")), noise=found)
 
@@ -111,8 +111,8 @@ def test_rates_that_cannot_have_been_measured_are_refused(tmp_path, changes):
 )
 def test_an_outcome_that_is_none_is_refused(tmp_path, record):
     (tmp_path / "outcome.json").write_text(json.dumps(record))
-    with pytest.raises(ValueError, match="holds no outcome of a run"):
-        finished(config.build(config.EMBEDDED, [f"out={tmp_path}"]))
+    with pytest.raises(ValueError, match="is not the outcome of a run"):
+        read_outcome(config.build(config.EMBEDDED, [f"out={tmp_path}"]))
 
 
 ARGUMENTS = {"learning_rate": 1e-3, "per_device_train_batch_size": 8}
@@ -154,15 +154,16 @@ def test_settings_of_another_shape_than_usual_are_audited(tmp_path, table, known
     "parse",
     [
         lambda: parse_count("9" * 400, "data"),
+        lambda: parse_count("-" + "9" * 400, "data"),
         lambda: parse_count("1e5", "data"),
         lambda: parse_base("nan@256"),
         lambda: parse_base("1e-3@" + "9" * 400),
         lambda: parse_bytes("9" * 400 + "GiB"),
         lambda: find_machine("9" * 30 + "xH100"),
-        lambda: Question(epochs=float("inf")),
-        lambda: Question(epochs=float("nan")),
-        lambda: Question(price=-1.0),
-        lambda: Question(critical=10**400),
+        lambda: Request(epochs=float("inf")),
+        lambda: Request(epochs=float("nan")),
+        lambda: Request(price=-1.0),
+        lambda: Request(critical=10**400),
     ],
 )
 def test_numbers_of_a_plan_that_would_overflow_are_refused(parse):

@@ -149,7 +149,7 @@ def test_search_asks_for_what_draws_its_answers(absent, monkeypatch, tmp_path):
 
     @contextmanager
     def opened(*args, **kwargs):
-        yield SimpleNamespace(x=SimpleNamespace(kind="picture"), y=SimpleNamespace(kind="text"))
+        yield SimpleNamespace(x=SimpleNamespace(kind="image"), y=SimpleNamespace(kind="text"))
 
     monkeypatch.setattr(inference, "opened", opened)
     monkeypatch.setattr(inference, "_check_pairs", lambda parts: None)

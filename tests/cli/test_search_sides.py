@@ -146,14 +146,14 @@ def test_images_and_captions_each_have_their_tower(captioned, tables, tmp_path):
     rows, _ = written(tmp_path / "e")
     torch.testing.assert_close(rows[1:], through(captioned, "y", ["caption 3"]))
     torch.testing.assert_close(rows[:1], through(captioned, "x", [Image.open(image)]))
-    assert all(answer.picture is not None for answer in search(captioned, "caption 3", 2))
-    assert all(answer.picture is None and answer.text.startswith("caption") for answer in search(captioned, str(image), 2))
+    assert all(answer.image is not None for answer in search(captioned, "caption 3", 2))
+    assert all(answer.image is None and answer.text.startswith("caption") for answer in search(captioned, str(image), 2))
 
 
 def test_an_image_finds_images_of_the_other_side(images, tables):
     for side, other in ((None, "right"), ("x", "right"), ("y", "left")):
         answers = search(images, str(tables / "left-3.png"), 2, side=side)
-        colours = [answer.picture.convert("RGB").getpixel((0, 0)) for answer in answers]
+        colours = [answer.image.convert("RGB").getpixel((0, 0)) for answer in answers]
         assert all(colour[0 if other == "right" else 1] == 0 for colour in colours)
 
 

@@ -55,28 +55,28 @@ def megabatch(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory):
-    """A table of coloured pictures, the halves in two colours, and their captions; one caption holds a script."""
-    folder = tmp_path_factory.mktemp("pictures")
+def images(tmp_path_factory):
+    """A table of coloured images, the halves in two colours, and their captions; one caption holds a script."""
+    folder = tmp_path_factory.mktemp("images")
     lines = ["filepath,caption,colour"]
     for left, a in COLOURS.items():
         for right, b in COLOURS.items():
             for shade in range(3):
-                picture = Image.new("RGB", (20, 20), tuple(max(0, c - 9 * shade) for c in a))
-                picture.paste(tuple(max(0, c - 9 * shade) for c in b), (10, 0, 20, 20))
-                picture.save(folder / f"{left}-{right}-{shade}.png")
+                image = Image.new("RGB", (20, 20), tuple(max(0, c - 9 * shade) for c in a))
+                image.paste(tuple(max(0, c - 9 * shade) for c in b), (10, 0, 20, 20))
+                image.save(folder / f"{left}-{right}-{shade}.png")
                 lines.append(f"{left}-{right}-{shade}.png,{left} beside {right} <script>alert({shade})</script>,{left}")
-    (folder / "broken.png").write_bytes(b"no picture")
+    (folder / "broken.png").write_bytes(b"no image")
     lines.append("broken.png,nothing to see,red")
     (folder / "pairs.csv").write_text("\n".join(lines) + "\n")
     return folder
 
 
 @pytest.fixture(scope="module")
-def run(pictures):
+def run(images):
     """A trained run."""
-    out = pictures / "run"
-    done = started_afresh("train", f"data.source={pictures / 'pairs.csv'}", f"out={out}", *SMALL)
+    out = images / "run"
+    done = started_afresh("train", f"data.source={images / 'pairs.csv'}", f"out={out}", *SMALL)
     assert "held-out recall among" in done.stdout and "report.html" in done.stdout
     return out
 
@@ -87,7 +87,7 @@ def test_train_writes_a_report_that_executes_nothing(run):
     assert "broken.png" in (run / "log.jsonl").read_text() or "broken.png" not in page
 
 
-def test_train_learns_from_pictures(run):
+def test_train_learns_from_images(run):
     result = json.loads((run / "result.json").read_text())
     assert result["evaluation"]["x_to_y"]["1"] > 2 * result["chance"]["1"]
 
@@ -100,27 +100,27 @@ def test_evaluate_repeats_the_result_of_the_run(megabatch, run):
     assert "recall@10" in shown and "zero-shot accuracy, top 5: 100.0%" in shown
 
 
-def test_embed_writes_one_row_for_each_picture_and_line(megabatch, run, pictures, tmp_path):
+def test_embed_writes_one_row_for_each_image_and_line(megabatch, run, images, tmp_path):
     from safetensors import safe_open
 
     texts = tmp_path / "texts.txt"
     texts.write_text("red beside blue\n\nblue beside red\n")
-    megabatch("embed", run, pictures / "red-blue-0.png", texts, "--out", tmp_path / "e.safetensors")
+    megabatch("embed", run, images / "red-blue-0.png", texts, "--out", tmp_path / "e.safetensors")
     with safe_open(tmp_path / "e.safetensors", "pt") as file:
         embeddings, keys = file.get_tensor("embeddings"), json.loads(file.metadata()["keys"])
-    assert keys == [str(pictures / "red-blue-0.png"), "red beside blue", "blue beside red"]
+    assert keys == [str(images / "red-blue-0.png"), "red beside blue", "blue beside red"]
     assert embeddings.shape == (3, 16) and float((embeddings.norm(dim=1) - 1).abs().max()) < 1e-5
 
 
-def test_search_finds_and_draws(megabatch, run, pictures):
+def test_search_finds_and_draws(megabatch, run, images):
     done = megabatch("search", run, "red beside red", "-k", "3")
     assert done.stdout.count("beside") == 3 and (run / "search.png").stat().st_size > 1000
-    assert megabatch("search", run, pictures / "red-red-0.png", "-k", "2").stdout.count("beside") == 2
+    assert megabatch("search", run, images / "red-red-0.png", "-k", "2").stdout.count("beside") == 2
 
 
-def test_the_same_command_goes_on_and_fresh_starts_over(megabatch, run, pictures):
+def test_the_same_command_goes_on_and_fresh_starts_over(megabatch, run, images):
     before = (run / "log.jsonl").read_text().count('"event": "step"')
-    command = ["train", f"data.source={pictures / 'pairs.csv'}", f"out={run}", *SMALL]
+    command = ["train", f"data.source={images / 'pairs.csv'}", f"out={run}", *SMALL]
     megabatch(*command)
     assert (run / "log.jsonl").read_text().count('"event": "step"') == before == 30
     megabatch(*command, "optimizer.lr=1e-3", status=2)
@@ -145,9 +145,9 @@ print(sys.getrefcount(group))
     assert done.returncode == 0 and int(done.stdout) >= 3, done.stdout + done.stderr[-2000:]
 
 
-def test_torchrun_trains_on_two_ranks_and_starts_them_again_when_one_dies(pictures, tmp_path):
+def test_torchrun_trains_on_two_ranks_and_starts_them_again_when_one_dies(images, tmp_path):
     out = tmp_path / "run"
-    settings = [f"data.source={pictures / 'pairs.csv'}", f"out={out}", *SMALL, "checkpoint.every=5", "watch.report=false"]
+    settings = [f"data.source={images / 'pairs.csv'}", f"out={out}", *SMALL, "checkpoint.every=5", "watch.report=false"]
     command = [*TORCHRUN, "--max-restarts=1", "-m", "megabatch", "train", *settings]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     end = time.monotonic() + 120
@@ -165,9 +165,9 @@ def test_torchrun_trains_on_two_ranks_and_starts_them_again_when_one_dies(pictur
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_a_run_with_a_checkpoint(pictures, tmp_path, number):
+def test_a_signal_ends_a_run_with_a_checkpoint(images, tmp_path, number):
     out = tmp_path / "run"
-    settings = [f"data.source={pictures / 'pairs.csv'}", f"out={out}", *SMALL, "schedule.steps=100000", "checkpoint.every=none"]
+    settings = [f"data.source={images / 'pairs.csv'}", f"out={out}", *SMALL, "schedule.steps=100000", "checkpoint.every=none"]
     command = Command(tmp_path / "printed", "train", *settings)
     end = time.monotonic() + 90
     while not (out / "log.jsonl").exists() or '"step"' not in (out / "log.jsonl").read_text():

@@ -46,7 +46,7 @@ def test_a_kept_prediction_is_made_again() -> None:
 def test_others_are_quoted_as_they_compute() -> None:
     weights = 4 * (768 * 64 + 64 + 64 * 10 + 10)
     said = others(Case("tiny", 8))
-    # torchinfo: 8 pictures, the weights, twice the outputs of both layers. The list has four members: 768, 64, 64, 10 wide.
+    # torchinfo: 8 images, the weights, twice the outputs of both layers. The list has four members: 768, 64, 64, 10 wide.
     assert said["torchinfo"] == 8 * 768 * 4 + weights + 2 * 8 * (64 + 10) * 4
     assert said["rule_of_thumb"] == 3 * weights + 8 * (768 + 64 + 64 + 10) * 4
     assert said["accelerate"] == 4 * weights

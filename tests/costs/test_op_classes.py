@@ -28,28 +28,28 @@ def convolution(x: Tensor, *weight: int, stride: int = 1, groups: int = 1) -> st
     return forward
 
 
-def pictures(channels: int, side: int, dtype: torch.dtype = HALF, last: bool = False) -> Tensor:
+def images(channels: int, side: int, dtype: torch.dtype = HALF, last: bool = False) -> Tensor:
     x = torch.zeros(2, channels, side, side, dtype=dtype)
     return x.to(memory_format=torch.channels_last) if last else x
 
 
 def test_a_convolution_of_one_pixel_is_direct_where_it_is_a_product_as_it_lies() -> None:
-    assert convolution(pictures(64, 28), 128, 64, 1, 1) == "direct convolution"
+    assert convolution(images(64, 28), 128, 64, 1, 1) == "direct convolution"
     # 14 · 14 pixels are no multiple of 8; a stride leaves pixels out; a larger kernel needs channels as neighbours.
-    assert convolution(pictures(64, 14), 128, 64, 1, 1) == "convolution"
-    assert convolution(pictures(64, 28), 128, 64, 1, 1, stride=2) == "convolution"
-    assert convolution(pictures(64, 28), 128, 64, 3, 3) == "convolution"
-    assert convolution(pictures(64, 14, last=True), 128, 64, 3, 3) == "direct convolution"
+    assert convolution(images(64, 14), 128, 64, 1, 1) == "convolution"
+    assert convolution(images(64, 28), 128, 64, 1, 1, stride=2) == "convolution"
+    assert convolution(images(64, 28), 128, 64, 3, 3) == "convolution"
+    assert convolution(images(64, 14, last=True), 128, 64, 3, 3) == "direct convolution"
 
 
 def test_convolutions_of_groups_and_of_few_channels() -> None:
-    assert convolution(pictures(64, 28), 64, 8, 3, 3, groups=8) == "grouped convolution"
-    assert convolution(pictures(3, 28), 64, 3, 7, 7, stride=2) == "thin convolution"
+    assert convolution(images(64, 28), 64, 8, 3, 3, groups=8) == "grouped convolution"
+    assert convolution(images(3, 28), 64, 3, 7, 7, stride=2) == "thin convolution"
     for dtype in (HALF, torch.float32):
-        assert convolution(pictures(32, 28, dtype), 32, 1, 3, 3, groups=32) == "depthwise convolution"
+        assert convolution(images(32, 28, dtype), 32, 1, 3, 3, groups=32) == "depthwise convolution"
     # cuDNN has kernels of its own for one layout, in half precision.
-    assert convolution(pictures(32, 28, last=True), 32, 1, 7, 7, groups=32) == "depthwise convolution, channels last"
-    assert convolution(pictures(32, 28, torch.float32, last=True), 32, 1, 7, 7, groups=32) == "depthwise convolution"
+    assert convolution(images(32, 28, last=True), 32, 1, 7, 7, groups=32) == "depthwise convolution, channels last"
+    assert convolution(images(32, 28, torch.float32, last=True), 32, 1, 7, 7, groups=32) == "depthwise convolution"
 
 
 @pytest.mark.parametrize(
@@ -119,11 +119,11 @@ def test_blocks_tiles_and_words_that_go_partly_empty() -> None:
     assert filling_of("strided", (x.bfloat16(),), x) == 0.75
     # 200 channels keep all multiprocessors busy; with channels as neighbours, blocks are cut otherwise.
     for channels, filling in ((50, 0.25), (200, 1.0), (512, 1.0)):
-        assert filling_of("half batch norm", (pictures(channels, 4), torch.zeros(channels)), ()) == filling
-    assert filling_of("batch norm", (pictures(50, 4, last=True),), ()) == 1.0
+        assert filling_of("half batch norm", (images(channels, 4), torch.zeros(channels)), ()) == filling
+    assert filling_of("batch norm", (images(50, 4, last=True),), ()) == 1.0
     # Groups of 24 channels are computed as 32.
     for width, filling in ((24, 0.75), (48, 0.75), (32, 1.0), (4, 1.0)):
-        assert filling_of("grouped convolution", (pictures(4 * width, 4), torch.zeros(4 * width, width, 3, 3)), ()) == filling
+        assert filling_of("grouped convolution", (images(4 * width, 4), torch.zeros(4 * width, width, 3, 3)), ()) == filling
     for width, filling in ((49, 0.6), (196, 1.0)):
         assert filling_of("odd product", (torch.zeros(8, 16), torch.zeros(16, width)), ()) == filling
     assert filling_of("product", (torch.zeros(7, 7),), ()) == 1.0

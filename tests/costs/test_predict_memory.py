@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.encoders import model as clip
-from megabatch.costs.memory import MemoryModel, Prediction, Setup, memory_line, predict_memory
+from megabatch.costs.memory import MemoryCurve, Prediction, Setup, memory_curve, predict_memory
 from megabatch.costs.memory.allocator import CachingAllocator
 from megabatch.costs.memory.composition import Composition
 from megabatch.costs.memory.loss import LossMemory
@@ -65,7 +65,7 @@ def sequences(rows: int) -> Tensor:
     return torch.zeros(rows, 48, 64)
 
 
-def pictures(rows: int) -> Tensor:
+def images(rows: int) -> Tensor:
     return torch.zeros(rows, 3, 32, 32)
 
 
@@ -108,8 +108,8 @@ def test_a_transformer_takes_on_a_cpu_what_the_profiler_sees(rows: int, checkpoi
 
 def test_a_convolutional_network_takes_on_a_cpu_what_the_profiler_sees() -> None:
     # The kernels' own copies of one layer's operands are not predicted for a CPU: a few percent of twelve layers.
-    predicted = predict_memory(deep_cnn, pictures, 16, ON_CPU).peak_bytes
-    assert predicted == pytest.approx(profiled_peak(deep_cnn, pictures, 16), rel=0.04)
+    predicted = predict_memory(deep_cnn, images, 16, ON_CPU).peak_bytes
+    assert predicted == pytest.approx(profiled_peak(deep_cnn, images, 16), rel=0.04)
 
 
 def two_matrices() -> nn.Module:
@@ -234,8 +234,8 @@ def test_dropout_keeps_a_mask_of_bytes_and_attention_no_matrix() -> None:
     assert kept(Setup()) == pytest.approx(MIB * (4 + 4 + 1), rel=0.01)
     assert kept(ON_CPU) == pytest.approx(MIB * (4 + 4 + 4), rel=0.01)
 
-    def matrix_bytes(length: int, **how: Any) -> int:
-        setup = Setup(**how)
+    def matrix_bytes(length: int, **options: Any) -> int:
+        setup = Setup(**options)
         return predict_memory(Block, lambda rows: torch.zeros(rows, length, 64), 4, setup, loss=Tensor.sum).peak_bytes
 
     # Twice the length takes about twice the memory: there is no matrix of lengths, in either precision, which would make it four
@@ -311,8 +311,8 @@ def pair() -> tuple[nn.Module, nn.Module]:
     return Transformer(2, 64, 32), Transformer(1, 64, 32)
 
 
-def contrastive(rows: int, **how: Any) -> Prediction:
-    return predict_memory(pair, (sequences, sequences), rows, Setup(**{"objective": "clip", **how}))
+def contrastive(rows: int, **options: Any) -> Prediction:
+    return predict_memory(pair, (sequences, sequences), rows, Setup(**{"objective": "clip", **options}))
 
 
 def test_a_chunk_decides_about_activations_and_rows_about_embeddings() -> None:
@@ -324,7 +324,7 @@ def test_a_chunk_decides_about_activations_and_rows_about_embeddings() -> None:
 
 
 def test_kept_chunks_add_a_graph_each_and_the_first_is_free() -> None:
-    line = memory_line(pair, (sequences, sequences), Setup(objective="clip", chunk=64))
+    line = memory_curve(pair, (sequences, sequences), Setup(objective="clip", chunk=64))
     peaks = [line.peak(512, keep).peak_bytes for keep in (0, 1, 2, 3)]
     graph = peaks[3] - peaks[2]
     assert abs(peaks[1] - peaks[0]) < 0.5 * graph
@@ -402,15 +402,15 @@ def test_a_line_from_two_traces_says_what_a_trace_would(rows: int) -> None:
 
 
 def test_a_small_batch_is_ruled_by_the_optimizers_step() -> None:
-    line = memory_line(two_matrices, lambda rows: torch.zeros(rows, 1024))
+    line = memory_curve(two_matrices, lambda rows: torch.zeros(rows, 1024))
     assert line.peak(1).moment == "optimizer step" and line.peak(100_000).moment != "optimizer step"
 
 
 def test_curves_of_chunked_steps_need_no_further_trace() -> None:
-    line = memory_line(pair, (sequences, sequences), Setup(objective="clip", chunk=64))
+    line = memory_curve(pair, (sequences, sequences), Setup(objective="clip", chunk=64))
     assert line.peak(8192).peak_bytes == contrastive(8192, chunk=64).peak_bytes
     assert line.peak(512, keep=2).peak_bytes == contrastive(512, chunk=64, keep=2).peak_bytes
-    accumulated = memory_line(Transformer, sequences, Setup(chunk=32))
+    accumulated = memory_curve(Transformer, sequences, Setup(chunk=32))
     assert accumulated.peak(64) == accumulated.peak(4096)
     # The second chunk finds the gradients of the first.
     assert accumulated.peak(64).peak_bytes > accumulated.peak(32).peak_bytes
@@ -463,7 +463,7 @@ def test_a_model_whose_making_reads_numbers_is_made_for_real() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "message"),
+    ("options", "message"),
     [
         ({"optimizer": "adamax"}, "optimizer is 'adamax'"),
         ({"precision": "fp8"}, "precision is 'fp8'"),
@@ -473,9 +473,9 @@ def test_a_model_whose_making_reads_numbers_is_made_for_real() -> None:
         ({"objective": "triplet"}, "objective is 'triplet'"),
     ],
 )
-def test_nonsense_is_answered_with_the_rule(how: dict[str, Any], message: str) -> None:
+def test_nonsense_is_answered_with_the_rule(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Setup(**how)
+        Setup(**options)
 
 
 def test_wrong_rows_models_and_losses_are_named() -> None:
@@ -491,10 +491,10 @@ def test_wrong_rows_models_and_losses_are_named() -> None:
         predict_memory(lambda: Transformer().requires_grad_(False), sequences, 4)
 
 
-_lines: dict[str, MemoryModel] = {}
+_lines: dict[str, MemoryCurve] = {}
 
 
-def _line() -> MemoryModel:
+def _line() -> MemoryCurve:
     if "transformer" not in _lines:
-        _lines["transformer"] = memory_line(Transformer, sequences, rows=(256, 512))
+        _lines["transformer"] = memory_curve(Transformer, sequences, rows=(256, 512))
     return _lines["transformer"]

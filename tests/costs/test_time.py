@@ -14,26 +14,26 @@ from hypothesis import strategies as st
 from small_works import small_work
 
 from megabatch.costs.counting import Call, Pass, count_work
-from megabatch.costs.devices import Shares, find_device
+from megabatch.costs.devices import Efficiency, find_device
 from megabatch.costs.hardware import find_machine
-from megabatch.costs.models import Uncomputed
+from megabatch.costs.models import SkipCompute
 from megabatch.costs.op_classes import Kind
 from megabatch.costs.op_efficiency import BYTES, FLOPS
-from megabatch.costs.strategy import How
-from megabatch.costs.time import Task, seconds_of, step_time
+from megabatch.costs.strategy import Strategy
+from megabatch.costs.time import StepWork, seconds_of, step_time
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 WORK = small_work(175e9, 0.83e9, 2.5e9, 1100, 428_000_000, inputs=150_000)
-TASK = Task((WORK,), "clip", 768)
+TASK = StepWork((WORK,), "clip", 768)
 H200 = find_machine("H200")
 
 
-def parts_of(how: How, task: Task = TASK) -> dict[str, float]:
-    return step_time(task, how, H200).parts
+def parts_of(strategy: Strategy, task: StepWork = TASK) -> dict[str, float]:
+    return step_time(task, strategy, H200).parts
 
 
 def test_a_step_that_the_device_is_slower_at_by_hand() -> None:
-    step = step_time(TASK, How(1, 256, 128, 0, precision="bf16"), H200)
+    step = step_time(TASK, Strategy(1, 256, 128, 0, precision="bf16"), H200)
     # 72 % of 989.4 TFLOP/s are 712.368, 80 % of 4.8 TB/s are 3.84: 256 · 175 GFLOP take 62.8889 ms, the 256 · 0.83 GB of rows and
     # the 2.5 GB of each of two chunks 56.6354 ms. The host calls 2 · 1,100 operations in 92.4 ms meanwhile.
     forward = 62.8889e-3 + 56.6354e-3
@@ -51,16 +51,16 @@ def test_a_step_that_the_device_is_slower_at_by_hand() -> None:
 
 def test_a_step_that_the_host_is_slower_at_by_hand() -> None:
     # 32 chunks of 1,100 operations at 42 µs are 1.4784 s, where the device needs 0.14. Unrecorded ones take 0.6 of the host's time.
-    parts = parts_of(How(1, 256, 8, 0, precision="bf16"))
+    parts = parts_of(Strategy(1, 256, 8, 0, precision="bf16"))
     assert parts["forward"] == pytest.approx(0.6 * 1.4784)
     assert parts["recomputation"] == pytest.approx(1.4784)
     assert parts["backward"] == pytest.approx(2 * 1.4784 + 31 * 1.3375e-3)
     # Half of the chunks kept: of them the first forward is recorded, and is the only one.
-    half = parts_of(How(1, 256, 8, 16, precision="bf16"))
+    half = parts_of(Strategy(1, 256, 8, 16, precision="bf16"))
     assert half["forward"] == pytest.approx(0.8 * 1.4784) and half["recomputation"] == pytest.approx(1.4784 / 2)
     assert half["inputs"] == pytest.approx(1.5 * 256 * 150e3 / 50e9)
     # What is kept whole, or accumulated, is recorded throughout.
-    for whole in (How(1, 256, 8, 32, precision="bf16"), How(1, 256, 8, 0, precision="bf16", accumulate=True)):
+    for whole in (Strategy(1, 256, 8, 32, precision="bf16"), Strategy(1, 256, 8, 0, precision="bf16", accumulate=True)):
         assert parts_of(whole)["forward"] == pytest.approx(1.4784)
         assert parts_of(whole)["inputs"] == pytest.approx(256 * 150e3 / 50e9)
 
@@ -70,7 +70,7 @@ def test_a_cpu_computes_and_calls_one_after_the_other() -> None:
     cpu = dataclasses.replace(cpu, device=dataclasses.replace(cpu.device, rates={"fp32": 30e9}, bandwidth=8e9))
     small = small_work(3e9, 0.4e9, 0.4e9, 1000, 1_000_000, inputs=150_000)
     # 10 rows in two chunks: 1 s of products, 0.5 s for the rows' bytes and 0.1 s for the chunks', 2 · 1,000 operations at 5 µs.
-    parts = step_time(Task((small,), "mean"), How(1, 10, 5, 0), cpu).parts
+    parts = step_time(StepWork((small,), "supervised"), Strategy(1, 10, 5, 0), cpu).parts
     assert parts["recomputation"] == pytest.approx(1.6 + 0.010)
     assert parts["forward"] == pytest.approx(1.6 + 0.6 * 0.010)
     assert "inputs" not in parts and "once a step" not in parts
@@ -78,8 +78,8 @@ def test_a_cpu_computes_and_calls_one_after_the_other() -> None:
 
 def test_an_operation_takes_the_longer_of_computing_and_moving() -> None:
     # Attention in bf16: 20 % of 989.4 TFLOP/s, a quarter of 4.8 TB/s; 1,000 rows of a GFLOP take 5.0536 ms, of 12 MB 10 ms.
-    how = How(1, 1000, 1000, 1, precision="bf16")
-    light, heavy = (seconds_of(Pass((Call("attention", 1e9, moved, 0.0, 3),)), how, H200) for moved in (6e6, 12e6))
+    strategy = Strategy(1, 1000, 1000, 1, precision="bf16")
+    light, heavy = (seconds_of(Pass((Call("attention", 1e9, moved, 0.0, 3),)), strategy, H200) for moved in (6e6, 12e6))
     assert light == pytest.approx(3 * 5.0536e-3, rel=1e-4) and heavy == pytest.approx(3 * 10e-3)
 
 
@@ -89,13 +89,13 @@ def test_every_kind_has_its_share_and_none_is_all_of_a_peak() -> None:
         kind for kind in BYTES if any(part in kind for part in ("product", "convolution", "gradient", "attention"))
     }
     assert all(0 < share < 1 for share in (*FLOPS.values(), *BYTES.values()))
-    doubled = Shares().scaled(2.0, 1.0)
-    assert (doubled.flops["product"], doubled.flops["odd product"]) == (1.0, 0.38) and doubled.bytes == Shares().bytes
+    doubled = Efficiency().scaled(2.0, 1.0)
+    assert (doubled.flops["product"], doubled.flops["odd product"]) == (1.0, 0.38) and doubled.bytes == Efficiency().bytes
 
 
 def test_kinds_below_the_bandwidth_of_an_h200_go_at_the_pace_of_other_devices() -> None:
-    shares = {name: find_device(name).shares.bytes for name in ("H200", "H100", "A100", "L40S")}
-    assert shares["H200"] == pytest.approx(dict(Shares().bytes))
+    shares = {name: find_device(name).efficiency.bytes for name in ("H200", "H100", "A100", "L40S")}
+    assert shares["H200"] == pytest.approx(dict(Efficiency().bytes))
     # The same multiprocessors and 3.35 of its 4.8 TB/s: as many bytes a second.
     assert shares["H100"]["normalisation"] * 3.35 == pytest.approx(0.34 * 4.8)
     # 108 multiprocessors of 64 units for 132 of 128, at 1.41 GHz for 1.98: 19.5 / 64 for 66.9 / 128.
@@ -107,34 +107,38 @@ def test_kinds_below_the_bandwidth_of_an_h200_go_at_the_pace_of_other_devices() 
 
 def test_convolutions_in_fp32_go_at_the_rate_of_tf32_and_products_do_not() -> None:
     device = H200.device
-    assert device.rate("fp32", "product") == pytest.approx(0.72 * 66.9e12)
-    assert device.rate("fp32", "convolution") == pytest.approx(0.45 * 494.7e12)
-    assert device.rate("fp32", "attention in fp32") == pytest.approx(0.35 * 66.9e12)
-    assert device.rate("bf16", "convolution") == pytest.approx(0.45 * 989.4e12)
+    assert device.flops_per_second("fp32", "product") == pytest.approx(0.72 * 66.9e12)
+    assert device.flops_per_second("fp32", "convolution") == pytest.approx(0.45 * 494.7e12)
+    assert device.flops_per_second("fp32", "attention in fp32") == pytest.approx(0.35 * 66.9e12)
+    assert device.flops_per_second("bf16", "convolution") == pytest.approx(0.45 * 989.4e12)
     # There is no TF32 on a V100.
-    assert find_device("V100").rate("fp32", "convolution") == pytest.approx(0.45 * 15.7e12)
+    assert find_device("V100").flops_per_second("fp32", "convolution") == pytest.approx(0.45 * 15.7e12)
 
 
 def test_convolutions_of_few_channels_do_without_tensor_cores_in_any_precision() -> None:
     for kind, share in (("thin convolution", 0.41), ("depthwise convolution", 0.045), ("depthwise gradient", 0.013)):
-        assert H200.device.rate("bf16", kind) == H200.device.rate("fp32", kind) == pytest.approx(share * 66.9e12)
+        assert (
+            H200.device.flops_per_second("bf16", kind)
+            == H200.device.flops_per_second("fp32", kind)
+            == pytest.approx(share * 66.9e12)
+        )
     with pytest.raises(ValueError, match="precision is 'bf16'"):
-        find_device("V100").rate("bf16", "thin convolution")
+        find_device("V100").flops_per_second("bf16", "thin convolution")
 
 
 def test_what_does_not_fill_a_gpu_takes_longer_there_and_a_cpu_just_as_long() -> None:
     full = Call("half batch norm", 0.0, 1e6, 0.0)
-    how, cpu = How(1, 1000, 1000, 1), find_machine("cpu")
+    strategy, cpu = Strategy(1, 1000, 1000, 1), find_machine("cpu")
     for call, machine, ratio in (
         (full._replace(filling=0.25), H200, 4),
         (full._replace(filling=0.25), cpu, 1),
         (full._replace(hidden=True), H200, 1),
     ):
-        seconds = [seconds_of(Pass((each,)), how, machine) for each in (call, full)]
+        seconds = [seconds_of(Pass((each,)), strategy, machine) for each in (call, full)]
         assert seconds[0] == pytest.approx(ratio * seconds[1])
     # A GB at 13 % of 4.8 TB/s; on a CPU, nothing of another operation is counted.
     assert seconds[1] == pytest.approx(1e9 / (0.13 * 4.8e12))
-    assert seconds_of(Pass((full._replace(hidden=True),)), how, cpu) == 0
+    assert seconds_of(Pass((full._replace(hidden=True),)), strategy, cpu) == 0
 
 
 def test_inputs_come_over_the_bus_that_goes_with_the_device() -> None:
@@ -142,10 +146,10 @@ def test_inputs_come_over_the_bus_that_goes_with_the_device() -> None:
 
 
 def test_kept_chunks_save_a_forward_checkpointing_costs_one_and_accumulation_none() -> None:
-    how = How(1, 1024, 256, 0, precision="bf16")
+    strategy = Strategy(1, 1024, 256, 0, precision="bf16")
 
     def again(**changes: object) -> float:
-        return parts_of(dataclasses.replace(how, **changes)).get("recomputation", 0.0)
+        return parts_of(dataclasses.replace(strategy, **changes)).get("recomputation", 0.0)
 
     whole = again()
     assert again(keep=1) == pytest.approx(0.75 * whole)
@@ -154,20 +158,20 @@ def test_kept_chunks_save_a_forward_checkpointing_costs_one_and_accumulation_non
     assert again(accumulate=True) == 0
     assert again(accumulate=True, checkpointing=True) == pytest.approx(whole)
     # Inside the encoder nothing comes from the host again.
-    assert parts_of(dataclasses.replace(how, keep=4, checkpointing=True))["inputs"] == pytest.approx(1024 * 150e3 / 50e9)
+    assert parts_of(dataclasses.replace(strategy, keep=4, checkpointing=True))["inputs"] == pytest.approx(1024 * 150e3 / 50e9)
 
 
 def test_a_locked_tower_goes_forward_once() -> None:
     locked = small_work(175e9, 0.83e9, 2.5e9, 1100, 428_000_000, locked=True, inputs=150_000)
-    parts = parts_of(How(1, 1024, 256, 0, precision="bf16", checkpointing=True), Task((locked,), "clip", 768))
+    parts = parts_of(Strategy(1, 1024, 256, 0, precision="bf16", checkpointing=True), StepWork((locked,), "clip", 768))
     assert not {"backward", "recomputation", "optimizer", "gradients' exchange"} & set(parts)
     assert parts["inputs"] == pytest.approx(1024 * 150e3 / 50e9)
-    both = parts_of(How(1, 1024, 256, 0, precision="bf16"), Task((locked, WORK), "clip", 768))
-    assert both["backward"] == pytest.approx(parts_of(How(1, 1024, 256, 0, precision="bf16"))["backward"])
+    both = parts_of(Strategy(1, 1024, 256, 0, precision="bf16"), StepWork((locked, WORK), "clip", 768))
+    assert both["backward"] == pytest.approx(parts_of(Strategy(1, 1024, 256, 0, precision="bf16"))["backward"])
 
 
 def test_siglip_takes_three_quarters_of_clips_products() -> None:
-    clip, siglip = (parts_of(How(8, 4096, 256), Task((WORK,), loss, 768))["loss"] for loss in ("clip", "siglip"))
+    clip, siglip = (parts_of(Strategy(8, 4096, 256), StepWork((WORK,), loss, 768))["loss"] for loss in ("clip", "siglip"))
     assert siglip == pytest.approx(0.75 * clip)
 
 
@@ -175,8 +179,8 @@ def test_siglip_takes_three_quarters_of_clips_products() -> None:
 @settings(max_examples=60, deadline=None)
 def test_ranks_share_the_work_and_add_exchange(power: int, rows: int) -> None:
     ranks, shard = 2**power, 2**rows
-    alone = step_time(TASK, How(1, shard, shard, 1, precision="bf16"), H200)
-    many = step_time(TASK, How(ranks, shard, shard, 1, precision="bf16"), H200)
+    alone = step_time(TASK, Strategy(1, shard, shard, 1, precision="bf16"), H200)
+    many = step_time(TASK, Strategy(ranks, shard, shard, 1, precision="bf16"), H200)
     # Weak scaling: the encoders' work on a rank is the same, the loss grows with the batch.
     for part in ("forward", "backward", "inputs", "optimizer"):
         assert many.parts[part] == pytest.approx(alone.parts[part])
@@ -192,51 +196,51 @@ def test_more_rows_more_chunks_and_fewer_kept_ones_never_take_less_time(
     power: int, halvings: int, keep: int, precision: str
 ) -> None:
     shard = 2**power
-    how = How(1, shard, max(1, shard >> halvings), keep, precision=precision)
-    seconds = step_time(TASK, how, H200).seconds
-    assert step_time(TASK, dataclasses.replace(how, shard=2 * shard), H200).seconds > seconds
-    assert step_time(TASK, dataclasses.replace(how, keep=keep + 1), H200).seconds <= seconds * (1 + 1e-9)
-    if how.chunk > 1 and not keep:
-        assert step_time(TASK, dataclasses.replace(how, chunk=how.chunk // 2), H200).seconds > seconds
+    strategy = Strategy(1, shard, max(1, shard >> halvings), keep, precision=precision)
+    seconds = step_time(TASK, strategy, H200).seconds
+    assert step_time(TASK, dataclasses.replace(strategy, shard=2 * shard), H200).seconds > seconds
+    assert step_time(TASK, dataclasses.replace(strategy, keep=keep + 1), H200).seconds <= seconds * (1 + 1e-9)
+    if strategy.chunk > 1 and not keep:
+        assert step_time(TASK, dataclasses.replace(strategy, chunk=strategy.chunk // 2), H200).seconds > seconds
 
 
 def test_gradients_travel_twice_their_size_round_the_ring() -> None:
     # 8 ranks: 2 · 7/8 · 4 bytes · 428 M parameters at 75 % of 450 GB/s, and the latency of a tree.
-    parts = parts_of(How(8, 256, 256, 1, precision="bf16"))
+    parts = parts_of(Strategy(8, 256, 256, 1, precision="bf16"))
     assert parts["gradients' exchange"] == pytest.approx(2 * 7 / 8 * 4 * 428e6 / (0.75 * 450e9) + 2 * 3 * 20e-6)
 
 
 def test_sharded_weights_are_gathered_behind_the_work_and_copied_for_every_chunk() -> None:
     # Two gathers of 4.4385 ms hide behind a chunk; 1.712 GB are copied twice at 3.84 TB/s, 1.7833 ms, with 0.24 ms of latency.
     # Gradients are scattered once, 4.4385 ms.
-    sharded = [How(8, 512, chunk, 0, precision="bf16", sharding="fsdp2") for chunk in (512, 256)]
-    one, two = (parts_of(how)["gradients' exchange"] for how in sharded)
+    sharded = [Strategy(8, 512, chunk, 0, precision="bf16", sharding="fsdp2") for chunk in (512, 256)]
+    one, two = (parts_of(strategy)["gradients' exchange"] for strategy in sharded)
     assert one == pytest.approx(1.7833e-3 + 0.24e-3 + 4.4385e-3, rel=1e-4)
     assert two - one == pytest.approx(1.7833e-3 + 0.24e-3, rel=1e-4)
     assert parts_of(sharded[0])["optimizer"] == pytest.approx(9.3625e-3 / 8)
 
 
 @pytest.fixture(scope="module")
-def vit_l_14() -> Task:
+def vit_l_14() -> StepWork:
     """The towers that benchmarks/encoders measured, built of nothing and counted."""
     pytest.importorskip("transformers")
     from benchmarks.encoders.model import VIT_L_14, Clip
 
-    with Uncomputed():
+    with SkipCompute():
         model = Clip(VIT_L_14, "cpu")
     images = count_work(model.image, lambda rows: torch.zeros(rows, 3, 224, 224, dtype=torch.uint8), "bf16")
     texts = count_work(model.text, lambda rows: torch.zeros(rows, 77, dtype=torch.int64), "bf16")
-    return Task((images, texts), "clip", 768)
+    return StepWork((images, texts), "clip", 768)
 
 
-def test_measured_steps_on_an_h200_are_predicted_within_a_fifth(vit_l_14: Task) -> None:
+def test_measured_steps_on_an_h200_are_predicted_within_a_fifth(vit_l_14: StepWork) -> None:
     rows = [json.loads(line) for line in (RESULTS / "encoders-cuda.jsonl").read_text("utf-8").splitlines()]
     ours = [row for row in rows if row["contestant"] in ("megabatch", "uncached") and row.get("seconds") and not row["compiled"]]
     assert len(ours) >= 12
     for row in ours:
         kept = row["kept"] or {"image": 1, "text": 1}
-        how = How(1, row["pairs"], row["chunk"] or row["pairs"], min(kept.values()), precision="bf16")
-        assert step_time(vit_l_14, how, H200).seconds == pytest.approx(row["seconds"], rel=0.2), row
+        strategy = Strategy(1, row["pairs"], row["chunk"] or row["pairs"], min(kept.values()), precision="bf16")
+        assert step_time(vit_l_14, strategy, H200).seconds == pytest.approx(row["seconds"], rel=0.2), row
         useful = 3 * sum(work.forward.flops for work in vit_l_14.towers) * row["pairs"]
         assert useful == pytest.approx(row["useful_flops"], rel=0.03)
         counted = sum(work.forward.flops + work.backward.flops for work in vit_l_14.towers) * row["pairs"]
@@ -247,9 +251,9 @@ def test_measured_steps_on_an_h200_are_predicted_within_a_fifth(vit_l_14: Task) 
 INF_CL = {32_768: 25.0, 65_536: 49.4, 131_072: 98.3, 262_144: 200.3}
 
 
-def test_the_published_steps_of_inf_cl_are_predicted_within_a_fifth(vit_l_14: Task) -> None:
+def test_the_published_steps_of_inf_cl_are_predicted_within_a_fifth(vit_l_14: StepWork) -> None:
     for pairs, published in INF_CL.items():
-        predicted = step_time(vit_l_14, How(8, pairs // 8, 128, 0, precision="fp16"), find_machine("8xA800")).seconds
+        predicted = step_time(vit_l_14, Strategy(8, pairs // 8, 128, 0, precision="fp16"), find_machine("8xA800")).seconds
         assert predicted == pytest.approx(published, rel=0.2)
 
 

@@ -14,7 +14,7 @@ from megabatch.data import BadSample, open_source
 from megabatch.data.split import split
 
 
-def picture():
+def image():
     file = io.BytesIO()
     Image.new("L", (8, 8)).save(file, "PNG")
     return file.getvalue()
@@ -23,7 +23,7 @@ def picture():
 def shard(path, numbers, options="w"):
     with tarfile.open(path, options) as tar:
         for number in numbers:
-            for name, data in ((f"{number:03d}.png", picture()), (f"{number:03d}.txt", f"text {number}".encode())):
+            for name, data in ((f"{number:03d}.png", image()), (f"{number:03d}.txt", f"text {number}".encode())):
                 info = tarfile.TarInfo(name)
                 info.size = len(data)
                 tar.addfile(info, io.BytesIO(data))
@@ -189,7 +189,7 @@ def flips(path, source, every, **options):
         data[place] ^= (0x01, 0x80, 0xFF)[place % 3]
         path.write_bytes(data)
         try:
-            opened = open_source(Data(source=str(source), **options), x="text" if options["x"] == "query" else "picture")
+            opened = open_source(Data(source=str(source), **options), x="text" if options["x"] == "query" else "image")
             assert sum(opened.lengths) <= 12
             readable(opened)
         except ValueError:
@@ -285,7 +285,7 @@ def unreadable(monkeypatch, folder):
 def test_a_folder_that_cannot_be_listed_is_an_error_that_names_it(tmp_path, monkeypatch):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "1.png").write_bytes(picture())
+        (tmp_path / name / "1.png").write_bytes(image())
         (tmp_path / name / "1.txt").write_text("one")
     assert open_source(Data(source=str(tmp_path))).lengths == [2]
     for folder in (tmp_path / "b", tmp_path):
@@ -310,7 +310,7 @@ def test_linked_folders_that_are_not_followed_are_said(tmp_path):
     home, other = tmp_path / "home", tmp_path / "other"
     for folder in (home / "inside", other):
         folder.mkdir(parents=True)
-        (folder / "1.png").write_bytes(picture())
+        (folder / "1.png").write_bytes(image())
         (folder / "1.txt").write_text("one")
     (home / "outside").symlink_to(other)
     (home / "again").symlink_to(home / "inside")

@@ -1,4 +1,4 @@
-"""Pictures and texts from outside: limits before work, and a reason for everything that is refused."""
+"""Images and texts from outside: limits before work, and a reason for everything that is refused."""
 
 import io
 import os
@@ -36,9 +36,9 @@ def test_every_known_format_is_decoded(kind, tmp_path):
     data = encoded(Image.new("RGB", (4, 3), (255, 0, 0)), kind)
     (tmp_path / "a").write_bytes(data)
     for source in (data, tmp_path / "a"):
-        picture = decode(source, "a", LIMIT)
-        assert (picture.mode, picture.size) == ("RGB", (4, 3))
-        assert picture.getpixel((1, 1))[0] > 250
+        image = decode(source, "a", LIMIT)
+        assert (image.mode, image.size) == ("RGB", (4, 3))
+        assert image.getpixel((1, 1))[0] > 250
 
 
 def test_a_claimed_size_is_refused_before_anything_is_decoded(monkeypatch):
@@ -66,19 +66,19 @@ def test_a_compressed_bomb_is_refused_by_its_pixels_not_by_its_bytes():
     assert decode(data, "bomb", 1200 * 1001).size == (1200, 1001)
 
 
-def test_what_is_no_picture_has_its_reason(tmp_path):
+def test_what_is_no_image_has_its_reason(tmp_path):
     whole = encoded(Image.effect_noise((30, 30), 80), "JPEG")
     os.mkfifo(tmp_path / "pipe.png")
     (tmp_path / "folder.png").mkdir()
     for data, reason in [
-        (b"", "is no picture of a known format"),
-        (b"<svg/>", "is no picture of a known format"),
-        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 1 1\n", "is no picture of a known format"),
+        (b"", "is no image of a known format"),
+        (b"<svg/>", "is no image of a known format"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 1 1\n", "is no image of a known format"),
         (whole[: len(whole) // 2], "cannot be decoded .*truncated"),
         (encoded(Image.effect_noise((30, 30), 80))[:-300], "cannot be decoded"),
-        (tmp_path / "missing.png", "there is no picture 'missing.png'"),
-        (tmp_path / "pipe.png", "there is no picture 'pipe.png'"),
-        (tmp_path / "folder.png", "there is no picture 'folder.png'"),
+        (tmp_path / "missing.png", "there is no image 'missing.png'"),
+        (tmp_path / "pipe.png", "there is no image 'pipe.png'"),
+        (tmp_path / "folder.png", "there is no image 'folder.png'"),
         (encoded(Image.new("F", (3, 3)), "TIFF"), "floating-point"),
     ]:
         with pytest.raises(BadSample, match=reason) as caught:
@@ -86,14 +86,14 @@ def test_what_is_no_picture_has_its_reason(tmp_path):
         assert caught.value.key == "the key"
 
 
-def test_a_picture_is_turned_upright_as_its_metadata_says():
+def test_an_image_is_turned_upright_as_its_metadata_says():
     image = Image.new("RGB", (4, 2))
     exif = Image.Exif()
     exif[0x0112] = 6
     assert decode(encoded(image, "JPEG", exif=exif), "a", LIMIT).size == (2, 4)
 
 
-def test_broken_metadata_does_not_cost_the_picture():
+def test_broken_metadata_does_not_cost_the_image():
     data = encoded(Image.new("RGB", (4, 2)), "JPEG", exif=b"Exif\0\0II*\0\xff\xff\xff\xff garbage")
     assert decode(data, "a", LIMIT).size == (4, 2)
 

@@ -47,12 +47,12 @@ def test_a_sample_is_a_character_with_its_name_and_style(glyphs):
     assert sample.label == "GREEK"
 
 
-def test_a_caption_belongs_to_one_picture_only(glyphs):
+def test_a_caption_belongs_to_one_image_only(glyphs):
     captions = Counter(glyphs.read(shard, i).y for shard in range(12) for i in range(0, glyphs.lengths[shard], 40))
     assert max(captions.values()) == 1
 
 
-def test_no_picture_is_blank_and_none_is_cut_off(glyphs):
+def test_no_image_is_blank_and_none_is_cut_off(glyphs):
     # The widest, tallest and deepest, and some of all others.
     special = {"ᙱ", "҉", "Ẳ", "Ổ", "ຸ", "\u031e", "ﷲ", "j", "🀶"}
     for shard, length in enumerate(glyphs.lengths):
@@ -105,5 +105,5 @@ def test_opening_takes_less_than_a_second():
 
 
 def test_towers_of_another_kind_are_refused():
-    with pytest.raises(ValueError, match=r"'glyphs': x is a picture and y a text, but the towers take text and text"):
+    with pytest.raises(ValueError, match=r"'glyphs': x is an image and y a text, but the towers take text and text"):
         open_source(Data(), x="text")

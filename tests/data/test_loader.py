@@ -40,7 +40,7 @@ class Shelves:
         if key in self.bad:
             raise BadSample(key, "torn")
         negatives = tuple(f"not {key} but {n}" for n in range(index % 10)) if index % 3 == 0 else ()
-        return Sample(key, f"picture {key}", f"caption {index // 2}", negatives, "odd" if index % 2 else "even")
+        return Sample(key, f"image {key}", f"caption {index // 2}", negatives, "odd" if index % 2 else "even")
 
     def group(self, shard, index):
         return f"{shard}/{index}"
@@ -67,7 +67,7 @@ def refuses_odd(raw, seed):
 
 
 def fails_at_one(raw, seed):
-    if raw == "picture 1/1":
+    if raw == "image 1/1":
         raise KeyError("what prepare looked for")
     return noisy(raw, seed)
 
@@ -77,7 +77,7 @@ def grows(raw, seed):
 
 
 def changes_dtype(raw, seed):
-    return torch.zeros(2, dtype=torch.float64 if raw == "picture 1/1" else torch.float32)
+    return torch.zeros(2, dtype=torch.float64 if raw == "image 1/1" else torch.float32)
 
 
 def a_list(raw, seed):
@@ -309,15 +309,15 @@ def test_ids_tell_equal_texts_and_are_those_of_every_process():
     assert without.ids is None
 
 
-class Pictures(Shelves):
+class Images(Shelves):
     """Both sides are no texts."""
 
     def read(self, shard, index):
         return super().read(shard, index)._replace(y=object())
 
 
-def test_pictures_are_told_by_their_keys():
-    (batch,) = load(Pictures([8, 8]), y=None).batches([(0, 32)])
+def test_images_are_told_by_their_keys():
+    (batch,) = load(Images([8, 8]), y=None).batches([(0, 32)])
     assert len(set(zip(batch.keys, batch.ids.tolist(), strict=True))) == len(set(batch.ids.tolist())) == 16
 
 

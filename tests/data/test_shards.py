@@ -12,7 +12,7 @@ from megabatch.config import Data
 from megabatch.data import BadSample, open_source
 
 
-def picture(shade=0):
+def image(shade=0):
     file = io.BytesIO()
     Image.new("L", (8, 8), shade).save(file, "PNG")
     return file.getvalue()
@@ -29,7 +29,7 @@ def write(path, members, **options):
 
 
 def pairs(names, shade=0):
-    return [member for name in names for member in ((f"{name}.png", picture(shade)), (f"{name}.txt", f"text {name}".encode()))]
+    return [member for name in names for member in ((f"{name}.png", image(shade)), (f"{name}.txt", f"text {name}".encode()))]
 
 
 def link(name, kind):
@@ -63,9 +63,9 @@ def test_members_of_one_name_are_one_sample(tmp_path):
 def test_order_of_members_and_other_members_do_not_matter(tmp_path):
     members = [
         ("2.txt", b"two"),
-        ("1.png", picture()),
+        ("1.png", image()),
         ("README.md", b"hello"),
-        ("2.PNG", picture()),
+        ("2.PNG", image()),
         ("1.txt", b"one"),
         ("1.npy", b""),
     ]
@@ -106,7 +106,7 @@ def test_long_and_foreign_names_are_read_in_every_layout(tmp_path, layout):
 
 def test_names_that_leave_their_folder_are_bad_samples(tmp_path):
     names = ["../x.png", "/abs.txt", "a/../../y.png", "C:\\z.png"]
-    members = [*pairs(["1", "a..b/2:3"]), *((name, picture()) for name in names)]
+    members = [*pairs(["1", "a..b/2:3"]), *((name, image()) for name in names)]
     found = captions(open_source(Data(source=write(tmp_path / "a.tar", members))))
     assert found[:2] == ["text 1", "text a..b/2:3"]
     assert [bad.key for bad in found[2:]] == [f"a.tar/{name}" for name in names]
@@ -129,14 +129,14 @@ def test_folders_that_claim_a_size_have_no_data(tmp_path):
 
 
 def test_the_extension_named_first_is_preferred(tmp_path):
-    members = [("1.png", picture(1)), ("1.gif", picture(2)), ("1.bmp", picture(3)), ("1.txt", b"one")]
+    members = [("1.png", image(1)), ("1.gif", image(2)), ("1.bmp", image(3)), ("1.txt", b"one")]
     for order in (members, members[::-1]):
         path = write(tmp_path / "a.tar", order)
         assert open_source(Data(source=path, x="gif;png;bmp")).read(0, 0).x.getpixel((0, 0)) == 2
 
 
 def test_incomplete_samples_are_bad_and_say_what_is_missing(tmp_path):
-    members = [("1.png", picture()), ("2.txt", b"two"), *pairs(["3"])]
+    members = [("1.png", image()), ("2.txt", b"two"), *pairs(["3"])]
     first, second, third = captions(open_source(Data(source=write(tmp_path / "a.tar", members))))
     assert (first.key, first.reason) == ("a.tar/1", "y: there is no member txt;caption;json:caption")
     assert second.reason.startswith("x: there is no member jpg;jpeg;png")
@@ -144,7 +144,7 @@ def test_incomplete_samples_are_bad_and_say_what_is_missing(tmp_path):
 
 
 def test_a_name_used_twice_is_two_samples(tmp_path):
-    members = [("1.png", picture()), ("1.txt", b"one"), ("1.png", picture()), ("1.txt", b"other")]
+    members = [("1.png", image()), ("1.txt", b"one"), ("1.png", image()), ("1.txt", b"other")]
     assert captions(open_source(Data(source=write(tmp_path / "a.tar", members)))) == ["one", "other"]
 
 
@@ -247,7 +247,7 @@ def test_an_empty_shard_among_others_is_damage(tmp_path):
 
 def test_values_come_from_the_members_that_are_named(tmp_path):
     told = {"caption": "from json", "hard": ["no", "neither"], "class": 3}
-    members = [("1.json", json.dumps(told).encode()), ("1.left.png", picture(9)), ("1.png", picture(1)), ("1.cls", b"7\n")]
+    members = [("1.json", json.dumps(told).encode()), ("1.left.png", image(9)), ("1.png", image(1)), ("1.cls", b"7\n")]
     path = write(tmp_path / "a.tar", members)
     source = open_source(Data(source=path, x="left.png", y="txt;json:caption", negatives="json:hard", label="cls"))
     sample = source.read(0, 0)
@@ -269,17 +269,17 @@ def test_text_pairs_need_the_extensions_of_both(tmp_path):
 
 def test_broken_members_are_bad_samples(tmp_path):
     members = [
-        *[("1.png", b"no picture"), ("1.txt", b"one")],
-        *[("2.png", picture()), ("2.txt", b"caf\xe9")],
-        *[("3.png", picture()), ("3.json", b"{")],
-        *[("4.png", picture()), ("4.json", b"[" * 100_000)],
-        *[("5.png", picture()), ("5.json", b"[1]")],
-        *[("6.png", picture()), ("6.txt", b"x" * (2**20 + 1))],
-        *[("7.png", picture()), ("7.txt", b"")],
-        *[("8.png", picture()), ("8.json", json.dumps({"caption": "a", "more": "x" * 2**20}).encode())],
+        *[("1.png", b"no image"), ("1.txt", b"one")],
+        *[("2.png", image()), ("2.txt", b"caf\xe9")],
+        *[("3.png", image()), ("3.json", b"{")],
+        *[("4.png", image()), ("4.json", b"[" * 100_000)],
+        *[("5.png", image()), ("5.json", b"[1]")],
+        *[("6.png", image()), ("6.txt", b"x" * (2**20 + 1))],
+        *[("7.png", image()), ("7.txt", b"")],
+        *[("8.png", image()), ("8.json", json.dumps({"caption": "a", "more": "x" * 2**20}).encode())],
     ]
     found = captions(open_source(Data(source=write(tmp_path / "a.tar", members))))
-    reasons = ["no picture", "not valid UTF-8", "not valid JSON", "not valid JSON", "holds a list", "1048577 bytes", "y is empty"]
+    reasons = ["no image", "not valid UTF-8", "not valid JSON", "not valid JSON", "holds a list", "1048577 bytes", "y is empty"]
     reasons.append("bytes, a text at most")
     for bad, reason in zip(found, reasons, strict=True):
         assert reason in bad.reason
@@ -300,7 +300,7 @@ def test_names_reach_the_log_as_plain_text(tmp_path):
 
 
 def test_shards_can_be_pickled(tmp_path):
-    members = [*pairs(["1", "2"]), ("../x.png", picture())]
+    members = [*pairs(["1", "2"]), ("../x.png", image())]
     source = open_source(Data(source=write(tmp_path / "a.tar", members)))
     copy = pickle.loads(pickle.dumps(source))
     assert [str(found) for found in captions(copy)] == [str(found) for found in captions(source)]

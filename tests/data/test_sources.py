@@ -15,7 +15,7 @@ from megabatch.data import BadSample, open_source
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder with pictures red.png and deep/blue.png."""
+    """A folder with images red.png and deep/blue.png."""
     (tmp_path / "deep").mkdir()
     Image.new("RGB", (3, 2), "red").save(tmp_path / "red.png")
     Image.new("RGB", (3, 2), "blue").save(tmp_path / "deep" / "blue.png")
@@ -144,9 +144,9 @@ def test_paths_cannot_leave_the_folder_of_their_table(folder):
         "NUL",
         None,
         None,
-        "there is no picture",
-        "there is no picture",
-        "there is no picture",
+        "there is no image",
+        "there is no image",
+        "there is no image",
     ]
     for name, entry, reason in zip(names, found, reasons, strict=True):
         assert entry == (BLUE, "t") if reason is None else reason in entry.reason, name
@@ -154,7 +154,7 @@ def test_paths_cannot_leave_the_folder_of_their_table(folder):
     assert all("outside" in bad.reason for bad in colours(open_source(Data(source=str(home / "t.csv")))))
 
 
-def test_parquet_may_hold_the_pictures_themselves(folder):
+def test_parquet_may_hold_the_images_themselves(folder):
     data = (folder / "red.png").read_bytes()
     rows = [("image", "caption"), ({"bytes": data, "path": None}, "red"), ({"bytes": None, "path": "../x.png"}, "no")]
     first, second = colours(open_source(Data(source=table(folder / "t.parquet", rows))))
@@ -164,7 +164,7 @@ def test_parquet_may_hold_the_pictures_themselves(folder):
     assert colours(open_source(Data(source=plain))) == [(RED, "red")]
 
 
-def test_large_pictures_are_refused(folder):
+def test_large_images_are_refused(folder):
     path = table(folder / "t.csv", [("path", "text"), ("red.png", "a")])
     assert "3 × 2 pixels" in colours(open_source(Data(source=path, max_pixels=5)))[0].reason
     assert colours(open_source(Data(source=path, max_pixels=6))) == [(RED, "a")]
@@ -183,8 +183,8 @@ def test_columns_are_chosen_by_name_or_usual_name(tmp_path):
             open_source(Data(source=path, **wrong))
     with pytest.raises(ValueError, match=r"data.x is not given, and none of the columns .* has a usual name \(query"):
         open_source(Data(source=path), x="text")
-    with pytest.raises(ValueError, match="they are texts, but y is a picture"):
-        open_source(Data(source=path, x="Title", y="Path", negatives="other"), x="text", y="picture")
+    with pytest.raises(ValueError, match="they are texts, but y is an image"):
+        open_source(Data(source=path, x="Title", y="Path", negatives="other"), x="text", y="image")
 
 
 def test_lines_hold_pairs_with_negatives(tmp_path):
@@ -233,10 +233,10 @@ def test_several_files_are_several_shards(tmp_path):
     assert open_source(Data(source=str(tmp_path / "*.jsonl")), x="text").lengths == [1, 2, 3]
 
 
-def test_folders_pair_pictures_with_texts_of_the_same_name(folder):
+def test_folders_pair_images_with_texts_of_the_same_name(folder):
     put(folder / "red.txt", "red\n")
     put(folder / "deep" / "blue.caption", "blue")
-    put(folder / "orphan.txt", "no picture")
+    put(folder / "orphan.txt", "no image")
     put(folder / ".hidden.png", "")
     source = open_source(Data(source=str(folder)))
     assert source.lengths == [2]
@@ -257,12 +257,12 @@ def test_folders_name_what_is_missing_unreadable_or_elsewhere(folder):
     put(home / "b.txt", "")
     (home / "c.txt").symlink_to(outside / "secret.txt")
     put(home / "d.txt", "a text")
-    put(home / "e.png", "no picture")
+    put(home / "e.png", "no image")
     put(home / "e.txt", "a text")
     (home / "f.png").symlink_to(folder / "red.png")
     put(home / "f.txt", "a text")
     found = colours(open_source(Data(source=str(home))))
-    reasons = ["there is no text beside it (a.txt or a.caption)", "text is empty", "outside", None, "is no picture", "outside"]
+    reasons = ["there is no text beside it (a.txt or a.caption)", "text is empty", "outside", None, "is no image", "outside"]
     for entry, reason in zip(found, reasons, strict=True):
         assert entry == (RED, "a text") if reason is None else reason in entry.reason
 
@@ -302,7 +302,7 @@ def test_saved_datasets_are_read_without_their_library(folder, monkeypatch):
     for opened in (source, copy, open_source(Data(source=str(folder / "some")))):
         first, second = colours(opened)
         assert first == (RED, "red")
-        assert "is no picture" in second.reason
+        assert "is no image" in second.reason
     with pytest.raises(ValueError, match="no split 'train', but test, validation; name the folder of one"):
         open_source(Data(source=str(folder / "others")))
     assert open_source(Data(source=str(folder / "others" / "test"))).lengths == [2]
@@ -336,7 +336,7 @@ def test_sources_that_cannot_be_opened_say_why(folder):
         ("missing.jsonl", "is no file"),
         ("missing", "there is no such file or folder"),
         ("a.json", "its name does not tell how the pairs are stored; known are 'glyphs', a folder, and files that end in .tar"),
-        ("bare", r"it holds no picture \(.jpg"),
+        ("bare", r"it holds no image \(.jpg"),
         ("empty.jsonl", "no line holds a JSON object"),
         ("deep/list.jsonl", "no line holds a JSON object"),
         ("empty.csv", "the file is empty"),
@@ -357,7 +357,7 @@ def test_sources_that_cannot_be_opened_say_why(folder):
     ]:
         with pytest.raises(ValueError, match=name):
             open_source(Data(source=str(folder / name), kind=kind))
-    with pytest.raises(ValueError, match="a folder holds pictures"):
+    with pytest.raises(ValueError, match="a folder holds images"):
         open_source(Data(source=str(folder)), x="text")
     with pytest.raises(ValueError, match=r"no data\.label"):
         open_source(Data(source=str(folder), label="x"))
@@ -396,7 +396,7 @@ def test_a_pipe_in_the_place_of_a_text_is_not_waited_for(folder):
     assert "there is no file 'red.txt'" in second.reason
 
 
-def test_bytes_of_a_picture_in_a_column_of_texts_are_no_path(tmp_path):
+def test_bytes_of_an_image_in_a_column_of_texts_are_no_path(tmp_path):
     file = io.BytesIO()
     Image.new("L", (2, 2)).save(file, "PNG")
     rows = [("image", "caption"), (file.getvalue(), b"text in bytes")]

@@ -20,10 +20,10 @@ from torch import nn
 from megabatch import cli, config, environment
 from megabatch.costs.rates import Rates
 from megabatch.measuring import rates as measuring_rates
-from megabatch.measuring.fit import of_run
-from megabatch.measuring.noise import measure as noise_course
-from megabatch.measuring.profile import curve as profile_curve
-from megabatch.measuring.sweep import request, sweep_runs
+from megabatch.measuring.fit import fit_run
+from megabatch.measuring.noise import noise_run
+from megabatch.measuring.profile import profile_run
+from megabatch.measuring.sweep import sweep_runs
 from megabatch.planning import planner, show
 from megabatch.planning.workload import Workload
 from megabatch.training import inference, loop
@@ -172,15 +172,15 @@ def _replace_work() -> None:
     for module, name, instead in (
         (loop, "assemble", reached),
         (inference, "assemble", reached),
-        (of_run, "Bench", _FitBench),
-        (of_run, "Foresight", _Foresight),
-        (profile_curve, "Bench", _ProfileBench),
-        (noise_course, "assemble", lambda run, ranks: run),
-        (noise_course, "Training", _Training),
-        (noise_course, "_measured", reached),
-        (sweep_runs._Study, "outcomes", reached),
-        (request, "build_towers", lambda run: towers),
-        (request, "open_data", lambda run, x, y: (source, source)),
+        (fit_run, "FitBench", _FitBench),
+        (fit_run, "PredictedPeaks", _PredictedPeaks),
+        (profile_run, "ProfileBench", _ProfileBench),
+        (noise_run, "assemble", lambda run, ranks: run),
+        (noise_run, "Training", _Training),
+        (noise_run, "_measured", reached),
+        (sweep_runs._Sweep, "outcomes", reached),
+        (sweep_runs, "build_towers", lambda run: towers),
+        (sweep_runs, "open_data", lambda run, x, y: (source, source)),
         (planner, "Tools", _tools(planner.Tools)),
         (environment, "describe", lambda: {"devices": [{"name": "cpu"}]}),
         (environment, "as_text", lambda report: ""),
@@ -189,7 +189,7 @@ def _replace_work() -> None:
         if not hasattr(module, name):
             raise AttributeError(f"{module} has no {name}: say here what stands between checks and work now")
         setattr(module, name, instead)
-    # Pages with pictures take long, and nothing in them comes from arguments alone.
+    # Pages with figures take long, and nothing in them comes from arguments alone.
     show.write = lambda found, path: path  # type: ignore[assignment]
 
 
@@ -197,14 +197,14 @@ class _FitBench:
     rows = 64
 
     def __init__(self, run: config.Run, here: Any, folder: Path) -> None:
-        self.here, self.at = here, Step(0, 64, 1.0)
+        self.here, self.largest = here, Step(0, 64, 1.0)
         self.state = [nn.Linear(1, 1)]
 
     def step(self, chunk: int) -> None:
         raise Reached
 
 
-class _Foresight:
+class _PredictedPeaks:
     def __init__(self, run: config.Run, bench: Any) -> None:
         pass
 
@@ -221,7 +221,7 @@ class _ProfileBench:
     def reading_per_s(self) -> float:
         return 1.0
 
-    def measure(self, batch: int, chunk: int, steps: int) -> Any:
+    def measure(self, size: Any, steps: int) -> Any:
         raise Reached
 
 
@@ -249,8 +249,8 @@ def _tools(made: Any) -> Any:
         return Workload((_WORK, _WORK) if question.pairs else (_WORK,), (), ())
 
     def predict(question: Any, run: config.Run, work: Any, machine: Any) -> Any:
-        def predicted(how: Any) -> Stated:
-            peak = 10**8 + how.chunk * 10**5 + how.shard * run.loss.dim * 24
+        def predicted(strategy: Any) -> Stated:
+            peak = 10**8 + strategy.chunk * 10**5 + strategy.shard * run.loss.dim * 24
             return Stated(peak, peak, {"state": 10**8}, "backward", {"backward": peak})
 
         return predicted

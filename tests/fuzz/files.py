@@ -41,7 +41,7 @@ READ = 12
 RUN = config.build(config.EMBEDDED)
 
 
-def _picture(size: int = 4) -> bytes:
+def _image(size: int = 4) -> bytes:
     file = io.BytesIO()
     Image.new("RGB", (size, size), (10, 20, 30)).save(file, "PNG")
     return file.getvalue()
@@ -112,7 +112,7 @@ def _tars() -> tuple[bytes, ...]:
             long = "folder/" * 20
             for number, stem in enumerate(("000", "001", f"{long}002")):
                 members = {
-                    "png": _picture(),
+                    "png": _image(),
                     "txt": f"caption {number}".encode(),
                     "json": json.dumps({"label": number, "hard": ["a"]}).encode(),
                 }
@@ -143,11 +143,11 @@ def _tar(rng: random.Random) -> bytes:
 
 @cache
 def _arrow_tables(kind: Kind) -> tuple[Any, ...]:
-    pictures = {"image": [{"bytes": _picture(), "path": None}] * 3, "caption": ["a", "b", "c"]}
+    images = {"image": [{"bytes": _image(), "path": None}] * 3, "caption": ["a", "b", "c"]}
     texts = {"query": ["a", "b", "c"], "positive": ["d", "e", "f"], "label": [0, 1, 0], "negatives": [["x"], [], ["y", "z"]]}
     large = {**texts, "query": pyarrow.array(["a", "b", "c"], pyarrow.large_string())}
     coded = {**texts, "positive": pyarrow.array(["d", "e", "d"]).dictionary_encode()}
-    return tuple(pyarrow.table(columns) for columns in ((texts, large, coded) if kind == "text" else (pictures,)))
+    return tuple(pyarrow.table(columns) for columns in ((texts, large, coded) if kind == "text" else (images,)))
 
 
 @cache
@@ -195,7 +195,7 @@ def _open_dataset(files: dict[str, bytes], folder: Path) -> None:
     _read(open_source(replace(TEXTS, kind="datasets"), str(folder), x="text", y="text"))
 
 
-def _open_pictures(files: dict[str, bytes], folder: Path) -> None:
+def _open_images(files: dict[str, bytes], folder: Path) -> None:
     for name, content in files.items():
         (folder / name).write_bytes(content)
     _read(open_source(Data(kind="datasets"), str(folder)))
@@ -370,25 +370,25 @@ def _outcome(rng: random.Random) -> bytes:
 
 def _read_outcome(content: bytes, folder: Path) -> None:
     (folder / "outcome.json").write_bytes(content)
-    outcomes.finished(config.build(config.EMBEDDED, [f"out={folder}"]))
+    outcomes.read_outcome(config.build(config.EMBEDDED, [f"out={folder}"]))
 
 
-PICTURES = Data(label="json:label", negatives="json:hard")
+IMAGES = Data(label="json:label", negatives="json:hard")
 TARGETS = (
     Target("data: JSON lines", _jsonl, _open("pairs.jsonl"), 4, FILES),
     Target("data: CSV", _table(","), _open("pairs.csv"), 4, FILES),
     Target("data: TSV", _table("\t"), _open("pairs.tsv"), 2, FILES),
-    Target("data: tar", _tar, _open("pairs.tar", PICTURES, "picture", "text"), 4, FILES),
+    Target("data: tar", _tar, _open("pairs.tar", IMAGES, "image", "text"), 4, FILES),
     Target("data: Parquet", _damaged(lambda: _parquets("text")), _open("pairs.parquet"), 3, FILES),
     Target(
         "data: Parquet with images",
-        _damaged(lambda: _parquets("picture")),
-        _open("pairs.parquet", Data(), "picture", "text"),
+        _damaged(lambda: _parquets("image")),
+        _open("pairs.parquet", Data(), "image", "text"),
         1,
         FILES,
     ),
     Target("data: Arrow dataset", _dataset, _open_dataset, 3, FILES),
-    Target("data: Arrow dataset with images", lambda rng: _dataset(rng, "picture"), _open_pictures, 1, FILES),
+    Target("data: Arrow dataset with images", lambda rng: _dataset(rng, "image"), _open_images, 1, FILES),
     Target("data: patterns", _patterns, _open_pattern, 1, FILES),
     Target("checkpoint", _checkpoints, _load_checkpoint, 2, FILES),
     Target("weights: safetensors", _damaged(lambda: _weights()[:1]), _weights_as("weights.safetensors"), 2, FILES),

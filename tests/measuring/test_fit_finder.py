@@ -18,8 +18,7 @@ import megabatch
 from megabatch import host_memory, measurements
 from megabatch.measuring.fit import finder
 from megabatch.measuring.fit.finder import find_chunk
-from megabatch.measuring.fit.limits import limit_of
-from megabatch.measuring.fit.resident import Highest, resident_bytes
+from megabatch.measuring.fit.memory import PeakResident, limit_of, resident_bytes
 
 MIB = 2**20
 WORDS = "CUDA out of memory. Tried to allocate 20.00 GiB"
@@ -72,7 +71,7 @@ class Simulated:
     def state(self) -> list[Any]:
         return [self.model, self.optimizer]
 
-    def find(self, **options: Any) -> finder.Found:
+    def find(self, **options: Any) -> finder.ChunkResult:
         return find_chunk(self.step, state=self.state, **{"margin": 0.0, **options})
 
 
@@ -88,7 +87,7 @@ class Unmeasured(contextlib.nullcontext):
 def uncollecting() -> Iterator[None]:
     """Without collecting garbage after each of many trials, where there is none."""
     with contextlib.ExitStack() as patches:
-        for module in ("trial", "limits", "finder"):
+        for module in ("trial", "memory", "finder"):
             patches.enter_context(mock.patch(f"megabatch.measuring.fit.{module}.release"))
         yield
 
@@ -96,7 +95,7 @@ def uncollecting() -> Iterator[None]:
 @contextlib.contextmanager
 def quickly() -> Iterator[None]:
     """And without looking at this process's memory."""
-    with uncollecting(), mock.patch("megabatch.measuring.fit.trial.Peak", Unmeasured):
+    with uncollecting(), mock.patch("megabatch.measuring.fit.trial.PeakMemory", Unmeasured):
         yield
 
 
@@ -212,7 +211,7 @@ def test_a_step_that_does_not_grow_needs_a_cap(quick):
         ({"margin": 1.0}, "margin is 1.0"),
         ({"within": -0.1}, "within is -0.1"),
         ({"budget": 0}, "budget is 0"),
-        ({"budget": 2**60}, "ask for no more"),
+        ({"budget": 2**60}, "choose a smaller budget"),
         ({"group": "all"}, "group='all'"),
         ({"state": [3]}, r"state\[0\] is a int"),
     ],
@@ -254,7 +253,7 @@ def test_a_budget_is_measured_and_held():
         held.append(torch.ones(rows, 2 * MIB))
         held.clear()
 
-    with Highest() as idle:
+    with PeakResident() as idle:
         pass
     budget, state = idle.bytes + 200 * MIB, [nn.Linear(1, 1)]
     exact, spare = (find_chunk(step, state=state, start=20, budget=budget, margin=margin, cap=200) for margin in (0.0, 0.1))
@@ -266,13 +265,13 @@ def test_a_budget_is_measured_and_held():
         failed = {trial.size: trial.peak_bytes for trial in found.trials if not trial.ran}
         assert max(ran.values()) <= found.limit_bytes < min(failed.values())
         assert all(trial.why == "above the limit" for trial in found.trials if not trial.ran)
-    with pytest.raises(ValueError, match=r"not even one row fits: above the limit, peak .* of 1\.\d+ MiB that may be used"):
+    with pytest.raises(ValueError, match=r"not even one row fits: above the limit, peak .*, limit 1\.\d+ MiB"):
         find_chunk(step, state=state, budget=2 * MIB)
 
 
 def test_copies_of_the_state_do_not_count_to_the_step():
     model = nn.Linear(2048, 4096, bias=False)
-    with Highest() as idle:
+    with PeakResident() as idle:
         pass
     found = find_chunk(lambda rows: None, state=[model], cap=1)
     # The copy is of 32 MiB.
@@ -281,7 +280,7 @@ def test_copies_of_the_state_do_not_count_to_the_step():
 
 def test_without_a_budget_half_of_what_the_host_has_is_one():
     limit = limit_of(torch.device("cpu"), None, 0.0)
-    assert limit.bytes == pytest.approx(resident_bytes() + host_memory.available() / 2, rel=0.05) and limit.how == "measured"
+    assert limit.bytes == pytest.approx(resident_bytes() + host_memory.available() / 2, rel=0.05) and limit.mode == "measured"
     shared = limit_of(torch.device("cpu"), None, 0.0, ranks=4)
     assert shared.bytes == pytest.approx(resident_bytes() + host_memory.available() / 8, rel=0.05)
 
@@ -289,7 +288,7 @@ def test_without_a_budget_half_of_what_the_host_has_is_one():
 def test_peaks_are_seen_also_where_the_kernels_mark_cannot_be_reset(monkeypatch):
     monkeypatch.setattr(host_memory, "reset_peak", lambda: False)
     torch.ones(64 * MIB)
-    with Highest() as seen:
+    with PeakResident() as seen:
         before = resident_bytes()
         # Long enough to be looked at in between.
         x = torch.ones(16 * MIB)
@@ -333,7 +332,7 @@ def test_a_file_of_something_else_is_refused(tmp_path):
     path = tmp_path / "chunk.json"
     sweep = measurements.Measured(measurements.Sweep(64, 0.1, "samples"), {}, "cpu", "2")
     measurements.write(sweep, path)
-    with pytest.raises(ValueError, match="holds a measurement of sweep, not of what fits"):
+    with pytest.raises(ValueError, match="holds a measurement of sweep, not of fit"):
         Simulated(10).find(file=path)
 
 

@@ -17,7 +17,7 @@ from world import error_of
 import megabatch
 from megabatch.measuring.fit.finder import find_chunk
 from megabatch.measuring.fit.loops import fitted, micro_batches
-from megabatch.measuring.fit.resident import Highest
+from megabatch.measuring.fit.memory import PeakResident
 
 MIB = 2**20
 
@@ -84,7 +84,7 @@ def broken(rank: int, size: int) -> str:
 
 def test_an_error_on_one_rank_ends_the_search_on_all(world):
     first, second = world.run(2, broken)
-    assert first == "RuntimeError: rank 1 failed in a trial, and says there why; this one stops with it"
+    assert first.startswith("RuntimeError: rank 1 failed in a trial")
     assert second == "KeyError: 'labels'"
 
 
@@ -148,7 +148,7 @@ def sharded(rank: int, size: int) -> Any:
     step(2)
     tried.clear()
     before = [p.to_local().detach().clone() for p in model.parameters()]
-    with Highest() as idle:
+    with PeakResident() as idle:
         pass
     budget = idle.bytes + 128 * MIB
     found = find_chunk(step, state=[model, optimizer], start=64, margin=0.0, budget=budget, group=dist.group.WORLD)

@@ -1,4 +1,4 @@
-"""`megabatch fit`: the largest chunk of a run, from the prediction to the file that a plan reads and the picture."""
+"""`megabatch fit`: the largest chunk of a run, from the prediction to the file that a plan reads and the figure."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from test_fit_finder import uncollecting
 from torch import Tensor, nn
 
 from megabatch import config, measurements
-from megabatch.measuring.fit import of_run as fitting
-from megabatch.measuring.fit import show
-from megabatch.measuring.fit.limits import Limit
-from megabatch.measuring.fit.show import sentences, ticks
-from megabatch.towers.tower import Tower
+from megabatch.measuring.fit import fit_report
+from megabatch.measuring.fit import fit_run as fitting
+from megabatch.measuring.fit.memory import Limit
+from megabatch.measuring.fit.report import sentences, ticks
+from megabatch.reporting.terminal import print_report
+from megabatch.towers.tower import BuiltTower
 from megabatch.training.distributed import ranks
 from megabatch.training.objective import Classification, Contrastive
 
@@ -52,8 +53,8 @@ class Wide(Bytes):
         return found + wide.mean(1, keepdim=True)
 
 
-def wide(dim: int = 8) -> Tower:
-    return Tower(Wide(dim), prepare, "text")
+def wide(dim: int = 8) -> BuiltTower:
+    return BuiltTower(Wide(dim), prepare, "text")
 
 
 class Secretive(Bytes):
@@ -63,15 +64,15 @@ class Secretive(Bytes):
         return super().forward(codes) * (1.0 if int(codes.sum()) else 0.0)
 
 
-def secretive(dim: int = 8) -> Tower:
-    return Tower(Secretive(dim), prepare, "text")
+def secretive(dim: int = 8) -> BuiltTower:
+    return BuiltTower(Secretive(dim), prepare, "text")
 
 
 def foretold(row: int, constant: int = 0) -> Any:
     """Stands for predictions: so many bytes a row."""
 
     def predictions(*_: Any) -> Any:
-        return lambda batch, chunk, keep: fitting.Predicted(1.0, constant + row * chunk, constant + row * chunk)
+        return lambda batch, chunk, keep: fitting.StepPrediction(1.0, constant + row * chunk, constant + row * chunk)
 
     return predictions
 
@@ -106,7 +107,7 @@ def run_of(pairs: Path, *overrides: str, tower: str = "small_towers:text") -> co
 
 def printed(result: measurements.Measured) -> str:
     text = io.StringIO()
-    show(result, Console(file=text, width=200))
+    print_report(fit_report(result), Console(file=text, width=200))
     return text.getvalue()
 
 
@@ -119,8 +120,8 @@ def test_the_embedded_default_end_to_end(tmp_path):
     (trial,) = result.found.trials
     assert trial["ran"] and trial["size"] == 256 and trial["peak_bytes"] < result.found.limit_bytes
     assert trial["predicted_bytes"] == pytest.approx(trial["peak_bytes"], rel=0.25)
-    with Image.open(tmp_path / "fit.png") as picture:
-        assert picture.width > 1000 and len(picture.convert("RGB").getcolors(2**20)) > 5
+    with Image.open(tmp_path / "fit.png") as image:
+        assert image.width > 1000 and len(image.convert("RGB").getcolors(2**20)) > 5
     said = printed(result)
     assert "chunk 256 ran" in said and "no larger one was asked for; one trial" in said and "were predicted" in said
     assert 'batch.chunk=256 with batch.keep="auto"' in said
@@ -183,7 +184,7 @@ def test_a_trial_that_runs_out_of_memory_ends_there(quick, pairs, tmp_path, monk
 def test_a_run_on_a_cpu_pins_nothing(pairs, tmp_path):
     run = run_of(pairs, "compute.device=cpu")
     with ranks(run.compute) as here:
-        bench = fitting.Bench(run, here, tmp_path)
+        bench = fitting.FitBench(run, here, tmp_path)
     parts = bench.training.parts
     assert not parts.shuffled().pinned and not parts.in_order(parts.training).pinned and not bench.batch.x.is_pinned()
     assert replace(parts, ranks=replace(here, device=torch.device("cuda"))).shuffled().pinned
@@ -195,7 +196,7 @@ def test_where_nothing_is_predicted_to_fit_there_is_no_start(pairs, tmp_path, mo
     monkeypatch.setattr(fitting, "resident_bytes", lambda: 0)
     run = run_of(pairs, "compute.device=cpu")
     with ranks(run.compute) as here:
-        foresight = fitting.Foresight(run, fitting.Bench(run, here, tmp_path))
+        foresight = fitting.PredictedPeaks(run, fitting.FitBench(run, here, tmp_path))
         # Of a GiB; 16 rows of 64 MiB are one, to an eighth of them, and the weights are nearly nothing.
         found = foresight.start(40, Limit(2**30, "measured"))
         assert found is None if start is None else start * 7 / 8 <= found <= start
@@ -218,7 +219,7 @@ def test_the_cap_and_the_batch_bound_what_is_tried(quick, pairs, tmp_path):
 
 @uncollecting()
 def test_where_nothing_can_be_predicted_the_search_begins_at_the_runs_chunk(pairs, tmp_path):
-    with pytest.warns(UserWarning, match="nothing is predicted, so that the search begins at batch.chunk"):
+    with pytest.warns(UserWarning, match="starting the search at batch.chunk"):
         result = fit(run_of(pairs, tower="test_fit_run:secretive"), out=tmp_path)
     assert result.found.trials[0]["size"] == 8 and result.found.chunk == ROWS
     assert all(trial["predicted_bytes"] is None for trial in result.found.trials)
@@ -272,8 +273,8 @@ def test_what_is_said_of_failures_and_margins():
         result, found=replace(result.found, limit_bytes=None, trials=tuple({**t, "peak_bytes": None} for t in trials))
     )
     assert sentences(unknown) == ["chunk 30 ran on a device, 31 did not; 7 trials."]
-    with pytest.raises(ValueError, match="a measurement of sweep"):
-        show(replace(result, found=measurements.Sweep(64, 0.1, "samples")))
+    with pytest.raises(ValueError, match="a measurement of 'sweep'"):
+        fit_report(replace(result, found=measurements.Sweep(64, 0.1, "samples")))
 
 
 def test_sizes_that_would_overlap_are_not_written():

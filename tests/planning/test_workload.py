@@ -9,15 +9,15 @@ import pytest
 from megabatch import config
 from megabatch.costs.counting import count_work
 from megabatch.costs.hardware import find_machine
-from megabatch.costs.strategy import How
-from megabatch.planning.request import Question
+from megabatch.costs.strategy import Strategy
+from megabatch.planning.request import Request
 from megabatch.planning.workload import Workload, traced, workload
 
 MIB = 2**20
 RUN = config.build(config.EMBEDDED, ["compute.precision=bf16"])
-QUESTION = Question(RUN, data=100_000)
+QUESTION = Request(RUN, data=100_000)
 # The loss of 8,192 pairs is the peak: chunks are small beside it.
-HOW = How(1, 8192, 64, 0, precision="bf16")
+STRATEGY = Strategy(1, 8192, 64, 0, precision="bf16")
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def work() -> Workload:
 
 def predicted(work: Workload, *overrides: str, gpu: str = "H200") -> Any:
     run = config.build(config.EMBEDDED, ["compute.precision=bf16", *overrides])
-    return traced(QUESTION, run, work, find_machine(gpu))(HOW)
+    return traced(QUESTION, run, work, find_machine(gpu))(STRATEGY)
 
 
 def test_a_smaller_tile_is_a_smaller_peak(work: Workload) -> None:
@@ -50,18 +50,18 @@ def test_workspaces_are_those_of_the_devices_capability(work: Workload) -> None:
 
 def test_towers_are_counted_as_the_device_computes_them() -> None:
     run = config.build(config.EMBEDDED, ["x.name=vit", "x.options={}"])
-    here, there = (workload(Question(run, data=100_000), run, "fp32", find_machine(gpu)) for gpu in ("cpu", "H200"))
+    here, there = (workload(Request(run, data=100_000), run, "fp32", find_machine(gpu)) for gpu in ("cpu", "H200"))
     on_cpu, on_cuda = (count_work(here.modules[0], here.inputs[0], device=device) for device in ("cpu", "cuda"))
     assert here.towers[0] == on_cpu != on_cuda == there.towers[0]
     assert here.towers[0].forward.flops == there.towers[0].forward.flops
-    half = workload(Question(run, data=100_000), run, "bf16", find_machine("H200")).towers[0]
+    half = workload(Request(run, data=100_000), run, "bf16", find_machine("H200")).towers[0]
     assert {"attention"} == {call.kind for call in half.forward.calls if "attention" in call.kind}
 
 
 def test_a_locked_tower_has_no_backward(work: Workload) -> None:
     run = config.build(config.EMBEDDED, ["compute.precision=bf16", "x.locked=true"])
-    x, y = workload(Question(run, data=100_000), run, "bf16", find_machine("H200")).towers
-    assert not x.backward.calls and x.learning == 0 and x.parameters == work.towers[0].parameters
+    x, y = workload(Request(run, data=100_000), run, "bf16", find_machine("H200")).towers
+    assert not x.backward.calls and x.trainable == 0 and x.parameters == work.towers[0].parameters
     assert y == work.towers[1] and y.backward.flops > y.forward.flops > 0
     # Pictures reach the device as bytes, texts as numbers: rows of some hundred bytes to some kB.
     assert all(100 <= tower.inputs <= 10_000 for tower in (x, y))

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 
 import megabatch
 from megabatch import tiles
-from megabatch.costs.memory.loss import BESIDE_KEPT, DEFAULT_TILE, KEPT_WIDTH
+from megabatch.costs.memory.loss import BESIDE_KEPT, DEFAULT_WORKSPACE, KEPT_WIDTH
 from megabatch.tiles import backend_for, backend_name, eager
 from megabatch.tiles.contract import ComputeOptions, NeedsGrad, Pairs, Softmax
 
@@ -584,7 +584,7 @@ def test_saved_exponentials_show_which_pairs_count_however_small_they_are(worksp
     case = Case("clip_loss", x, y, (1.0,), {"ids": torch.arange(70) // 2, "label_smoothing": 0.3, "symmetric": symmetric})
     a, b = (t.float().requires_grad_() for t in (x, y))
     loss = megabatch.clip_loss(a, b, 1.0, backend="fused", workspace=workspace, **case.options)
-    assert loss.grad_fn.way_back.kept is not None
+    assert loss.grad_fn.saved.saved_exp is not None
     true = formula(case)
     for found in (torch.autograd.grad(loss, (a, b), retain_graph=True), torch.autograd.grad(loss, (a, b))):
         for gradient_of, name in zip(found, ("x", "y"), strict=True):
@@ -606,7 +606,7 @@ def test_nothing_is_saved_with_options_that_need_more_than_exponentials():
 
 def test_predicted_memory_saves_exponentials_where_the_kernels_do():
     assert {2: MIN_WIDTH_TO_SAVE_EXP["bfloat16"], 4: MIN_WIDTH_TO_SAVE_EXP["ieee"]} == KEPT_WIDTH
-    assert DEFAULT_TILE["cuda"] == fused.default_workspace(CUDA) and BESIDE_KEPT == launch.PARTS_BESIDE_SAVED_EXP
+    assert DEFAULT_WORKSPACE["cuda"] == fused.default_workspace(CUDA) and BESIDE_KEPT == launch.PARTS_BESIDE_SAVED_EXP
 
 
 def test_a_second_backward_computes_again_what_the_first_has_overwritten():

@@ -22,8 +22,8 @@ BERT = {
 PROGRAM = """
 import sys
 from megabatch import config
-from megabatch.planning.models import sides
-from megabatch.training.towers import build_tower
+from megabatch.costs.models import sides
+from megabatch.towers import build_tower
 
 print([name for name in ("torchvision", "timm", "open_clip", "transformers") if name in sys.modules])
 plan = config.build({{"x": {{"name": "open_clip:ViT-L-14"}}, "y": {{"name": "open_clip:ViT-L-14"}}, "schedule": {{"steps": 1}}}})
@@ -65,9 +65,9 @@ def test_towers_of_all_libraries_are_built_without_it(tmp_path):
     assert ran.returncode == 0, ran.stderr[-3000:]
     unasked, parameters, timm, bert, asked, used, imported = ran.stdout.splitlines()
     assert unasked == "[]"
-    # Of the picture tower and of the text tower, in millions.
+    # Of the image tower and of the text tower, in millions.
     assert parameters == "[304, 123]"
-    assert (timm, bert) == ("picture", "text")
+    assert (timm, bert) == ("image", "text")
     assert asked == "False False"
     # What does need torchvision says so, with the command that mends it, and nobody else sees a placeholder.
     assert used.startswith("ImportError torchvision.transforms.") and without_torchvision.remedy() in used

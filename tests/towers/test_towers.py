@@ -11,10 +11,9 @@ from PIL import Image
 from torch import Tensor, nn
 
 from megabatch.config import Tower as Config
-from megabatch.towers import Tower, build_tower, load_weights
-from megabatch.towers.image_transform import Pixels, PreparePicture
-from megabatch.towers.text import hashes
-from megabatch.towers.tokenizer import END, PADDING, ByteTokenizer
+from megabatch.towers import BuiltTower, build_tower, load_weights
+from megabatch.towers.built_in import ngram_buckets
+from megabatch.towers.inputs import END, PADDING, ByteTokenizer, NormalizePixels, PrepareImage
 
 DIM = 12
 BUILT_IN = {
@@ -29,18 +28,18 @@ BUILT_IN = {
 CAPTIONS = ("greek small letter alpha with tonos, serif bold", "", "ы", "x" * 10_000, "👩‍🚀 naïve", "latin capital letter a")
 
 
-def build(config: Config, side: str = "x") -> Tower:
+def build(config: Config, side: str = "x") -> BuiltTower:
     torch.manual_seed(0)
     return build_tower(config, DIM, side=side)
 
 
-def picture(seed: int, width: int = 40, height: int = 32) -> Image.Image:
+def image(seed: int, width: int = 40, height: int = 32) -> Image.Image:
     noise = torch.randint(0, 256, (height * width * 3,), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
     return Image.frombytes("RGB", (width, height), bytes(noise.tolist()))
 
 
-def rows(tower: Tower, seed: int | None = None) -> Tensor:
-    raw = CAPTIONS if tower.kind == "text" else [picture(i) for i in range(len(CAPTIONS))]
+def rows(tower: BuiltTower, seed: int | None = None) -> Tensor:
+    raw = CAPTIONS if tower.kind == "text" else [image(i) for i in range(len(CAPTIONS))]
     return torch.stack([tower.prepare(entry, seed) for entry in raw])
 
 
@@ -122,9 +121,9 @@ class Payload:
 @pytest.mark.parametrize(
     ("write", "complaint"),
     [
-        (lambda path: torch.save({"head.weight": torch.zeros(1)}, path), "missing: .* and .* more; of another shape: head.weight"),
-        (lambda path: torch.save({"nonsense": torch.zeros(1)}, path), "unexpected: nonsense. Give the name and the options"),
-        (lambda path: torch.save([1, 2], path), "holds no state dict"),
+        (lambda path: torch.save({"head.weight": torch.zeros(1)}, path), "missing: .* and .* more; different shape: head.weight"),
+        (lambda path: torch.save({"nonsense": torch.zeros(1)}, path), "unexpected: nonsense. Give the name and options"),
+        (lambda path: torch.save([1, 2], path), "does not hold a state dict"),
         (lambda path: torch.save({"head.weight": Payload()}, path), "could execute code"),
         (lambda path: path.write_bytes(b"PK\x03\x04 cut off"), "cannot be read"),
         (lambda path: path.write_bytes(b""), "cannot be read"),
@@ -143,7 +142,7 @@ def test_weights_that_do_not_fit_are_refused(write, complaint, tmp_path, monkeyp
 
 def test_preparing_is_decided_by_the_seed_and_can_be_pickled():
     for prepare, raw in (
-        (PreparePicture(16, crop=0.3, flip=True), picture(0)),
+        (PrepareImage(16, crop=0.3, flip=True), image(0)),
         (ByteTokenizer(60, drop=0.5), CAPTIONS[0]),
     ):
         again = pickle.loads(pickle.dumps(prepare))
@@ -154,61 +153,61 @@ def test_preparing_is_decided_by_the_seed_and_can_be_pickled():
 
 
 def test_without_augmentation_a_seed_changes_nothing():
-    assert torch.equal(PreparePicture(16)(picture(0), 7), PreparePicture(16)(picture(0), None))
+    assert torch.equal(PrepareImage(16)(image(0), 7), PrepareImage(16)(image(0), None))
     prepared = ByteTokenizer(60, drop=0.5)(CAPTIONS[0], None)
     assert torch.equal(prepared, ByteTokenizer(60)(CAPTIONS[0], 7))
 
 
-def test_the_middle_of_a_picture_is_taken_and_resized():
+def test_the_middle_of_an_image_is_taken_and_resized():
     wide = Image.new("RGB", (96, 32), (255, 0, 0))
     # A filter looks a little past the square.
     wide.paste((10, 20, 30), (24, 0, 72, 32))
     for size in (8, 32, 50):
-        assert (PreparePicture(size)(wide, None) == torch.tensor([10, 20, 30], dtype=torch.uint8).view(3, 1, 1)).all()
-    grey = PreparePicture(8, channels=1)(wide, None)
+        assert (PrepareImage(size)(wide, None) == torch.tensor([10, 20, 30], dtype=torch.uint8).view(3, 1, 1)).all()
+    grey = PrepareImage(8, channels=1)(wide, None)
     assert grey.shape == (1, 8, 8) and grey.dtype == torch.uint8
 
 
-def test_pictures_shrink_with_antialiasing():
+def test_images_shrink_with_antialiasing():
     stripes = Image.frombytes("L", (64, 64), bytes([0, 255] * 2048))
-    shrunk = PreparePicture(8, channels=1)(stripes, None)
+    shrunk = PrepareImage(8, channels=1)(stripes, None)
     # Every pixel is a mean of both colours, but for a filter that ends at the edge; one that was picked would be off by 127.
     assert (shrunk.float() - 127.5).abs().max() < 8
 
 
 def test_palettes_and_transparency_become_colours():
     for mode in ("P", "RGBA", "LA", "1", "CMYK"):
-        prepared = PreparePicture(8)(Image.new("RGB", (8, 8), (255, 255, 255)).convert(mode), None)
+        prepared = PrepareImage(8)(Image.new("RGB", (8, 8), (255, 255, 255)).convert(mode), None)
         assert (prepared == 255).all(), mode
 
 
-def test_crops_stay_inside_the_picture_and_cover_the_share():
+def test_crops_stay_inside_the_image_and_cover_the_share():
     # Red names the column, green the row: the span of both is the size of the crop.
     ramp = Image.new("RGB", (100, 60))
     ramp.putdata([(column, row, 0) for row in range(60) for column in range(100)])
     areas = []
     for seed in range(50):
-        crop = PreparePicture(200, crop=0.25)(ramp, seed).float()
+        crop = PrepareImage(200, crop=0.25)(ramp, seed).float()
         assert crop[0].max() <= 99 and crop[1].max() <= 59
         areas.append((crop[0].max() - crop[0].min() + 1) * (crop[1].max() - crop[1].min() + 1) / 6000)
     # Whole numbers of pixels: up to one more or less in either direction.
     assert 0.2 < min(areas) < 0.5 < max(areas) <= 1
 
 
-def test_a_narrow_picture_is_cropped_too():
-    assert PreparePicture(8, crop=0.9)(picture(0, width=300, height=2), 1).shape == (3, 8, 8)
+def test_a_narrow_image_is_cropped_too():
+    assert PrepareImage(8, crop=0.9)(image(0, width=300, height=2), 1).shape == (3, 8, 8)
 
 
-def test_half_the_pictures_are_mirrored():
-    prepare = PreparePicture(8, flip=True)
-    plain = prepare(picture(0, 8, 8), None)
-    mirrored = [torch.equal(prepare(picture(0, 8, 8), seed), plain.flip(2)) for seed in range(100)]
+def test_half_the_images_are_mirrored():
+    prepare = PrepareImage(8, flip=True)
+    plain = prepare(image(0, 8, 8), None)
+    mirrored = [torch.equal(prepare(image(0, 8, 8), seed), plain.flip(2)) for seed in range(100)]
     assert 30 < sum(mirrored) < 70
-    assert all(m or torch.equal(prepare(picture(0, 8, 8), seed), plain) for seed, m in enumerate(mirrored))
+    assert all(m or torch.equal(prepare(image(0, 8, 8), seed), plain) for seed, m in enumerate(mirrored))
 
 
 def test_bytes_become_numbers_of_the_given_mean_and_deviation():
-    pixels = Pixels((0.5, 0.4, 0.3), (0.1, 0.2, 0.3))
+    pixels = NormalizePixels((0.5, 0.4, 0.3), (0.1, 0.2, 0.3))
     values = torch.tensor([0, 255], dtype=torch.uint8).view(1, 1, 1, 2).expand(1, 3, 1, 2)
     expected = torch.tensor([[-5, 5], [-2, 3], [-1, 7 / 3]])
     assert torch.allclose(pixels(values)[0, :, 0], expected, atol=1e-6)
@@ -259,7 +258,7 @@ def test_texts_do_not_depend_on_their_padding(depth):
 
 def test_a_word_has_the_same_n_grams_wherever_it_stands():
     tokenizer, sizes = ByteTokenizer(40), [2, 4]
-    buckets = {text: hashes(tokenizer(text, None).long()[None], sizes, 10_000)[0] for text in ("alpha beta", "greek alpha")}
+    buckets = {text: ngram_buckets(tokenizer(text, None).long()[None], sizes, 10_000)[0] for text in ("alpha beta", "greek alpha")}
     assert torch.equal(buckets["alpha beta"][:2], buckets["greek alpha"][6:8])
     assert not torch.equal(buckets["alpha beta"][:2], buckets["alpha beta"][2:4])
     assert (buckets["alpha beta"][:11] > 0).all() and not buckets["alpha beta"][11:].any()
@@ -269,7 +268,7 @@ def test_a_dropped_byte_begins_no_n_gram_but_stays_part_of_others():
     tokens = ByteTokenizer(40)("alpha beta", None).long()[None]
     dropped = tokens.clone()
     dropped[:, 3] *= -1
-    plain, found = hashes(tokens, [2, 4], 10_000), hashes(dropped, [2, 4], 10_000)
+    plain, found = ngram_buckets(tokens, [2, 4], 10_000), ngram_buckets(dropped, [2, 4], 10_000)
     assert not found[:, 3].any() and plain[:, 3].all()
     plain[:, 3] = 0
     assert torch.equal(found, plain)
@@ -278,38 +277,38 @@ def test_a_dropped_byte_begins_no_n_gram_but_stays_part_of_others():
 def test_hashes_spread_over_all_buckets():
     every = torch.arange(2, 258)
     pairs = torch.cartesian_prod(every, every)
-    counts = hashes(pairs, [2], 1025)[:, 0, 0].bincount(minlength=1025)
+    counts = ngram_buckets(pairs, [2], 1025)[:, 0, 0].bincount(minlength=1025)
     assert counts[0] == 0
     # 65,536 pairs in 1,024 buckets, 64 each: thrown at random they would deviate by 8.
     assert counts[1:].float().std() < 16
 
 
-def test_texts_for_pictures_and_pictures_for_texts_are_refused():
+def test_texts_for_images_and_images_for_texts_are_refused():
     with pytest.raises(ValueError, match="was given a Image"):
-        ByteTokenizer(8)(picture(0), None)
+        ByteTokenizer(8)(image(0), None)
     with pytest.raises(ValueError, match="was given a str"):
-        PreparePicture(8)("text", None)
+        PrepareImage(8)("text", None)
 
 
 @pytest.mark.parametrize(
     ("config", "complaint"),
     [
-        (Config("resnet"), "tower x: there is no tower 'resnet': name one of vit, cnn, text; timm:NAME"),
+        (Config("resnet"), "tower x: there is no tower 'resnet'; towers are named vit, cnn, text, timm:NAME"),
         (Config("timm:"), "there is no tower"),
-        (Config("cnn", {"widht": 3}), "cnn has no option 'widht'; known are size, channels, width"),
+        (Config("cnn", {"widht": 3}), "cnn has no option 'widht'; its options are size, channels, width"),
         (Config("cnn", {"checkpointing": True}), "cnn has no option 'checkpointing'"),
-        (Config("cnn", {"width": "32"}), "option width is '32': must be like its default, 32"),
+        (Config("cnn", {"width": "32"}), "option width is '32': must be of the type of its default, 32"),
         (Config("cnn", {"width": True}), "option width is True"),
         (Config("cnn", {"width": 0}), "option width is 0: must be at least 1"),
         (Config("text", {"depth": -1}), "option depth is -1: must be at least 0"),
         (Config("cnn", {"size": 30}), "patch must be even and divide size"),
-        (Config("vit", {"size": 30}), "a whole number of patches"),
-        (Config("vit", {"heads": 5}), "equal share of the width"),
+        (Config("vit", {"size": 30}), "patch must divide size"),
+        (Config("vit", {"heads": 5}), "divide width"),
         (Config("vit", {"pool": "max"}), "must be one of mean, class, flat"),
         (Config("vit", {"channels": 4}), "must be 1 .grey. or 3"),
-        (Config("vit", {"crop": 0.0}), "share of the area"),
+        (Config("vit", {"crop": 0.0}), "fraction of the area"),
         (Config("text", {"length": 1}), "at least 2 bytes"),
-        (Config("text", {"drop": 1.0}), r"lies in \[0, 1\)"),
+        (Config("text", {"drop": 1.0}), r"in \[0, 1\)"),
         (Config("text", {"ngrams": [0]}), "each at least 1"),
         (Config("text", {"ngrams": 3}), "option ngrams is 3"),
         (Config("text", {"buckets": 1}), "one of them for padding"),
@@ -318,11 +317,11 @@ def test_texts_for_pictures_and_pictures_for_texts_are_refused():
         (Config("no_such_package:tower"), "cannot be called with"),
         (Config("test_towers:plain", {"width": 3}), "returned a Module: give the option kind"),
         (Config("test_towers:plain", {"kind": "sound"}), "kind is 'sound'"),
-        (Config("test_towers:plain", {"kind": "picture", "widht": 3}), "unexpected keyword argument 'widht'"),
-        (Config("test_towers:plain", {"kind": "picture", "length": 3}), "unexpected keyword argument 'length'"),
+        (Config("test_towers:plain", {"kind": "image", "widht": 3}), "unexpected keyword argument 'widht'"),
+        (Config("test_towers:plain", {"kind": "image", "length": 3}), "unexpected keyword argument 'length'"),
         (Config("test_towers:plain", {"kind": "text"}), "cannot take what was prepared"),
-        (Config("test_towers:plain", {"kind": "picture"}, checkpointing=True), "is your function"),
-        (Config("test_towers:flat", {"kind": "picture"}), r"returned \(2, 3, 32, 32\) for two rows"),
+        (Config("test_towers:plain", {"kind": "image"}, checkpointing=True), "is your function"),
+        (Config("test_towers:flat", {"kind": "image"}), r"returned \(2, 3, 32, 32\) for two rows"),
         (Config("builtins:dict"), "cannot be called|returned a dict"),
         (Config("transformers:no/such"), "neither a folder with a config.json"),
         (Config("open_clip:ViT-B-33"), "did you mean ViT-B-32"),
@@ -349,8 +348,8 @@ def flat() -> nn.Module:
     return nn.Identity()
 
 
-def whole(width: int) -> Tower:
-    return Tower(nn.Sequential(nn.Embedding(258, width), nn.Flatten(), nn.Linear(8 * width, DIM)), Long(8), "text")
+def whole(width: int) -> BuiltTower:
+    return BuiltTower(nn.Sequential(nn.Embedding(258, width), nn.Flatten(), nn.Linear(8 * width, DIM)), Long(8), "text")
 
 
 class Long(ByteTokenizer):
@@ -359,8 +358,8 @@ class Long(ByteTokenizer):
 
 
 def test_a_function_of_your_own_gives_a_module_or_a_tower():
-    tower = build(Config("test_towers:plain", {"kind": "picture", "width": 4, "size": 16}))
-    assert tower.prepare == PreparePicture(16)
+    tower = build(Config("test_towers:plain", {"kind": "image", "width": 4, "size": 16}))
+    assert tower.prepare == PrepareImage(16)
     assert tower.module(rows(tower)).shape == (len(CAPTIONS), DIM)
     assert "head.weight" in tower.module.state_dict()
     # DDP waits for the gradient of everything that is not frozen.
@@ -426,13 +425,13 @@ def test_checkpointing_inside_transformers_is_their_own(bert):
 
 def test_a_vocabulary_too_small_for_bytes_is_refused(bert):
     (bert / "config.json").write_text((bert / "config.json").read_text("utf-8").replace("258", "257"), "utf-8")
-    with pytest.raises(ValueError, match="vocabulary of 257 is too small for bytes, which take 258"):
+    with pytest.raises(ValueError, match="vocabulary of 257 is too small for bytes, which need 258"):
         build(Config(f"transformers:{bert}"))
-    with pytest.raises(ValueError, match="has no option 'size'; known are pool, length"):
+    with pytest.raises(ValueError, match="has no option 'size'; its options are pool, length"):
         build(Config(f"transformers:{bert}", {"size": 3}))
 
 
-def test_a_picture_model_of_transformers_from_its_configuration(tmp_path):
+def test_an_image_model_of_transformers_from_its_configuration(tmp_path):
     from transformers import ResNetConfig, ViTConfig
 
     vit = ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=16, patch_size=8)
@@ -440,12 +439,12 @@ def test_a_picture_model_of_transformers_from_its_configuration(tmp_path):
     (tmp_path / "vit" / "preprocessor_config.json").write_text('{"image_mean": [0.0, 0.0, 0.0], "image_std": [1, 1, 1]}', "utf-8")
     ResNetConfig(embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1]).save_pretrained(tmp_path / "resnet")
     tower = build(Config(f"transformers:{tmp_path / 'vit'}", {"pool": "mean"}))
-    assert tower.prepare == PreparePicture(16)
+    assert tower.prepare == PrepareImage(16)
     assert not tower.module.pixels.offset.any()
     assert tower.module(rows(tower)).shape == (len(CAPTIONS), DIM)
     for pool in ("mean", "pooler"):
         tower = build(Config(f"transformers:{tmp_path / 'resnet'}", {"size": 32, "crop": 0.5, "pool": pool}))
-        assert tower.prepare == PreparePicture(32, crop=0.5)
+        assert tower.prepare == PrepareImage(32, crop=0.5)
         assert tower.module(rows(tower)).shape == (len(CAPTIONS), DIM)
 
 
@@ -456,7 +455,7 @@ def test_a_model_of_timm_with_its_own_size_and_weights(tmp_path):
     theirs = timm.create_model("test_vit", num_classes=10).eval()
     torch.save(theirs.state_dict(), tmp_path / "theirs.pt")
     tower = build(Config("timm:test_vit", {"crop": 0.5}, weights=str(tmp_path / "theirs.pt"), checkpointing=True))
-    assert tower.prepare == PreparePicture(theirs.pretrained_cfg["input_size"][-1], crop=0.5)
+    assert tower.prepare == PrepareImage(theirs.pretrained_cfg["input_size"][-1], crop=0.5)
     assert tower.module(rows(tower)).shape == (len(CAPTIONS), DIM)
     x = torch.randn(2, 3, 160, 160)
     assert torch.equal(tower.module.encoder.eval()(x), theirs.forward_head(theirs.forward_features(x), pre_logits=True))
@@ -474,13 +473,13 @@ def test_both_towers_of_open_clip_with_their_weights(tmp_path):
     theirs = open_clip.create_model("ViT-S-32", embed_dim=8, **options).eval()
     torch.save(theirs.state_dict(), tmp_path / "theirs.pt")
     options |= {"embed_dim": 8}
-    picture_tower, text_tower = (
+    image_tower, text_tower = (
         build(Config("open_clip:ViT-S-32", options, weights=str(tmp_path / "theirs.pt"), checkpointing=True), side) for side in "xy"
     )
-    assert picture_tower.prepare == PreparePicture(32)
+    assert image_tower.prepare == PrepareImage(32)
     tokens = torch.stack([pickle.loads(pickle.dumps(text_tower.prepare))(text, None) for text in CAPTIONS])
     assert torch.allclose(text_tower.module.eval().encoder(tokens), theirs.encode_text(tokens), atol=1e-6)
     x = torch.randn(2, 3, 32, 32)
-    assert torch.allclose(picture_tower.module.eval().encoder(x), theirs.encode_image(x), atol=1e-6)
-    assert picture_tower.module(rows(picture_tower)).shape == text_tower.module(tokens).shape == (len(CAPTIONS), DIM)
+    assert torch.allclose(image_tower.module.eval().encoder(x), theirs.encode_image(x), atol=1e-6)
+    assert image_tower.module(rows(image_tower)).shape == text_tower.module(tokens).shape == (len(CAPTIONS), DIM)
     assert build(Config("open_clip:ViT-S-32", {**options, "part": "text"}), "x").kind == "text"

@@ -100,16 +100,16 @@ def test_random_embeddings_are_at_chance():
     assert 800 < found.x_median_rank < 1200
 
 
-def test_copies_of_a_picture_are_no_rivals_and_each_caption_is_asked_for():
-    # One picture with two captions, the second of which resembles another picture's caption more.
-    pictures = torch.tensor([[1.0, 0], [1, 0], [0, 1]])
+def test_copies_of_an_image_are_no_rivals_and_each_caption_is_asked_for():
+    # One image with two captions, the second of which resembles another image's caption more.
+    images = torch.tensor([[1.0, 0], [1, 0], [0, 1]])
     captions = torch.tensor([[1.0, 0.1], [0.2, 1], [0.5, 0.9]])
     ids = torch.tensor([7, 7, 9])
-    found = retrieval(pictures, captions, ids=ids)
-    # The picture finds its first caption, not its second (0.2 against 0.5 of a stranger); the third picture finds its own, which
+    found = retrieval(images, captions, ids=ids)
+    # The image finds its first caption, not its second (0.2 against 0.5 of a stranger); the third image finds its own, which
     # the copies of the first do not disturb.
     assert found.x_to_y[1] == pytest.approx(2 / 3 - 1 / 3)
-    assert retrieval(pictures, captions).y_to_x[1] < found.y_to_x[1]
+    assert retrieval(images, captions).y_to_x[1] < found.y_to_x[1]
 
 
 def test_autocast_does_not_round_the_similarities():
@@ -193,8 +193,8 @@ def test_what_cannot_be_evaluated_is_named(problem, call):
 
 def test_zero_shot_accuracy_is_the_share_of_classes_found():
     classes = torch.eye(6)
-    pictures = classes[[0, 1, 2, 3]] + 2 * classes[[0, 2, 2, 4]] + 1.5 * classes[[1, 3, 3, 5]]
-    assert zero_shot(pictures, classes, torch.tensor([0, 1, 2, 3]), k=(1, 2, 3)) == {1: 0.5, 2: 0.5, 3: 1}
+    images = classes[[0, 1, 2, 3]] + 2 * classes[[0, 2, 2, 4]] + 1.5 * classes[[1, 3, 3, 5]]
+    assert zero_shot(images, classes, torch.tensor([0, 1, 2, 3]), k=(1, 2, 3)) == {1: 0.5, 2: 0.5, 3: 1}
 
 
 def test_classes_that_look_alike_are_not_told_apart_by_luck():

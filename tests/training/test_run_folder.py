@@ -106,7 +106,7 @@ FOREIGN = {
     "a copy of a checkpoint": "checkpoints/best/rank-00000.safetensors",
     "a file beside checkpoints": "checkpoints/README",
     "a file inside a checkpoint": "checkpoints/step-00000002/notes.txt",
-    "a picture beside those of the contact sheet": "contact/mine.png",
+    "an image beside those of the contact sheet": "contact/mine.png",
     "a folder of a file's name": "result.json/mine.txt",
     "a folder of a temporary file's name": ".run.toml.partial/mine.txt",
 }
@@ -194,8 +194,8 @@ def test_fresh_keeps_what_the_run_is_to_read(trained, pairs):
     assert "x.weights is" in told(from_before, fresh=True) and weights.exists()
 
 
-def test_a_folder_of_pictures_does_not_get_the_runs_own(tmp_path):
-    folder = tmp_path / "pictures"
+def test_a_folder_of_images_does_not_get_the_runs_own(tmp_path):
+    folder = tmp_path / "images"
     folder.mkdir()
     for number in range(4):
         Image.new("RGB", (8, 8)).save(folder / f"{number}.png")
@@ -397,7 +397,7 @@ def test_what_is_no_file_is_written_to_and_not_replaced(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
 
 
-def _write_everything(pictures, out, notes):
+def _write_everything(images, out, notes):
     """A process in which runs write all that they can, and which notes every name that they touched below `out`."""
     touched = []
 
@@ -422,9 +422,9 @@ def _write_everything(pictures, out, notes):
     options = ["x.name=cnn", "x.options.size=16", "y.name=text", "y.options.buckets=64", "loss.dim=8", "schedule.steps=3"]
     options += ["batch.size=8", "batch.chunk=8", "checkpoint.every=1", "checkpoint.keep=1", "evaluate.every=2", "data.held_out=0.3"]
     options += ["watch.tensorboard=true", "watch.wandb=project", "watch.bar=false", "compute.device=cpu", "compute.threads=1"]
-    run = config.build({"out": str(out), "data": {"source": str(pictures)}}, options)
+    run = config.build({"out": str(out), "data": {"source": str(images)}}, options)
     train(run)
-    assert cli.main(["embed", str(out), str(pictures / "0.png")]) == 0
+    assert cli.main(["embed", str(out), str(images / "0.png")]) == 0
     assert cli.main(["search", str(out), "number 1"]) == 0
     from megabatch.training.loop import Training
 
@@ -440,12 +440,12 @@ def _made(folder):
 
 def test_every_file_that_a_run_writes_is_known_by_name(tmp_path):
     """Temporary files and folders too: what a killed process leaves must not keep --fresh from its work."""
-    pictures, out, notes = tmp_path / "pictures", tmp_path / "run", tmp_path / "touched.json"
-    pictures.mkdir()
+    images, out, notes = tmp_path / "images", tmp_path / "run", tmp_path / "touched.json"
+    images.mkdir()
     for number in range(24):
-        Image.new("RGB", (8, 8), (10 * number, 0, 255)).save(pictures / f"{number}.png")
-        (pictures / f"{number}.txt").write_text(f"number {number}")
-    process = fresh_processes().Process(target=_write_everything, args=(pictures, out, notes))
+        Image.new("RGB", (8, 8), (10 * number, 0, 255)).save(images / f"{number}.png")
+        (images / f"{number}.txt").write_text(f"number {number}")
+    process = fresh_processes().Process(target=_write_everything, args=(images, out, notes))
     process.start()
     process.join(240)
     assert process.exitcode == 0

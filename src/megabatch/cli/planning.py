@@ -6,10 +6,10 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from .. import config, packages
-from ..terminal import visible
+from .. import config, objectives, optimizers, packages
+from ..reporting.terminal import print_report
 from .common_args import add_overwrite, add_trust, check_output
 
 
@@ -29,7 +29,7 @@ def add(verbs: Any) -> None:
         help="Kind of training: contrastive pairs (default), supervised classes, a language model, or fine-tuning.",
     )
     plan.add_argument(
-        "--loss", choices=("clip", "siglip"), help="Contrastive loss: softmax (clip, the default) or sigmoid (siglip)."
+        "--loss", choices=objectives.PAIR_LOSSES, help=f"Contrastive loss: {_losses()} (default {objectives.DEFAULT})."
     )
     plan.add_argument("--data", metavar="N", help="Number of training samples, as 10M; tokens for a language model.")
     plan.add_argument("--unique", metavar="N", help="Number of distinct samples among them; by default all of them.")
@@ -55,7 +55,7 @@ def add(verbs: Any) -> None:
     plan.add_argument(
         "--base-lr", metavar="RATE@BATCH", help="Learning rate known to be good at a batch size, to scale from: 1e-3@256."
     )
-    plan.add_argument("--optimizer", choices=("adamw", "sgd"), help="Optimizer of the training (default adamw).")
+    plan.add_argument("--optimizer", choices=tuple(optimizers.OPTIMIZERS), help=f"Optimizer (default {optimizers.DEFAULT}).")
     plan.add_argument(
         "--precision", choices=("fp32", "bf16", "fp16"), help="Precision of the encoders; by default the device's best."
     )
@@ -90,9 +90,7 @@ def add(verbs: Any) -> None:
     audit.add_argument("--unique", metavar="N", help="Number of distinct samples among them.")
     audit.add_argument("--ranks", type=int, metavar="N", help="Number of processes that the training is launched with.")
     audit.add_argument("--base-lr", metavar="RATE@BATCH", help="Learning rate known to be good at a batch size: 5e-4@32768.")
-    audit.add_argument(
-        "--objective", choices=("clip", "siglip", "supervised", "lm"), help="Kind of training, where the file does not say."
-    )
+    audit.add_argument("--objective", choices=get_args(objectives.AuditName), help="Kind of training, where the file does not say.")
     audit.add_argument("--finetune", action="store_true", default=None, help="State that training starts from pretrained weights.")
     audit.add_argument(
         "--fail-on",
@@ -104,11 +102,20 @@ def add(verbs: Any) -> None:
     audit.set_defaults(run=_audit)
 
 
+def _losses() -> str:
+    """Return the contrastive losses for a help text.
+
+    >>> _losses()
+    'softmax (clip), sigmoid (siglip)'
+    """
+    return ", ".join(f"{objectives.OBJECTIVES[name].title} ({name})" for name in objectives.PAIR_LOSSES)
+
+
 def _plan(arguments: argparse.Namespace) -> None:
     """Choose the batch size that a training needs, say how to reach it and what follows from it, each number with its reason.
     Without arguments, plan the embedded default on this machine."""
     from ..planning.planner import plan
-    from ..planning.show import check_target, show, write
+    from ..planning.report import check_target, plan_report, write
 
     for name in ("out", "html"):
         path = getattr(arguments, name)
@@ -122,7 +129,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     if any(path is not None and path.suffix == ".html" for path in (arguments.out, arguments.html)):
         packages.require(packages.PLAN_PAGE)
     found = plan(**asked)
-    print(found.as_json()) if arguments.json else show(found)
+    print(found.as_json()) if arguments.json else print_report(plan_report(found))
     for path in (arguments.out, arguments.html):
         if path is not None:
             print("written:", write(found, path), file=sys.stderr)
@@ -131,7 +138,7 @@ def _plan(arguments: argparse.Namespace) -> None:
 def _audit(arguments: argparse.Namespace) -> int:
     """Find the classic mistakes of batch size and what goes with it: what is wrong, where, why, and the fix as a diff. The exit
     status is 1 from a severity on, so that the audit can stand before a launch."""
-    from ..audit import audit, audit_together, exit_code, read_any
+    from ..audit import audit, audit_report, audit_together, exit_code, read_any
     from ..planning.request import parse_base, parse_count
 
     base = parse_base(arguments.base_lr) or (None, None)
@@ -152,9 +159,5 @@ def _audit(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps([finding._asdict() for finding in findings], indent=2))
     else:
-        for finding in findings:
-            # Values of the file are quoted: they must not reach the terminal as control sequences.
-            lines = f"{finding.severity}: {finding.where}: {finding.why} ({finding.code})\n{finding.fix.rstrip()}\n"
-            print("\n".join(map(visible, lines.split("\n"))))
-        print(f"{len(findings)} findings" if findings else "nothing found")
+        print_report(audit_report(findings))
     return exit_code(findings, arguments.fail_on)

@@ -112,8 +112,8 @@ def filling_of(kind: Kind, args: Any, out: Any) -> float:
             width = min(tensor.shape[1] for tensor in tensors if tensor.ndim > 2)
             return float(width / 2 ** math.ceil(math.log2(width)))
         case "batch norm" | "half batch norm":
-            pictures = max(tensors, key=Tensor.numel)
-            return 1.0 if channels_last(pictures) else min(1.0, pictures.shape[1] / CHANNELS)
+            images = max(tensors, key=Tensor.numel)
+            return 1.0 if channels_last(images) else min(1.0, images.shape[1] / CHANNELS)
         case "strided" | "transposition":
             elements = sum(tensor.numel() for tensor in tensors)
             return min(1.0, sum(tensor.numel() * tensor.element_size() for tensor in tensors) / max(1, WORD * elements))

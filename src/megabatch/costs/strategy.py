@@ -10,8 +10,8 @@ Sharding = Literal["ddp", "fsdp2"]
 
 
 @dataclass(frozen=True)
-class How:
-    """One way to take a batch of `shard` × `ranks` rows through.
+class Strategy:
+    """One way to compute a step over a batch of `shard` × `ranks` rows.
 
     chunk: rows that go through an encoder at once. keep: chunks of each tower that are not computed twice. checkpointing: inside
     the encoders. accumulate: the loss is a mean over samples, so that chunks add up and nothing is computed twice.

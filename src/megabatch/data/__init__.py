@@ -21,15 +21,15 @@ PACKED = (".tgz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst")
 SAVED = ("state.json", "dataset_dict.json")
 
 
-def open_source(data: Data, source: str | None = None, *, x: Kind = "picture", y: Kind = "text") -> Source:
+def open_source(data: Data, source: str | None = None, *, x: Kind = "image", y: Kind = "text") -> Source:
     """The pairs of `data.source`, or of another `source` of that kind.
 
-    x, y: what the towers take, and so whether a stored text is the text itself or the path of a picture. ValueError where there are
+    x, y: what the towers take, and so whether a stored text is the text itself or the path of an image. ValueError where there are
     no pairs, or where they are stored in a way that is not known.
     """
     source = data.source if source is None else source
     kind = data.kind or _kind(source)
-    if "picture" in (x, y):
+    if "image" in (x, y):
         packages.require(packages.IMAGES)
     try:
         opened = _open(kind, data, source, Sides(x, y))
@@ -68,7 +68,7 @@ def _open(kind: str, data: Data, source: str, sides: Sides) -> Source:
         from .glyphs import Glyphs
 
         if sides != Sides():
-            raise ValueError(f"data.source is {GLYPHS!r}: x is a picture and y a text, but the towers take {sides.x} and {sides.y}")
+            raise ValueError(f"data.source is {GLYPHS!r}: x is an image and y a text, but the towers take {sides.x} and {sides.y}")
         return Glyphs()
     if kind in ("folder", "datasets"):
         return _open_folder(kind, data, Path(os.path.expanduser(source)), sides)

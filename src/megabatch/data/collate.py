@@ -156,7 +156,7 @@ class Reader:
 
     def _prepared(self, sample: Sample, position: int) -> Row:
         def leaves(prepare: Prepare, raw: Any, side: str) -> Leaves:
-            # Each side has its own seed: two views of one picture must not be cropped alike.
+            # Each side has its own seed: two views of one image must not be cropped alike.
             return _leaves(prepare(raw, stable_hash(self.seed, position, side) if self.augment else None))
 
         texts = sample.negatives if self.negatives else ()

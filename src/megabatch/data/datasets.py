@@ -24,7 +24,7 @@ SPLIT = "train"
 
 
 class SavedDataset:
-    """Every row is a sample, every Arrow file a shard; of several splits, "train". Paths of pictures start at the folder."""
+    """Every row is a sample, every Arrow file a shard; of several splits, "train". Paths of images start at the folder."""
 
     def __init__(self, data: Data, folder: Path, sides: Sides) -> None:
         folder = _split_of(folder)
@@ -50,8 +50,8 @@ class SavedDataset:
 
     def group(self, shard: int, index: int) -> str:
         key = self._key(shard, index)
-        # A picture would have to be read to tell whether it is another row's as well.
-        if self._rows.sides.x == "picture":
+        # An image would have to be read to tell whether it is another row's as well.
+        if self._rows.sides.x == "image":
             return key
         try:
             return self._rows.group(key, self._value(self._rows.columns.x, shard, index))

@@ -1,4 +1,4 @@
-"""Pairs as files of a folder: pictures, and beside each a text file of the same name."""
+"""Pairs as files of a folder: images, and beside each a text file of the same name."""
 
 from __future__ import annotations
 
@@ -15,38 +15,36 @@ from .texts import text_of
 
 
 class Folder:
-    """Every picture is a sample, in one shard sorted by path; a/1.png goes with a/1.txt. Hidden files are passed over.
+    """Every image is a sample, in one shard sorted by path; a/1.png goes with a/1.txt. Hidden files are passed over.
 
     Links that lead out of the folder are not followed: a file behind one is a bad sample, a folder behind one is reported as
     damage. A subfolder that cannot be listed is an error.
     """
 
     def __init__(self, data: Data, folder: Path, sides: Sides) -> None:
-        if sides != Sides("picture", "text"):
-            raise ValueError(
-                f"data.source is {str(folder)!r}: a folder holds pictures (x) and texts (y); for others, write a table"
-            )
+        if sides != Sides("image", "text"):
+            raise ValueError(f"data.source is {str(folder)!r}: a folder holds images (x) and texts (y); for others, write a table")
         if data.label is not None or data.negatives:
             raise ValueError(f"data.source is {str(folder)!r}: a folder has no data.label and no data.negatives; write a table")
         self._folder = folder.resolve()
         self._max_pixels = data.max_pixels
         self._texts = _suffixes(data.y or "txt;caption")
-        pictures = _suffixes(data.x or ";".join(SUFFIXES))
+        images = _suffixes(data.x or ";".join(SUFFIXES))
         self.damage: list[Damage] = []
         names = list(_names(self._folder, self.damage))
-        self._pictures = sorted(name for name in names if name.lower().endswith(pictures))
-        if not self._pictures:
+        self._images = sorted(name for name in names if name.lower().endswith(images))
+        if not self._images:
             raise ValueError(
-                f"data.source is {str(folder)!r}: it holds no picture ({', '.join(pictures)}); name a folder of pictures,"
+                f"data.source is {str(folder)!r}: it holds no image ({', '.join(images)}); name a folder of images,"
                 f" or files, as in {str(folder / '*.tar')!r}" + (f" ({self.damage[0]})" if self.damage else "")
             )
 
     @property
     def lengths(self) -> Sequence[int]:
-        return [len(self._pictures)]
+        return [len(self._images)]
 
     def read(self, shard: int, index: int) -> Sample:
-        name = self._pictures[index]
+        name = self._images[index]
         key, stem = shown(name), os.path.splitext(name)[0]
         there = [stem + suffix for suffix in self._texts if os.path.lexists(self._folder / (stem + suffix))]
         if not there:
@@ -55,7 +53,7 @@ class Folder:
         return Sample(key, decode(inside(self._folder, name, key), key, self._max_pixels), caption)
 
     def group(self, shard: int, index: int) -> str:
-        return shown(os.path.splitext(self._pictures[index])[0])
+        return shown(os.path.splitext(self._images[index])[0])
 
     def label(self, shard: int, index: int) -> str | None:
         return None
@@ -82,6 +80,6 @@ def _names(folder: Path, damage: list[Damage]) -> Iterator[str]:
 def _refuse(error: OSError) -> None:
     """Raise ValueError for a folder that `os.walk` cannot list; by default it would be left out without a word."""
     raise ValueError(
-        f"data.source: the folder {error.filename!r} cannot be read ({error.strerror}), and its pictures would be left out;"
+        f"data.source: the folder {error.filename!r} cannot be read ({error.strerror}), and its images would be left out;"
         " make it readable, or move it away"
     )

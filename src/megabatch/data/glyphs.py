@@ -34,7 +34,7 @@ SCRIPTS = (
     "OLD", "BRAILLE", "MATHEMATICAL", "MODIFIER", "COMBINING", "BOX", "DOMINO", "PLAYING", "TETRAGRAM", "HEXAGRAM", "APL",
 )  # fmt: skip
 OTHER = "OTHER"
-# Pixels of a picture's edge, of the font, and the row of the baseline: nearly every character fits, and small letters still differ
+# Pixels of an image's edge, of the font, and the row of the baseline: nearly every character fits, and small letters still differ
 # from capitals, commas from apostrophes.
 EDGE, SIZE, BASELINE = 32, 24, 24
 
@@ -102,14 +102,14 @@ def _draw(path: str, character: str) -> Image.Image:
         if max(right - left, bottom - top) <= EDGE:
             break
         size -= 1
-    picture = Image.new("L", (EDGE, EDGE), 255)
+    image = Image.new("L", (EDGE, EDGE), 255)
     x = (EDGE - (right - left)) // 2 - left
     y = min(max(BASELINE, -top), EDGE - bottom)
-    ImageDraw.Draw(picture).text((x, y), character, fill=0, font=font, anchor="ls")
-    return picture
+    ImageDraw.Draw(image).text((x, y), character, fill=0, font=font, anchor="ls")
+    return image
 
 
 @functools.cache
 def _font(path: str, size: int) -> ImageFont.FreeTypeFont:
-    # The plain layout, so that pictures do not depend on whether this Pillow can shape text.
+    # The plain layout, so that images do not depend on whether this Pillow can shape text.
     return ImageFont.truetype(path, size, layout_engine=ImageFont.Layout.BASIC)

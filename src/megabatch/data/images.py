@@ -1,4 +1,4 @@
-"""Pictures from outside: their size is known before they are decoded, and what is wrong with them has a name."""
+"""Images from outside: their size is known before they are decoded, and what is wrong with them has a name."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ UPRIGHT = {
 
 
 def decode(data: bytes | Path, key: str, max_pixels: int) -> Image.Image:
-    """The picture of a file or its bytes, upright, grey (mode L) or in colours (RGB); the first one of an animation.
+    """The image of a file or its bytes, upright, grey (mode L) or in colours (RGB); the first one of an animation.
 
     BadSample where it has more pixels than `max_pixels`, known from its header, and where it cannot be decoded to its end.
     """
@@ -38,21 +38,21 @@ def decode(data: bytes | Path, key: str, max_pixels: int) -> Image.Image:
 
     # A named pipe would be waited for, for ever.
     if isinstance(data, Path) and not os.path.isfile(data):
-        raise BadSample(key, f"there is no picture {data.name[:200]!r}")
+        raise BadSample(key, f"there is no image {data.name[:200]!r}")
     try:
         with io.BytesIO(data) if isinstance(data, bytes) else data.open("rb") as file, warnings.catch_warnings():
-            # Pillow warns of large pictures and of broken metadata; the former are refused here, the latter are not used.
+            # Pillow warns of large images and of broken metadata; the former are refused here, the latter are not used.
             warnings.simplefilter("ignore")
             return _decode(file, key, max_pixels)
     except (BadSample, MemoryError):
         raise
     except UnidentifiedImageError:
-        raise BadSample(key, f"is no picture of a known format ({', '.join(FORMATS)})") from None
+        raise BadSample(key, f"is no image of a known format ({', '.join(FORMATS)})") from None
     except Image.DecompressionBombError as error:
         raise BadSample(key, f"is refused by Pillow, whose limit is below data.max_pixels ({error})") from None
     except Exception as error:
         # Decoders raise whatever their parsing ran into: OSError, SyntaxError, struct.error, KeyError and more.
-        raise BadSample(key, f"picture cannot be decoded ({type(error).__name__}: {error})") from None
+        raise BadSample(key, f"image cannot be decoded ({type(error).__name__}: {error})") from None
 
 
 def _decode(file: IO[bytes], key: str, max_pixels: int) -> Image.Image:
@@ -66,12 +66,12 @@ def _decode(file: IO[bytes], key: str, max_pixels: int) -> Image.Image:
             raise BadSample(key, "has no pixels")
         image.load()
         turn = _turn(image)
-        picture = _eight_bits(image, key)
-        return picture if turn is None else picture.transpose(turn)
+        converted = _eight_bits(image, key)
+        return converted if turn is None else converted.transpose(turn)
 
 
 def _turn(image: Image.Image) -> Image.Transpose | None:
-    """What makes the picture upright, by its metadata."""
+    """What makes the image upright, by its metadata."""
     from PIL.Image import Transpose
 
     try:

@@ -20,7 +20,7 @@ LOOKED_AT = 1000
 
 
 class JsonLines:
-    """Every line that is not blank is a sample, every file a shard; relative paths of pictures start at their file's folder.
+    """Every line that is not blank is a sample, every file a shard; relative paths of images start at their file's folder.
 
     A file that is empty, or whose last line is cut off, is reported as damage; the rest of that line is a bad sample.
     """

@@ -63,7 +63,7 @@ class Loader:
     prepare_x, prepare_y: make one sample of a side ready, as `Tower.prepare` does; without prepare_y, y is left out.
     seed: of the augmentations, each of which depends on it, the position and the side alone.
     workers: processes that read ahead; 0 reads in this one, when a batch is asked for.
-    ids: whether texts are given numbers by which equal ones are recognised; pictures are known by their keys.
+    ids: whether texts are given numbers by which equal ones are recognised; images are known by their keys.
     classes: the number of each label; a sample with another label, or none, is a bad one.
     negatives: whether to take the samples' negatives along; then every rank has them, if only without rows.
     augment: False prepares without augmentation, for evaluation.

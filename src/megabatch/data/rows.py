@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 # The usual names of columns, the likeliest first; upper and lower case are the same.
-PICTURES = ("image", "picture", "jpg", "filepath", "file_path", "image_path", "path", "filename", "file_name", "file")
+IMAGES = ("image", "picture", "jpg", "filepath", "file_path", "image_path", "path", "filename", "file_name", "file")
 CAPTIONS = ("caption", "text", "title", "description", "alt_text")
 QUERIES = ("query", "anchor", "question", "sentence1", "text1", "premise")
 DOCUMENTS = ("positive", "document", "answer", "passage", "sentence2", "text2", "hypothesis")
@@ -65,7 +65,7 @@ def _negatives(data: Data, sides: Sides, known: Sequence[str], used: set[str | N
     if not data.negatives:
         return ()
     if sides.y != "text":
-        raise ValueError(f"{where}: data.negatives is {data.negatives!r}: they are texts, but y is a picture; leave it out")
+        raise ValueError(f"{where}: data.negatives is {data.negatives!r}: they are texts, but y is an image; leave it out")
     # A column whose own name holds a semicolon is meant first.
     names = [data.negatives] if data.negatives in known else [name.strip() for name in data.negatives.split(";")]
     missing = [name for name in names if name not in known]
@@ -75,7 +75,7 @@ def _negatives(data: Data, sides: Sides, known: Sequence[str], used: set[str | N
 
 
 def _usual(kind: Kind, names: tuple[str, ...]) -> tuple[str, ...]:
-    return PICTURES if kind == "picture" else names
+    return IMAGES if kind == "image" else names
 
 
 def _column(side: str, given: str | None, usual: tuple[str, ...], known: Sequence[str], where: str) -> str:
@@ -98,7 +98,7 @@ def _first(usual: tuple[str, ...], known: Sequence[str]) -> str | None:
 class Rows:
     """How a row becomes a sample.
 
-    folder: where paths of pictures start and must end, resolved.
+    folder: where paths of images start and must end, resolved.
     """
 
     columns: Columns
@@ -117,7 +117,7 @@ class Rows:
         return Sample(key, x, y, negatives, named)
 
     def group(self, key: str, x: object) -> str:
-        """Captions of one picture, or documents of one query, are held out together: its path or its text says so."""
+        """Captions of one image, or documents of one query, are held out together: its path or its text says so."""
         return shown(x) if isinstance(x, str) else key
 
     def label(self, row: Mapping[str, Any]) -> str | None:
@@ -133,7 +133,7 @@ class Rows:
         if kind == "text":
             return text(value, key, column)
         if isinstance(value, Mapping):
-            # As Hugging Face stores pictures: the file itself, or where it lies.
+            # As Hugging Face stores images: the file itself, or where it lies.
             value = value.get("path") if value.get("bytes") is None else value["bytes"]
         if isinstance(value, bytes):
             return decode(value, key, self.max_pixels)

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-Kind = Literal["picture", "text"]
+Kind = Literal["image", "text"]
 
 
 class Sides(NamedTuple):
-    """What the two sides of a pair are, which its towers decide: a column of texts may hold captions, or paths of pictures."""
+    """What the two sides of a pair are, which its towers decide: a column of texts may hold captions, or paths of images."""
 
-    x: Kind = "picture"
+    x: Kind = "image"
     y: Kind = "text"
 
 
 class Sample(NamedTuple):
-    """One pair as it was stored: pictures decoded, texts as they are.
+    """One pair as it was stored: images decoded, texts as they are.
 
     key: names the sample in logs and messages: file and line, shard and member, character and style.
     negatives: further texts that are wrong for x.
@@ -89,7 +89,7 @@ class Source(Protocol):
         ...
 
     def group(self, shard: int, index: int) -> str:
-        """What the sample has to share with others to be held out together with them (its picture, its character).
+        """What the sample has to share with others to be held out together with them (its image, its character).
 
         Cheap: nothing is decoded.
         """

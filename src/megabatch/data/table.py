@@ -49,7 +49,7 @@ class Stored:
 
 
 class Table:
-    """Every row is a sample, every file a shard; relative paths of pictures start at their table's folder.
+    """Every row is a sample, every file a shard; relative paths of images start at their table's folder.
 
     In a CSV file, a list of hard negatives is written as JSON: ["one", "two"]; any other cell is one text.
     """

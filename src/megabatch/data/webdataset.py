@@ -21,7 +21,7 @@ from .texts import LONGEST, label, text, texts
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-PICTURES, CAPTIONS = ";".join(SUFFIXES), "txt;caption;json:caption"
+IMAGES, CAPTIONS = ";".join(SUFFIXES), "txt;caption;json:caption"
 # A member of a sample as three numbers: which choice of its part it is, where it begins, how long it is. No choice: it is missing.
 FIELDS, MISSING = 3, -1
 
@@ -143,7 +143,7 @@ class WebDataset:
 def _parts(data: Data, sides: Sides) -> list[Part]:
     if sides.x == sides.y and (data.x is None or data.y is None):
         raise ValueError(f"both sides are {sides.x}s: name the extensions of each in the shards, as data.x and data.y")
-    usual = {"picture": PICTURES, "text": CAPTIONS}
+    usual = {"image": IMAGES, "text": CAPTIONS}
     parts = [_part("x", sides.x, data.x or usual[sides.x]), _part("y", sides.y, data.y or usual[sides.y])]
     if data.negatives:
         parts.append(_part("negatives", "text", data.negatives))
@@ -157,7 +157,7 @@ def _part(name: str, kind: Kind, extensions: str) -> Part:
     for entry in filter(None, (entry.strip() for entry in extensions.split(";"))):
         extension, _, key = entry.partition(":")
         extension = extension.lstrip(".").lower()
-        if (extension == "json") != bool(key) or (key and kind == "picture"):
+        if (extension == "json") != bool(key) or (key and kind == "image"):
             raise ValueError(
                 f'data.{name} is {extensions!r}: a JSON member needs the key of a text, as in "json:caption", others none'
             )

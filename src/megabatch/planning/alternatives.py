@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from . import batch as batches
 from .search import Found, best_chunk, chunk_sizes
@@ -31,28 +31,28 @@ class Alternative(NamedTuple):
 
 def alternatives(planner: Planner, chosen: Found) -> Iterator[Alternative]:
     """The plan itself, half and double the batch, half the chunk, one GPU more and twice as many, and what fits without chunks."""
-    how, gpus = chosen.how, planner.machine.gpus
+    strategy, gpus = chosen.strategy, planner.machine.gpus
     yield _row(planner, "the plan", chosen)
-    for name, size in (("half the batch", how.batch // 2), ("twice the batch", how.batch * 2)):
+    for name, size in (("half the batch", strategy.batch // 2), ("twice the batch", strategy.batch * 2)):
         size -= size % gpus
         found = planner.try_to_reach(size)
         if found is not None:
             yield _row(planner, name, found)
-    if how.chunk > 1:
-        half = dataclasses.replace(how, chunk=how.chunk // 2, keep=0)
+    if strategy.chunk > 1:
+        half = dataclasses.replace(strategy, chunk=strategy.chunk // 2, keep=0)
         yield _row(planner, "half the chunk, nothing kept", Found(half, planner.memory(half), planner.step(half).seconds))
     for name, more in (("one GPU more", gpus + 1), ("twice the GPUs", 2 * gpus)):
-        size = round(how.batch / more) * more
-        found = planner.try_to_reach(size, planner.machine.of(more))
+        size = round(strategy.batch / more) * more
+        found = planner.try_to_reach(size, planner.machine.with_gpus(more))
         if found is not None:
             yield _row(planner, name, found)
-    if planner.question.pairs and (trap := whole_shard(planner)) is not None and trap.how.batch < how.batch:
+    if planner.question.pairs and (trap := whole_shard(planner)) is not None and trap.strategy.batch < strategy.batch:
         yield _row(planner, "what fits without chunks", trap)
 
 
 def whole_shard(planner: Planner) -> Found | None:
     """The largest batch whose shards go through at once, a power of two on each GPU: the answer of those who let memory decide."""
-    way = dataclasses.replace(planner.reach(planner.machine.gpus).how, checkpointing=False, sharding="ddp")
+    way = dataclasses.replace(planner.reach(planner.machine.gpus).strategy, checkpointing=False, sharding="ddp")
     best = None
     for power in range(20):
         shard = 2**power
@@ -67,22 +67,24 @@ def changes(planner: Planner, chosen: Found) -> Iterator[str]:
     """Sentences on what would change the answer, each with the numbers."""
     question, (data, _, seen) = planner.question, planner.budget
     if planner.given is None and question.pairs and question.objective == "contrastive":
-        loss: Literal["clip", "siglip"] = "siglip" if planner.task.loss == "siglip" else "clip"
+        loss = planner.task.loss
         for times in (4, 1 / 4):
             other = batches.contrastive(max(1, round(seen * times)), data, loss, question.start)
-            if other.batch != chosen.how.batch:
+            if other.batch != chosen.strategy.batch:
                 yield f"{round(seen * times):,} samples seen: a batch of {other.batch:,} ({other.updates:,} updates)"
         if question.start == "scratch":
             other = batches.contrastive(seen, data, loss, "locked")
-            yield f"a locked, pretrained picture tower (LiT): a batch of {other.batch:,}, for it needs fewer updates"
-    smaller = [size for size in chunk_sizes(chosen.how.shard) if size < chosen.how.chunk]
+            yield f"a locked, pretrained image tower (LiT): a batch of {other.batch:,}, for it needs fewer updates"
+    smaller = [size for size in chunk_sizes(chosen.strategy.shard) if size < chosen.strategy.chunk]
     if smaller:
-        less = best_chunk(chosen.how, planner.memory, lambda how: planner.step(how).seconds, planner.limit // 2, planner.sizes)
+        less = best_chunk(
+            chosen.strategy, planner.memory, lambda strategy: planner.step(strategy).seconds, planner.limit // 2, planner.sizes
+        )
         if less is None:
             yield "half the memory would not do: not even one row fits"
         else:
             slower = less.seconds / chosen.seconds
-            yield f"half the memory: the same batch, in chunks of {less.how.chunk:,}, {slower:.2f} times the time"
+            yield f"half the memory: the same batch, in chunks of {less.strategy.chunk:,}, {slower:.2f} times the time"
     if not question.pairs and planner.known.noise is None:
         yield "a measured critical batch (critical=…): the batch follows its square root, nearly"
 
@@ -90,17 +92,19 @@ def changes(planner: Planner, chosen: Found) -> Iterator[str]:
 def curve(planner: Planner, chosen: Found) -> Iterator[tuple[int, int, float]]:
     """(batch, peak, seconds) from an eighth to eight times the batch, the way chosen anew at each."""
     for power in range(-3, 4):
-        size = round(chosen.how.batch * 2.0**power)
+        size = round(chosen.strategy.batch * 2.0**power)
         size -= size % planner.machine.gpus
-        found = chosen if size == chosen.how.batch else planner.try_to_reach(size)
+        found = chosen if size == chosen.strategy.batch else planner.try_to_reach(size)
         if found is not None:
-            yield found.how.batch, found.peak, found.seconds
+            yield found.strategy.batch, found.peak, found.seconds
 
 
 def _row(planner: Planner, name: str, found: Found) -> Alternative:
-    how = found.how
-    seconds = planner.step(how).seconds
-    updates = math.ceil(planner.budget.seen / how.batch)
+    strategy = found.strategy
+    seconds = planner.step(strategy).seconds
+    updates = math.ceil(planner.budget.seen / strategy.batch)
     hours = updates * seconds / 3600
-    cost = hours * how.ranks * (planner.question.price or 1.0)
-    return Alternative(name, how.batch, how.ranks, how.chunk, how.keep, found.peak, seconds, updates, hours, cost)
+    cost = hours * strategy.ranks * (planner.question.price or 1.0)
+    return Alternative(
+        name, strategy.batch, strategy.ranks, strategy.chunk, strategy.keep, found.peak, seconds, updates, hours, cost
+    )

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
+from ..objectives import DEFAULT, CostName, saturation_of
 from . import evidence
 from .evidence import FACTS, Confidence
 
@@ -51,10 +52,10 @@ def collisions(batch: int, unique: int) -> float:
     return batch * batch / (2 * unique)
 
 
-def contrastive(seen: int, data: int, loss: Literal["clip", "siglip"] = "clip", start: Start = "scratch") -> Choice:
+def contrastive(seen: int, data: int, loss: CostName = DEFAULT, start: Start = "scratch") -> Choice:
     """The batch of a contrastive run: samples seen over updates needed, where negatives still pay and the data has as many."""
     check_budget(seen, data)
-    needed, most = updates_needed(seen, start), evidence.SATURATION[loss]
+    needed, most = updates_needed(seen, start), saturation_of(loss)
     target = seen / needed
     batch = min(nearest_power(target), most)
     why = f"{seen:,} samples seen / about {needed:,} updates needed ({start}) = {target:,.0f}"
@@ -77,7 +78,7 @@ def contrastive(seen: int, data: int, loss: Literal["clip", "siglip"] = "clip", 
     return Choice(batch, math.ceil(seen / batch), why, source, confidence, tuple(notes))
 
 
-def judge(batch: int, seen: int, data: int, start: Start, loss: Literal["clip", "siglip"]) -> tuple[str, ...]:
+def judge(batch: int, seen: int, data: int, start: Start, loss: CostName) -> tuple[str, ...]:
     """What is to be said about a batch that somebody else chose for a contrastive run."""
     check_budget(seen, data)
     check_batch(batch, data)
@@ -87,10 +88,8 @@ def judge(batch: int, seen: int, data: int, start: Start, loss: Literal["clip", 
         said.append(f"{updates:,} updates are few: about {needed:,} are needed; take a smaller batch, or see more samples")
     if batch > evidence.CEILING:
         said.append(f"above {evidence.CEILING:,} quality fell in every published run from scratch ({FACTS['negatives'].source})")
-    elif batch > evidence.SATURATION[loss]:
-        said.append(
-            f"above {evidence.SATURATION[loss]:,} more negatives bought nothing with this loss ({FACTS['negatives'].source})"
-        )
+    elif batch > saturation_of(loss):
+        said.append(f"above {saturation_of(loss):,} more negatives bought nothing with this loss ({FACTS['negatives'].source})")
     if batch < evidence.FLOOR and seen / evidence.FLOOR >= needed:
         said.append(f"the budget pays for {evidence.FLOOR:,}: larger batches were better there ({FACTS['negatives'].source})")
     return tuple(said)

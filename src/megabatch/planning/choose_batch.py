@@ -23,8 +23,7 @@ def choose(planner: Planner) -> batches.Choice:
     elif question.objective == "finetune":
         choice = batches.fine_tuning(seen, data, pairs=question.pairs)
     elif question.pairs:
-        loss: Literal["clip", "siglip"] = "siglip" if planner.task.loss == "siglip" else "clip"
-        choice = batches.contrastive(seen, data, loss, question.start)
+        choice = batches.contrastive(seen, data, planner.task.loss, question.start)
     else:
         choice = _soonest(planner)
     batch = max(ranks, round(choice.batch / ranks) * ranks)

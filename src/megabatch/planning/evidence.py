@@ -28,7 +28,6 @@ class Number(NamedTuple):
 
 # Contrastive learning: how many negatives pay.
 FLOOR = 4096
-SATURATION = {"siglip": 32_768, "clip": 98_304}
 CEILING = 262_144
 
 # Contrastive learning: how many updates are needed. Two budgets have been tried at several batches; of each, the most updates that
@@ -53,13 +52,13 @@ FACTS = {
         "high",
     ),
     "updates from scratch": Fact(
-        "67k pictures and captions, small towers from scratch, 2 M samples seen, held-out recall@1: batch 256 (7,812 updates) 27.1,"
+        "67k images and captions, small towers from scratch, 2 M samples seen, held-out recall@1: batch 256 (7,812 updates) 27.1,"
         " 1,024 (1,953) 27.3, 4,096 (488) 21.5, 16,384 (122) 1.1",
         "megabatch's own run on an H200, one seed, the better of two learning rates",
         "medium",
     ),
     "updates locked": Fact(
-        "frozen picture tower: at 450 M samples seen 32k (13.7k updates) is best, 128k (3.4k) loses 1.4 points, 256k (1.7k) 9;"
+        "frozen image tower: at 450 M samples seen 32k (13.7k updates) is best, 128k (3.4k) loses 1.4 points, 256k (1.7k) 9;"
         " at 900 M 128k (6.9k) is best; at 3 B 256k (11k) and at 18 B 1M (17k) are as good as any",
         "arXiv 2303.15343, table 8",
         "high",

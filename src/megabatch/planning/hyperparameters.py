@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Literal, NamedTuple
 
+from ..optimizers import DEFAULT, OPTIMIZERS, WEIGHT_DECAY, OptimizerName, rate_factor
 from .evidence import FACTS, Fact, Number
 
 # Rules for the rate were tried over some sixteenfold; beyond that one sweeps.
@@ -15,7 +16,7 @@ SMALL_BASE, LARGE_BASE = (1e-3, 256), (5e-4, 32_768)
 EPOCHS_OF_WARMUP = 5
 
 
-class Settings(NamedTuple):
+class Hyperparameters(NamedTuple):
     """What a run's optimizer and schedule are given. warmup: steps. sweep: rates to try, lowest first; empty where none is due."""
 
     lr: float
@@ -35,7 +36,7 @@ class Base(NamedTuple):
     lr: float
     batch: int
     fact: Fact
-    weight_decay: float = 0.1
+    weight_decay: float = WEIGHT_DECAY
     ema: tuple[float, int] | None = None
 
     @property
@@ -54,8 +55,9 @@ def base_for(objective: str, parameters: int, optimizer: str, given: tuple[float
         if lr <= 0 or batch < 1:
             raise ValueError(f"base_lr is {lr:g}@{batch}: a rate above 0 at a batch of at least 1, as in 1e-3@256")
         return Base(lr, batch, fact)
-    if optimizer == "sgd":
-        return Base(0.1, 256, FACTS["linear"], weight_decay=1e-4)
+    spec = OPTIMIZERS[optimizer]
+    if spec.base_lr is not None:
+        return Base(spec.base_lr, spec.base_batch, FACTS[spec.lr_fact], weight_decay=spec.base_weight_decay)
     if objective == "contrastive" and parameters >= LARGE_MODEL:
         return Base(*LARGE_BASE, FACTS["published rate"], weight_decay=0.2)
     return Base(*SMALL_BASE, FACTS["small towers"])
@@ -67,10 +69,10 @@ def follow(
     data: int,
     base: Base,
     *,
-    optimizer: Literal["adamw", "sgd"] = "adamw",
+    optimizer: OptimizerName = DEFAULT,
     objective: str = "contrastive",
     smoothed: bool = True,
-) -> Settings:
+) -> Hyperparameters:
     """Everything that follows from a batch, with its reasons. smoothed: whether the loss has label smoothing."""
     steps = math.ceil(seen / batch)
     betas = (0.9, _beta2(batch, objective))
@@ -86,7 +88,7 @@ def follow(
         Number("steps", steps, f"{steps:,}", f"{seen:,} samples / {batch:,}", "arithmetic", "high"),
         Number("epochs", seen / data, f"{seen / data:.3g}", f"{seen:,} samples of {data:,}", "arithmetic", "high"),
     ]
-    if optimizer == "adamw":
+    if OPTIMIZERS[optimizer].uses_beta2:
         fact = FACTS["beta2 in tokens" if objective == "lm" else "beta2"]
         numbers.insert(2, Number("β2", betas[1], f"{betas[1]:g}", fact.says, fact.source, fact.confidence))
     if ema is not None:
@@ -95,7 +97,7 @@ def follow(
     if smoothing:
         why = "small data is learnt by heart: soften the targets, and compare with 0"
         numbers.append(Number("label smoothing", smoothing, f"{smoothing:g}", why, "a habit", "low"))
-    return Settings(lr, betas, base.weight_decay, warmup, ema, smoothing, steps, sweep, tuple(numbers))
+    return Hyperparameters(lr, betas, base.weight_decay, warmup, ema, smoothing, steps, sweep, tuple(numbers))
 
 
 def _beta2(batch: int, objective: str) -> float:
@@ -108,7 +110,7 @@ def _rate(batch: int, base: Base, optimizer: str, objective: str) -> tuple[float
     growth = batch / base.batch
     if growth == 1 and base.measured:
         return base.lr, ()
-    lr = base.lr * (growth if optimizer == "sgd" else math.sqrt(growth))
+    lr = base.lr * rate_factor(OPTIMIZERS[optimizer].lr_rule, growth)
     if objective == "finetune" and not base.measured:
         lr /= 10 * math.sqrt(10)
         return _rounded(lr), tuple(_rounded(lr * factor) for factor in (10**-0.5, 1, 10**0.5))
@@ -119,9 +121,10 @@ def _rate(batch: int, base: Base, optimizer: str, objective: str) -> tuple[float
 
 
 def _rate_number(lr: float, sweep: tuple[float, ...], batch: int, base: Base, optimizer: str, objective: str) -> Number:
-    rule = FACTS["linear" if optimizer == "sgd" else "square root"]
-    sign = f"{batch:,}/{base.batch:,}"
-    why = f"{base.lr:g} at {base.batch:,}, times {sign if optimizer == 'sgd' else f'√({sign})'}; {base.fact.says}"
+    rule = FACTS[OPTIMIZERS[optimizer].lr_fact]
+    growth = f"{batch:,}/{base.batch:,}"
+    factor = growth if OPTIMIZERS[optimizer].lr_rule == "linear" else f"√({growth})"
+    why = f"{base.lr:g} at {base.batch:,}, times {factor}; {base.fact.says}"
     if objective == "finetune" and not base.measured:
         why += ", 10 to 100 times lower for fine-tuning (a habit, not a law)"
     shown = f"{lr:g}" + (f", sweep {', '.join(f'{rate:g}' for rate in sweep)}" if sweep else "")
@@ -135,21 +138,21 @@ def _rate_number(lr: float, sweep: tuple[float, ...], batch: int, base: Base, op
 
 
 def _warmup(steps: int, beta2: float, batch: int, data: int, optimizer: str) -> int:
-    wanted = round(2 / (1 - beta2)) if optimizer == "adamw" else math.ceil(EPOCHS_OF_WARMUP * data / batch)
+    wanted = round(2 / (1 - beta2)) if OPTIMIZERS[optimizer].uses_beta2 else math.ceil(EPOCHS_OF_WARMUP * data / batch)
     # A fifth of the run at most: what warms up has to train too.
     return max(1, min(wanted, steps // 5))
 
 
 def _warmup_number(warmup: int, steps: int, beta2: float, optimizer: str) -> Number:
-    fact = FACTS["warm-up" if optimizer == "adamw" else "epochs of warm-up"]
-    why = fact.says + (f", at β2 = {beta2:g}" if optimizer == "adamw" else "")
+    fact = FACTS[OPTIMIZERS[optimizer].warmup_fact]
+    why = fact.says + (f", at β2 = {beta2:g}" if OPTIMIZERS[optimizer].uses_beta2 else "")
     why += f"; no more than a fifth of the {steps:,} steps" if warmup == steps // 5 else ""
     return Number("warm-up", warmup, f"{warmup:,} steps", why, fact.source, fact.confidence)
 
 
 def _decay_reasons(base: Base, batch: int, optimizer: str) -> tuple[str, str, Literal["medium", "low"]]:
-    if optimizer == "sgd":
-        return "fixed", FACTS["linear"].source, "medium"
+    if not OPTIMIZERS[optimizer].scales_decay:
+        return "fixed", FACTS[OPTIMIZERS[optimizer].lr_fact].source, "medium"
     factor = math.sqrt(batch / base.batch)
     why = (
         f"the usual one; {FACTS['decay'].says} would make it {base.weight_decay * factor:.2g} where it was tuned at {base.batch:,}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import config
-from ..costs.strategy import How
+from ..costs.strategy import Strategy
 from .alternatives import Alternative
 from .evidence import Number
 
@@ -23,7 +23,7 @@ class Plan:
     """
 
     run: config.Run | None
-    how: How
+    strategy: Strategy
     machine: str
     device_bytes: int
     limit_bytes: int
@@ -40,7 +40,7 @@ class Plan:
 
     @property
     def batch(self) -> int:
-        return self.how.batch
+        return self.strategy.batch
 
     def number(self, name: str) -> Number:
         """The number of that name."""
@@ -50,7 +50,7 @@ class Plan:
         """Nested dicts and lists of plain values."""
         table = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         table["run"] = None if self.run is None else config.as_table(self.run)
-        table["how"] = dataclasses.asdict(self.how)
+        table["strategy"] = dataclasses.asdict(self.strategy)
         for name in ("numbers", "alternatives"):
             table[name] = [row._asdict() for row in table[name]]
         return table
@@ -63,7 +63,7 @@ class Plan:
         """The plan that `as_json` wrote, equal to it."""
         table = json.loads(text)
         table["run"] = None if table["run"] is None else config.build(table["run"])
-        table["how"] = How(**table["how"])
+        table["strategy"] = Strategy(**table["strategy"])
         table["numbers"] = tuple(Number(**row) for row in table["numbers"])
         table["alternatives"] = tuple(Alternative(**row) for row in table["alternatives"])
         table |= {name: tuple(table[name]) for name in ("notes", "changes")}

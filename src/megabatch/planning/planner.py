@@ -7,11 +7,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from .. import config
+from .. import config, trust
 from ..costs.hardware import Machine, find_machine
-from ..costs.peaks import Peaks, Predict, Predicted
-from ..costs.strategy import How, Precision, Sharding
-from ..costs.time import StepTime, Task, scaled, step_time
+from ..costs.memory import MemoryPredictor, PeakMemory, Prediction
+from ..costs.strategy import Precision, Sharding, Strategy
+from ..costs.time import StepTime, StepWork, rescale, step_time
+from ..objectives import BY_COST_NAME, MEAN, OBJECTIVES
 from . import batch as batches
 from . import hyperparameters
 from .alternatives import alternatives, changes, curve
@@ -20,7 +21,7 @@ from .evidence import FACTS, Fact, Number
 from .plan import Plan
 from .read_measurements import gather
 from .reasons import contrastive_numbers, reach_numbers
-from .request import Question, budget, parse_base, parse_count, towers_of
+from .request import Request, budget, parse_base, parse_count, towers_of
 from .search import Found, Sizes, all_ways, chunk_sizes, search
 from .workload import Workload, traced, workload
 
@@ -31,23 +32,23 @@ STATE_BYTES, HEAVY = 16, 0.25
 class Tools(NamedTuple):
     """What predicts a step: its work, and its memory. Replaced where there is nothing to trace."""
 
-    workload: Callable[[Question, config.Run, Precision, Machine], Workload] = workload
-    predict: Callable[[Question, config.Run, Workload, Machine], Predict] = traced
+    workload: Callable[[Request, config.Run, Precision, Machine], Workload] = workload
+    predict: Callable[[Request, config.Run, Workload, Machine], MemoryPredictor] = traced
 
 
 def plan(model: str | config.Run | None = None, *, tools: Tools | None = None, trust_code: bool = False, **asked: Any) -> Plan:
-    """The plan for a model, data and machine; see `Question` for what can be asked.
+    """The plan for a model, data and machine; see `Request` for what can be asked.
 
     Without arguments: the embedded default on this machine.
-    trust_code: whether code that a Run names (`config.callables`) may be imported and called. A function that `model` itself names,
+    trust_code: whether code that a Run names (`trust.callables`) may be imported and called. A function that `model` itself names,
         "package.module:function", is named by the caller and needs no further word.
     """
     if isinstance(model, config.Run):
-        config.require_trust(model, trust_code)
+        trust.require_trust(model, trust_code)
     try:
-        question = Question(model, **asked)
+        question = Request(model, **asked)
     except TypeError as error:
-        known = ", ".join(field.name for field in dataclasses.fields(Question))
+        known = ", ".join(field.name for field in dataclasses.fields(Request))
         raise ValueError(f"plan: {error}; known are {known}") from None
     return Planner(question, tools or Tools()).plan()
 
@@ -55,7 +56,7 @@ def plan(model: str | config.Run | None = None, *, tools: Tools | None = None, t
 class Planner:
     """The parts of one plan, in the order in which they are decided."""
 
-    def __init__(self, question: Question, tools: Tools) -> None:
+    def __init__(self, question: Request, tools: Tools) -> None:
         self.question = question
         self.machine = find_machine(question.gpu, question.gpus, question.memory, question.rates)
         self.base = towers_of(question)
@@ -69,26 +70,25 @@ class Planner:
         self.precision = choose_precision(question.precision, self.machine)
         self.known = gather(question.measured, self.base, self.precision, self.machine)
         self.work = tools.workload(question, self.base, self.precision, self.machine)
-        objective = self.base.loss.objective
-        pair_loss = objective if question.pairs and objective != "classify" else "mean"
-        self.task = Task(self.work.towers, pair_loss, self.base.loss.dim, question.optimizer)
-        self.peaks = Peaks(tools.predict(question, self.base, self.work, self.machine))
+        objective = OBJECTIVES[self.base.loss.objective if question.pairs else MEAN]
+        self.task = StepWork(self.work.towers, objective.cost_name, self.base.loss.dim, question.optimizer)
+        self.peaks = PeakMemory(tools.predict(question, self.base, self.work, self.machine))
         self.limit = int(question.share * self.machine.device.memory)
 
     def plan(self) -> Plan:
         choice = choose(self)
         found, predicted = self.reach_and_check(choice.batch)
-        follows, step = self.follow(found.how.batch), self.step(found.how)
+        follows, step = self.follow(found.strategy.batch), self.step(found.strategy)
         learnt = "as it was asked for" if self.given is not None else choice.why
         numbers = (
-            Number("batch", found.how.batch, f"{found.how.batch:,}", learnt, choice.source, choice.confidence),
+            Number("batch", found.strategy.batch, f"{found.strategy.batch:,}", learnt, choice.source, choice.confidence),
             *reach_numbers(found, self.limit, self.machine, self.known),
-            *(contrastive_numbers(found.how.batch, self.budget.unique) if self.question.pairs else ()),
+            *(contrastive_numbers(found.strategy.batch, self.budget.unique) if self.question.pairs else ()),
             *follows.numbers,
         )
         return Plan(
             run=self.run(found, follows),
-            how=found.how,
+            strategy=found.strategy,
             machine=f"{self.machine.gpus} × {self.machine.device.name}",
             device_bytes=self.machine.device.memory,
             limit_bytes=self.limit,
@@ -99,7 +99,7 @@ class Planner:
             time=step.parts,
             numbers=numbers,
             alternatives=tuple(alternatives(self, found)),
-            notes=(*choice.notes, *self.known.notes, *self.notes(found.how.batch, follows)),
+            notes=(*choice.notes, *self.known.notes, *self.notes(found.strategy.batch, follows)),
             changes=tuple(changes(self, found)),
             curve=tuple(curve(self, found)),
         )
@@ -113,7 +113,7 @@ class Planner:
         accumulate = not self.question.pairs
         ways = all_ways(batch, machine.gpus, precisions=(self.precision,), accumulate=accumulate, shardings=shardings)
         ways = [way for way in ways if self.known.allows(replace(way, chunk=1))] or ways
-        return search(ways, self.memory, lambda how: self.step(how, machine).seconds, self.limit, self.sizes)
+        return search(ways, self.memory, lambda strategy: self.step(strategy, machine).seconds, self.limit, self.sizes)
 
     @property
     def sizes(self) -> Sizes:
@@ -127,16 +127,16 @@ class Planner:
 
         return Sizes(of, fastest=bool(timed))
 
-    def memory(self, how: How) -> int:
+    def memory(self, strategy: Strategy) -> int:
         """Bytes that a way takes of the device: predicted, and put right by what was measured."""
-        found = self.known.memory(how, self.peaks)
-        return min(found, self.limit) if self.known.has_run(how) else found
+        found = self.known.memory(strategy, self.peaks)
+        return min(found, self.limit) if self.known.has_run(strategy) else found
 
-    def reach_and_check(self, batch: int) -> tuple[Found, Predicted]:
+    def reach_and_check(self, batch: int) -> tuple[Found, Prediction]:
         """The way to the batch, and a traced step of its own chunk: where that takes more than the lines say, they are raised."""
         while True:
             found = self.reach(batch)
-            near = _nearby(found.how)
+            near = _nearby(found.strategy)
             predicted = self.peaks.predict(near)
             if not self.peaks.correct(near, predicted.reserved_bytes):
                 return found, predicted
@@ -151,13 +151,13 @@ class Planner:
         except ValueError:
             return None
 
-    def step(self, how: How, machine: Machine | None = None) -> StepTime:
+    def step(self, strategy: Strategy, machine: Machine | None = None) -> StepTime:
         """The time of a step, likewise; its parts are the predicted ones in proportion."""
         machine = machine or self.machine
-        predicted = step_time(self.task, how, machine)
-        return scaled(predicted, self.known.seconds(how, lambda way: step_time(self.task, way, machine).seconds))
+        predicted = step_time(self.task, strategy, machine)
+        return rescale(predicted, self.known.seconds(strategy, lambda way: step_time(self.task, way, machine).seconds))
 
-    def follow(self, batch: int) -> hyperparameters.Settings:
+    def follow(self, batch: int) -> hyperparameters.Hyperparameters:
         question, parameters = self.question, sum(work.parameters for work in self.work.towers)
         given, fact, sweep = parse_base(question.base_lr), hyperparameters.GIVEN, self.known.sweep
         if given is None and sweep is not None:
@@ -175,10 +175,10 @@ class Planner:
             base,
             optimizer=question.optimizer,
             objective=objective,
-            smoothed=self.task.loss != "siglip",
+            smoothed=BY_COST_NAME[self.task.loss].smooths_labels,
         )
 
-    def notes(self, batch: int, follows: hyperparameters.Settings) -> list[str]:
+    def notes(self, batch: int, follows: hyperparameters.Hyperparameters) -> list[str]:
         said = []
         if self.question.pairs:
             said.append(
@@ -195,11 +195,11 @@ class Planner:
             said.append(f"this machine has no accelerator: times rest on an assumption ({self.machine.device.source})")
         return said
 
-    def run(self, found: Found, follows: hyperparameters.Settings) -> config.Run | None:
+    def run(self, found: Found, follows: hyperparameters.Hyperparameters) -> config.Run | None:
         """The configuration: everything that was decided, in the place of what the base had."""
         if self.question.objective == "lm":
             return None
-        base, how = self.base, found.how
+        base, strategy = self.base, found.strategy
         betas, decay = follows.betas, follows.weight_decay
         optimizer = replace(base.optimizer, name=self.question.optimizer, lr=follows.lr, betas=betas, weight_decay=decay)
         optimizer = replace(optimizer, ema=follows.ema)
@@ -207,13 +207,13 @@ class Planner:
         planned = replace(
             base,
             out=self.question.out or base.out,
-            x=replace(base.x, checkpointing=how.checkpointing),
-            y=replace(base.y, checkpointing=how.checkpointing and base.y.name != "x"),
+            x=replace(base.x, checkpointing=strategy.checkpointing),
+            y=replace(base.y, checkpointing=strategy.checkpointing and base.y.name != "x"),
             loss=replace(base.loss, label_smoothing=follows.label_smoothing),
-            batch=replace(base.batch, size=how.batch, chunk=how.chunk, keep=how.keep),
+            batch=replace(base.batch, size=strategy.batch, chunk=strategy.chunk, keep=strategy.keep),
             optimizer=optimizer,
             schedule=replace(base.schedule, **length, warmup=float(follows.warmup)),
-            compute=replace(base.compute, precision=how.precision, sharding=how.sharding),
+            compute=replace(base.compute, precision=strategy.precision, sharding=strategy.sharding),
             planned=config.Planned(found.peak, found.seconds),
         )
         # Another optimizer than the base's does not use all that the base says.
@@ -225,20 +225,20 @@ class Planner:
 def choose_precision(asked: Precision | None, machine: Machine) -> Precision:
     """bf16 where the device has it, else fp16, else fp32."""
     if asked is not None:
-        machine.device.rate(asked)
+        machine.device.flops_per_second(asked)
         return asked
     # CPUs that have half precisions may be far slower in them.
     order: tuple[Precision, ...] = ("bf16", "fp16", "fp32") if machine.device.type != "cpu" else ("fp32",)
     return next(precision for precision in order if precision in machine.device.rates)
 
 
-def _nearby(how: How) -> How:
+def _nearby(strategy: Strategy) -> Strategy:
     """A way with the same chunk and few of them: what a peak is made of shows there, at a fraction of the time."""
-    chunks = min(how.chunks, 2)
-    return replace(how, shard=min(how.shard, chunks * how.chunk), keep=min(how.keep, chunks))
+    chunks = min(strategy.chunks, 2)
+    return replace(strategy, shard=min(strategy.shard, chunks * strategy.chunk), keep=min(strategy.keep, chunks))
 
 
-def _scaled(predicted: Predicted, peak: int) -> dict[str, int]:
+def _scaled(predicted: Prediction, peak: int) -> dict[str, int]:
     """The parts of a prediction, and what else is in the peak: more rows, kept chunks, the allocator's reserve."""
     parts = dict(predicted.parts)
     rest = peak - sum(parts.values())

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from .. import config
-from ..costs.devices import like_device
+from ..costs.devices import find_or_assume_device
 from ..costs.hardware import Machine
 from ..costs.strategy import Precision
 from ..environment import device_name
 from ..measurements import Fit, Measured, Noise, Profile, Sweep, read
-from .calibration import Known, Step, how_of
+from ..objectives import OBJECTIVES
+from .calibration import Known, Step, strategy_of
 
 Source = str | Path | Measured
 # What a measurement must have in common with a plan to say anything about it.
@@ -48,7 +49,7 @@ def _run_of(found: Measured, name: str) -> config.Run:
 def _check_same(run: config.Run, base: config.Run, precision: Precision, kind: str, name: str) -> None:
     """Raises ValueError at the first thing in which what was measured is not what is planned."""
     # A classifier has no second tower.
-    sides = ("x",) if run.loss.objective == base.loss.objective == "classify" else ("x", "y")
+    sides = ("x", "y") if any(OBJECTIVES[each.loss.objective].contrastive for each in (run, base)) else ("x",)
     pairs: list[tuple[str, Any, Any]] = [
         (f"{side}.{field}", getattr(getattr(run, side), field), getattr(getattr(base, side), field))
         for side in sides
@@ -69,12 +70,12 @@ def _with(known: Known, found: Measured, run: config.Run, base: config.Run, mach
         notes.append(f"the {found.kind} was {said}, in {run.compute.precision}; the plan is in {precision}")
     match found.found:
         case Fit(chunk=chunk) as fit if here:
-            known = replace(known, fit=fit, ran=how_of(run, 1, max(chunk, run.batch.size), chunk, 0))
+            known = replace(known, fit=fit, ran=strategy_of(run, 1, max(chunk, run.batch.size), chunk, 0))
         case Fit():
             notes.append(f"the fit was {said}, not on {machine.device.name}: its chunk is not taken")
         case Profile(points=points, against=against):
             steps = tuple(_steps(points, run, said, machine, here=here))
-            timed = {step.how.chunk for step in steps} if here and against == "chunk" else set()
+            timed = {step.strategy.chunk for step in steps} if here and against == "chunk" else set()
             known = replace(known, steps=(*known.steps, *steps), timed=tuple(sorted({*known.timed, *timed})))
             if not here:
                 used = "times are scaled by how far predictions were off there" if steps else "without predictions it is not used"
@@ -108,9 +109,9 @@ def _steps(points: Iterable[Mapping[str, Any]], run: config.Run, said: str, mach
             continue
         if point.get("batch") is None or point.get("chunk") is None:
             raise ValueError(f"a point of the profile has no batch or no chunk ({dict(point)!r:.80}); measure anew")
-        how = how_of(run, point.get("ranks") or 1, point["batch"], point["chunk"], _kept(point))
+        strategy = strategy_of(run, point.get("ranks") or 1, point["batch"], point["chunk"], _kept(point))
         memory = point.get("peak_bytes" if machine.device.type == "cpu" else "reserved_bytes")
-        yield Step(how, seconds, memory, None if here else seconds / predicted, said)
+        yield Step(strategy, seconds, memory, None if here else seconds / predicted, said)
 
 
 def _kept(point: Mapping[str, Any]) -> int:
@@ -125,4 +126,4 @@ def _is_here(name: str, machine: Machine) -> bool:
     planned = machine.device.name
     if planned == "cpu":
         return name in ("cpu", device_name(torch.device("cpu")))
-    return like_device(name).name == like_device(planned).name
+    return find_or_assume_device(name).name == find_or_assume_device(planned).name

@@ -16,28 +16,39 @@ PREDICTED, PROFILE = "memory predicted on fake tensors", "megabatch profile"
 
 def reach_numbers(found: Found, limit: int, machine: Machine, known: Known) -> list[Number]:
     """How the batch is reached, number by number."""
-    how = found.how
-    again = "nothing is computed twice" if how.accumulate or how.keep >= how.chunks else "one extra forward for the others"
+    strategy = found.strategy
+    again = (
+        "nothing is computed twice"
+        if strategy.accumulate or strategy.keep >= strategy.chunks
+        else "one extra forward for the others"
+    )
     rows = [
-        Number("shard", how.shard, f"{how.shard:,} rows × {how.ranks}", "batch / GPUs", "arithmetic", "high"),
+        Number("shard", strategy.shard, f"{strategy.shard:,} rows × {strategy.ranks}", "batch / GPUs", "arithmetic", "high"),
         _chunk_number(found, limit, known),
-        Number("precision", how.precision, how.precision, "the fastest that the device trains in", machine.device.source, "high"),
+        Number(
+            "precision",
+            strategy.precision,
+            strategy.precision,
+            "the fastest that the device trains in",
+            machine.device.source,
+            "high",
+        ),
     ]
-    if not how.accumulate:
-        why = f"of {how.chunks} chunks a tower, as many as still fit; {again}"
-        rows.insert(2, Number("keep", how.keep, f"{how.keep}", why, PREDICTED, "medium"))
-    if how.checkpointing:
+    if not strategy.accumulate:
+        why = f"of {strategy.chunks} chunks a tower, as many as still fit; {again}"
+        rows.insert(2, Number("keep", strategy.keep, f"{strategy.keep}", why, PREDICTED, "medium"))
+    if strategy.checkpointing:
         rows.append(
             Number("checkpointing", "on", "on", "faster here than chunks as small as they would be without", "time model", "medium")
         )
-    if how.ranks > 1:
-        sharded = how.sharding == "fsdp2"
+    if strategy.ranks > 1:
+        sharded = strategy.sharding == "fsdp2"
         why = (
             "weights, gradients and optimizer state are sharded: whole, they do not fit, or cost more"
             if sharded
             else "weights fit whole"
         )
-        rows.append(Number("sharding", how.sharding, how.sharding, why, "memory and time models", "medium"))
+        rows.append(Number("sharding", strategy.sharding, strategy.sharding, why, "memory and time models", "medium"))
     return [*rows, _seconds_number(found, machine, known), _memory_number(found, limit, known)]
 
 
@@ -46,14 +57,14 @@ def _fits(found: Found, limit: int) -> str:
 
 
 def _chunk_number(found: Found, limit: int, known: Known) -> Number:
-    chunk, shown = found.how.chunk, f"{found.how.chunk:,} rows"
+    chunk, shown = found.strategy.chunk, f"{found.strategy.chunk:,} rows"
     if known.fit is not None:
         held = "" if known.fit.limit_bytes is None else f" within {known.fit.limit_bytes / GIB:.1f} GiB"
         why = f"{known.fit.chunk:,} rows are the largest that ran{held}, {known.said['fit']}; the batch does not depend on it"
-        confidence: Confidence = "measured" if known.has_run(replace(found.how, keep=0)) else "medium"
+        confidence: Confidence = "measured" if known.has_run(replace(found.strategy, keep=0)) else "medium"
         return Number("chunk", chunk, shown, why, "megabatch fit", confidence)
     if chunk in known.timed:
-        said = next(step.said for step in known.steps if step.how.chunk == chunk)
+        said = next(step.said for step in known.steps if step.strategy.chunk == chunk)
         why = f"the fastest of {len(known.timed)} that were timed, of those that fit, {said}: {_fits(found, limit)}"
         return Number("chunk", chunk, shown, why, PROFILE, "measured")
     why = f"the largest that fits: {_fits(found, limit)}; the batch does not depend on it"
@@ -61,26 +72,27 @@ def _chunk_number(found: Found, limit: int, known: Known) -> Number:
 
 
 def _seconds_number(found: Found, machine: Machine, known: Known) -> Number:
-    shown, step = f"{found.seconds:.3g} s", known.nearest(found.how)
+    shown, step = f"{found.seconds:.3g} s", known.nearest(found.strategy)
     why = f"counted operations and bytes over {machine.device.name}'s rates, at the shares stated"
-    confidence = known.confidence(found.how)
+    confidence = known.confidence(found.strategy)
     if step is None or confidence is None:
         return Number("seconds a step", found.seconds, shown, why, machine.device.source, "medium")
     if confidence == "measured":
         why = f"the median of steps at this batch and chunk, {step.said}"
         return Number("seconds a step", found.seconds, shown, why, PROFILE, confidence)
-    why += f"; scaled by what steps at batch {step.how.batch:,} in chunks of {step.how.chunk:,} took, {step.said}"
+    why += f"; scaled by what steps at batch {step.strategy.batch:,} in chunks of {step.strategy.chunk:,} took, {step.said}"
     return Number("seconds a step", found.seconds, shown, why, f"{PROFILE}; {machine.device.source}", confidence)
 
 
 def _memory_number(found: Found, limit: int, known: Known) -> Number:
-    shown, step = f"{found.peak / GIB:.1f} GiB", known.nearest(found.how)
+    shown, step = f"{found.peak / GIB:.1f} GiB", known.nearest(found.strategy)
     if step is None or step.memory is None:
         return Number("peak memory", found.peak, shown, _fits(found, limit), PREDICTED, "high")
-    if step.how == found.how:
+    if step.strategy == found.strategy:
         why = f"of the {limit / GIB:.1f} GiB that may be used; {step.said}"
         return Number("peak memory", found.peak, shown, why, PROFILE, "measured" if step.factor is None else "medium")
-    why = f"{_fits(found, limit)}, scaled by what batch {step.how.batch:,} in chunks of {step.how.chunk:,} took, {step.said}"
+    measured = f"batch {step.strategy.batch:,} in chunks of {step.strategy.chunk:,}"
+    why = f"{_fits(found, limit)}, scaled by what {measured} took, {step.said}"
     return Number("peak memory", found.peak, shown, why, f"{PROFILE}; {PREDICTED}", "high" if step.factor is None else "medium")
 
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from .. import config
+from .. import config, objectives, optimizers
 from ..costs.rates import Rates
 from ..measurements import Measured
+from ..towers import find_library, full_name
 from .batch import Start
 
 # More samples than anybody has; arithmetic on larger numbers would overflow.
@@ -24,7 +25,7 @@ TEXTS = config.Tower("text", {"width": 512, "depth": 8, "heads": 8, "length": 25
 
 
 @dataclass(frozen=True)
-class Question:
+class Request:
     """objective: "contrastive", "supervised", "lm", "finetune"; loss: "clip" or "siglip", of pairs.
 
     model: names of towers, "open_clip:ViT-L-14", "timm:NAME + text", "vit + text"; "package.module:function" for a language model;
@@ -40,7 +41,7 @@ class Question:
 
     model: str | config.Run | None = None
     objective: Literal["contrastive", "supervised", "lm", "finetune"] = "contrastive"
-    loss: Literal["clip", "siglip"] = "clip"
+    loss: objectives.PairLoss = objectives.DEFAULT
     data: int | str | None = None
     unique: int | str | None = None
     seen: int | str | None = None
@@ -56,7 +57,7 @@ class Question:
     priority: Literal["accuracy", "speed"] = "accuracy"
     base_lr: tuple[float, int] | str | None = None
     ema: tuple[float, int] | None = None
-    optimizer: Literal["adamw", "sgd"] = "adamw"
+    optimizer: optimizers.OptimizerName = optimizers.DEFAULT
     precision: Literal["fp32", "bf16", "fp16"] | None = None
     dim: int | None = None
     length: int = 1024
@@ -69,10 +70,10 @@ class Question:
     def __post_init__(self) -> None:
         choices = [
             ("objective", self.objective, OBJECTIVES),
-            ("loss", self.loss, ("clip", "siglip")),
+            ("loss", self.loss, objectives.PAIR_LOSSES),
             ("start", self.start, ("scratch", "pretrained", "locked")),
             ("priority", self.priority, ("accuracy", "speed")),
-            ("optimizer", self.optimizer, ("adamw", "sgd")),
+            ("optimizer", self.optimizer, tuple(optimizers.OPTIMIZERS)),
         ]
         for name, value, known in choices:
             if value not in known:
@@ -94,13 +95,13 @@ class Question:
     def pairs(self) -> bool:
         """Whether samples are compared with each other, so that negatives come from the batch."""
         run = self.model if isinstance(self.model, config.Run) else None
-        if run is not None and run.loss.objective == "classify":
+        if run is not None and not objectives.OBJECTIVES[run.loss.objective].contrastive:
             return False
         return self.objective == "contrastive" or (self.objective == "finetune" and self._two_sided)
 
     @property
     def _two_sided(self) -> bool:
-        return not isinstance(self.model, str) or "+" in self.model or named(self.model).startswith("open_clip:")
+        return not isinstance(self.model, str) or "+" in self.model or find_library(full_name(self.model)).both_sides
 
 
 def parse_count(value: int | str | None, name: str) -> int | None:
@@ -117,8 +118,9 @@ def parse_count(value: int | str | None, name: str) -> int | None:
     number = float(found[1]) * COUNTS[found[2].upper()]
     if not number <= MOST:
         raise ValueError(f"{name} is {str(value)[:40]!r}: must be at most {MOST:g}")
-    if round(number) < 1:
-        raise ValueError(f"{name} is {value!r}: must be at least 1")
+    # Not round(number) < 1: a text of 400 digits after a minus is -inf, which cannot be rounded.
+    if number <= 0.5:
+        raise ValueError(f"{name} is {str(value)[:40]!r}: must be at least 1")
     return round(number)
 
 
@@ -139,28 +141,19 @@ def parse_base(value: tuple[float, int] | str | None) -> tuple[float, int] | Non
         raise ValueError(f"base_lr is {value!r}: must read rate@batch, as in 1e-3@256") from None
 
 
-def named(model: str) -> str:
-    """A tower's name; those of papers are OpenCLIP's: "ViT-L/14" is open_clip:ViT-L-14."""
-    model = model.strip()
-    return f"open_clip:{model.replace('/', '-')}" if re.fullmatch(r"(ViT|RN|coca)[\w/-]+", model) else model
-
-
-def towers_of(question: Question) -> config.Run:
+def towers_of(question: Request) -> config.Run:
     """The run whose towers are asked about; everything else in it is still to be decided."""
     if isinstance(question.model, config.Run):
         return question.model
     if question.model is None:
         return config.build(config.EMBEDDED)
-    first, _, second = (named(part) for part in question.model.partition("+"))
-    dim = question.dim or (128 if first in ("vit", "cnn", "text") else 512)
+    first, _, second = (full_name(part) for part in question.model.partition("+"))
+    library = find_library(first)
+    dim = question.dim or library.plan_dim
     x = config.Tower(first, locked=question.start == "locked")
-    small = first in ("vit", "cnn")
-    y = config.Tower(second) if second else config.Tower("text") if small else TEXTS
-    if not second and first.startswith("open_clip:"):
-        y = config.Tower(first)
-    elif not second and first.startswith("transformers:"):
-        y = config.Tower("x")
-    objective = question.loss if question.pairs else "classify"
+    second = second or (first if library.both_sides else library.partner) or ""
+    y = config.Tower(second) if second else TEXTS
+    objective = question.loss if question.pairs else objectives.MEAN
     run = config.build({"schedule": {"steps": 1}})
     data = replace(run.data, source=question.source or "data/train-*.tar", held_out=0.01)
     return replace(run, out=question.out or "runs/plan", data=data, x=x, y=y, loss=replace(run.loss, objective=objective, dim=dim))
@@ -174,7 +167,7 @@ class Budget(NamedTuple):
     seen: int
 
 
-def budget(question: Question, base: config.Run) -> Budget:
+def budget(question: Request, base: config.Run) -> Budget:
     """The samples of a question: given, or the embedded default's."""
     data = parse_count(question.data, "data")
     if data is None:

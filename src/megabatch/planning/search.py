@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ..costs.strategy import How, Precision, Sharding
+from ..costs.strategy import Precision, Sharding, Strategy
 
-Bytes = Callable[[How], int]
-Seconds = Callable[[How], float]
+Bytes = Callable[[Strategy], int]
+Seconds = Callable[[Strategy], float]
 # What a way must save of another's time to be worth its machinery: sharded weights, recomputation inside the encoders.
 SIMPLER = 1.05
 
@@ -17,7 +17,7 @@ SIMPLER = 1.05
 class Found(NamedTuple):
     """A way, the memory that it is predicted to take of the device, and the seconds of a step."""
 
-    how: How
+    strategy: Strategy
     peak: int
     seconds: float
 
@@ -29,7 +29,7 @@ class Sizes(NamedTuple):
     fastest: bool = False
 
 
-def search(ways: Sequence[How], memory: Bytes, seconds: Seconds, limit: int, sizes: Sizes | None = None) -> Found:
+def search(ways: Sequence[Strategy], memory: Bytes, seconds: Seconds, limit: int, sizes: Sizes | None = None) -> Found:
     """The fastest of the ways at their best chunk, each with as many kept chunks as fit; a ValueError where none fits.
 
     ways: they differ in precision, checkpointing, sharding; their chunk is the shard. limit: bytes. sizes: None is `chunk_sizes`.
@@ -40,9 +40,9 @@ def search(ways: Sequence[How], memory: Bytes, seconds: Seconds, limit: int, siz
     # A way cannot be faster than with all of its shard in one chunk that is kept: slower ones need not be asked for their memory.
     hopes = {way: seconds(dataclasses.replace(way, chunk=way.shard, keep=1)) for way in ways}
     for way in sorted(ways, key=lambda way: hopes[way] * _worth(way)):
-        if found is None or hopes[way] * _worth(way) < found.seconds * _worth(found.how):
+        if found is None or hopes[way] * _worth(way) < found.seconds * _worth(found.strategy):
             better = best_chunk(way, memory, seconds, limit, sizes)
-            if better is not None and (found is None or better.seconds * _worth(way) < found.seconds * _worth(found.how)):
+            if better is not None and (found is None or better.seconds * _worth(way) < found.seconds * _worth(found.strategy)):
                 found = better
     if found is None:
         smallest = min(memory(dataclasses.replace(way, chunk=1, keep=0)) for way in ways)
@@ -53,12 +53,12 @@ def search(ways: Sequence[How], memory: Bytes, seconds: Seconds, limit: int, siz
     return found
 
 
-def _worth(way: How) -> float:
+def _worth(way: Strategy) -> float:
     """What a second of the way counts."""
     return SIMPLER ** ((way.sharding == "fsdp2") + way.checkpointing)
 
 
-def best_chunk(way: How, memory: Bytes, seconds: Seconds, limit: int, sizes: Sizes | None = None) -> Found | None:
+def best_chunk(way: Strategy, memory: Bytes, seconds: Seconds, limit: int, sizes: Sizes | None = None) -> Found | None:
     """The way at the largest chunk that fits, then at the most kept chunks that fit; None where not even one row does.
 
     Larger chunks cost less time and more memory, so that of those that fit the largest is the fastest; where times were measured,
@@ -71,10 +71,10 @@ def best_chunk(way: How, memory: Bytes, seconds: Seconds, limit: int, sizes: Siz
         return None
     candidates = fitting if sizes.fastest else [max(fitting, key=lambda way: way.chunk)]
     found = [_filled(way, memory, seconds, limit) for way in candidates]
-    return min(found, key=lambda each: (each.seconds, -each.how.chunk))
+    return min(found, key=lambda each: (each.seconds, -each.strategy.chunk))
 
 
-def _filled(way: How, memory: Bytes, seconds: Seconds, limit: int) -> Found:
+def _filled(way: Strategy, memory: Bytes, seconds: Seconds, limit: int) -> Found:
     """The way with as many kept chunks as fit."""
     if not way.accumulate:
         way = dataclasses.replace(way, keep=_most_kept(way, memory, limit))
@@ -91,7 +91,7 @@ def chunk_sizes(shard: int) -> list[int]:
     return [*sizes, shard]
 
 
-def _most_kept(way: How, memory: Bytes, limit: int) -> int:
+def _most_kept(way: Strategy, memory: Bytes, limit: int) -> int:
     """The most chunks that can be kept, by bisection: memory grows with them."""
     low, high = 0, way.chunks
     while low < high:
@@ -111,7 +111,7 @@ def all_ways(
     accumulate: bool = False,
     checkpointing: Sequence[bool] = (False, True),
     shardings: Sequence[Sharding] = ("ddp", "fsdp2"),
-) -> list[How]:
+) -> list[Strategy]:
     """The ways worth trying: every combination of precision, checkpointing and, over several ranks, sharding."""
     if ranks < 1:
         raise ValueError(f"gpus is {ranks}: must be at least 1; a CPU counts as one")
@@ -122,7 +122,7 @@ def all_ways(
     shardings = shardings if ranks > 1 else ("ddp",)
     shard = batch // ranks
     return [
-        How(ranks, shard, shard, 0, again, precision, sharding, accumulate)
+        Strategy(ranks, shard, shard, 0, again, precision, sharding, accumulate)
         for precision in precisions
         for again in checkpointing
         for sharding in shardings

@@ -13,11 +13,13 @@ from torch import nn
 from .. import config
 from ..costs.counting import Work, count_work
 from ..costs.hardware import Machine
-from ..costs.models import Side, fresh, function_module, sides
-from ..costs.peaks import Predict
-from ..costs.strategy import How, Precision
+from ..costs.memory import MemoryCurve, MemoryPredictor, Prediction, Setup, memory_curve, predict_memory
+from ..costs.models import EncoderWithInputs, copy_modules, encoders_of, module_from_function
+from ..costs.strategy import Precision, Strategy
+from ..objectives import MEAN, OBJECTIVES
+from ..optimizers import OPTIMIZERS
 from ..towers.model import Classifier
-from .request import Question
+from .request import Request
 
 
 class Workload(NamedTuple):
@@ -28,7 +30,7 @@ class Workload(NamedTuple):
     inputs: tuple[Callable[[int], Any], ...]
 
 
-def workload(question: Question, run: config.Run, precision: Precision, machine: Machine) -> Workload:
+def workload(question: Request, run: config.Run, precision: Precision, machine: Machine) -> Workload:
     """Builds what the question names, without filling or computing anything, and counts it."""
     modules, inputs = _built(question, run)
     loss = _next_token if question.objective == "lm" else None
@@ -38,23 +40,22 @@ def workload(question: Question, run: config.Run, precision: Precision, machine:
     return Workload(work, modules, inputs)
 
 
-def traced(question: Question, run: config.Run, work: Workload, machine: Machine) -> Predict:
+def traced(question: Request, run: config.Run, work: Workload, machine: Machine) -> MemoryPredictor:
     """Predictions of memory. A trace takes seconds: those that differ only in rows and kept chunks share one."""
-    from ..costs.memory import MemoryModel, Prediction, Setup, memory_line, predict_memory
 
     @functools.cache
     def prepared(checkpointing: bool) -> tuple[nn.Module, ...]:
         return _checkpointed(question, run, work) if checkpointing else work.modules
 
-    def setup_of(how: How) -> Setup:
+    def setup_of(strategy: Strategy) -> Setup:
         return Setup(
-            optimizer="adamw" if question.optimizer == "adamw" else "sgd-momentum",
-            precision=how.precision,
-            ranks=how.ranks,
-            sharding=how.sharding,
-            chunk=how.chunk,
-            keep=how.keep,
-            objective=run.loss.objective if question.pairs else "supervised",  # type: ignore[arg-type]
+            optimizer=OPTIMIZERS[question.optimizer].state,
+            precision=strategy.precision,
+            ranks=strategy.ranks,
+            sharding=strategy.sharding,
+            chunk=strategy.chunk,
+            keep=strategy.keep,
+            objective=OBJECTIVES[run.loss.objective if question.pairs else MEAN].cost_name,
             workspace=run.compute.workspace,
             ema=question.ema is not None,
             capability=machine.device.capability,
@@ -62,26 +63,28 @@ def traced(question: Question, run: config.Run, work: Workload, machine: Machine
         )
 
     @functools.cache
-    def chunked(how: How) -> MemoryModel:
-        modules = prepared(how.checkpointing)
+    def chunked(strategy: Strategy) -> MemoryCurve:
+        modules = prepared(strategy.checkpointing)
         pair = (modules[0], modules[1] if len(modules) > 1 else None)
-        return memory_line(lambda: fresh(pair), (work.inputs[0], work.inputs[-1]), setup_of(how))
+        return memory_curve(lambda: copy_modules(pair), (work.inputs[0], work.inputs[-1]), setup_of(strategy))
 
     @functools.cache
-    def accumulated(how: How) -> Prediction:
+    def accumulated(strategy: Strategy) -> Prediction:
         loss = _next_token if question.objective == "lm" else None
-        return predict_memory(lambda: fresh(prepared(how.checkpointing)[0]), work.inputs[0], how.shard, setup_of(how), loss=loss)
+        return predict_memory(
+            lambda: copy_modules(prepared(strategy.checkpointing)[0]), work.inputs[0], strategy.shard, setup_of(strategy), loss=loss
+        )
 
-    def predict(how: How) -> Prediction:
+    def predict(strategy: Strategy) -> Prediction:
         if question.pairs:
-            return chunked(replace(how, shard=how.chunk, keep=0)).peak(how.shard, how.keep)
+            return chunked(replace(strategy, shard=strategy.chunk, keep=0)).peak(strategy.shard, strategy.keep)
         # From the second chunk on nothing changes.
-        return accumulated(replace(how, shard=min(how.shard, 2 * how.chunk), keep=0))
+        return accumulated(replace(strategy, shard=min(strategy.shard, 2 * strategy.chunk), keep=0))
 
     return predict
 
 
-def _checkpointed(question: Question, run: config.Run, work: Workload) -> tuple[nn.Module, ...]:
+def _checkpointed(question: Request, run: config.Run, work: Workload) -> tuple[nn.Module, ...]:
     """The modules with checkpointing, as the run's own switch turns it on; those that have none stay as they are."""
     if question.objective == "lm":
         return work.modules
@@ -92,13 +95,13 @@ def _checkpointed(question: Question, run: config.Run, work: Workload) -> tuple[
         return work.modules
 
 
-def _built(question: Question, run: config.Run) -> tuple[tuple[nn.Module, ...], tuple[Callable[[int], Any], ...]]:
+def _built(question: Request, run: config.Run) -> tuple[tuple[nn.Module, ...], tuple[Callable[[int], Any], ...]]:
     """The modules of a question, and what makes inputs for each."""
     if question.objective == "lm":
         if not isinstance(question.model, str):
             raise ValueError(f"model is {question.model!r}: a language model is named as package.module:function")
-        return (function_module(question.model),), (_tokens(question),)
-    built = sides(run)
+        return (module_from_function(question.model),), (_tokens(question),)
+    built = encoders_of(run)
     if not question.pairs:
         return (_classifier(built[0], run, question.classes),), (built[0].inputs,)
     return tuple(side.module for side in built), tuple(side.inputs for side in built)
@@ -110,9 +113,9 @@ def _next_token(out: Any) -> torch.Tensor:
     return nn.functional.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64, device=logits.device))
 
 
-def _classifier(side: Side, run: config.Run, classes: int) -> nn.Module:
+def _classifier(side: EncoderWithInputs, run: config.Run, classes: int) -> nn.Module:
     return Classifier(side.module.tower, run.loss.dim, classes, locked=run.x.locked)
 
 
-def _tokens(question: Question) -> Callable[[int], torch.Tensor]:
+def _tokens(question: Request) -> Callable[[int], torch.Tensor]:
     return lambda rows: torch.zeros(rows, question.length, dtype=torch.int64)

@@ -107,21 +107,21 @@ def nearest(queries: Tensor, documents: Tensor, k: int, *, workspace: int = WORK
 
 
 @torch.no_grad()
-def zero_shot(pictures: Tensor, classes: Tensor, labels: Tensor, k: Sequence[int] = (1, 5)) -> dict[int, float]:
+def zero_shot(images: Tensor, classes: Tensor, labels: Tensor, k: Sequence[int] = (1, 5)) -> dict[int, float]:
     """The share of pictures, in [0, 1], whose class is among the k most similar ones, for each k. Ties count as errors.
 
-    pictures: (N, D); classes: (C, D), see `class_embeddings`; labels: (N,) integers below C.
+    images: (N, D); classes: (C, D), see `class_embeddings`; labels: (N,) integers below C.
     """
-    _check_matrices(pictures, classes, "pictures", "classes")
-    if labels.shape != pictures.shape[:1] or labels.dtype not in (torch.int64, torch.int32):
+    _check_matrices(images, classes, "images", "classes")
+    if labels.shape != images.shape[:1] or labels.dtype not in (torch.int64, torch.int32):
         raise ValueError(
-            f"labels is {labels.dtype} of shape {tuple(labels.shape)}: must be one integer for each of {len(pictures)} pictures"
+            f"labels is {labels.dtype} of shape {tuple(labels.shape)}: must be one integer for each of {len(images)} images"
         )
     if not len(labels) or not 0 <= int(labels.min()) <= int(labels.max()) < len(classes):
-        raise ValueError(f"labels must be of at least one picture, and lie between 0 and {len(classes) - 1}, the last class")
-    labels = labels.to(pictures.device, torch.int64)
+        raise ValueError(f"labels must be of at least one image, and lie between 0 and {len(classes) - 1}, the last class")
+    labels = labels.to(images.device, torch.int64)
     rows = max(1, WORKSPACE // (CELL_BYTES * len(classes)))
-    ahead = [_classes_ahead(p, classes, own) for p, own in zip(pictures.split(rows), labels.split(rows), strict=True)]
+    ahead = [_classes_ahead(p, classes, own) for p, own in zip(images.split(rows), labels.split(rows), strict=True)]
     return {n: _share(torch.cat(ahead), n) for n in k}
 
 
@@ -131,13 +131,13 @@ def class_embeddings(
 ) -> Tensor:
     """One normalised embedding for each class, (names, D): the mean of its normalised embeddings over templates.
 
-    encode_texts: gives embeddings (texts, D). templates: texts with "{}" where the name goes, "a picture of a {}".
+    encode_texts: gives embeddings (texts, D). templates: texts with "{}" where the name goes, "a photo of a {}".
     """
     if not templates or not names:
         raise ValueError(f"{len(names)} names and {len(templates)} templates: classes need at least one of each")
     for template in templates:
         if "{}" not in template:
-            raise ValueError(f"template {template!r}: must hold {{}} where the name of the class goes, as in 'a picture of a {{}}'")
+            raise ValueError(f"template {template!r}: must hold {{}} where the name of the class goes, as in 'a photo of a {{}}'")
     # Not str.format: a name or a template is text, and may hold other braces.
     total = sum(normalize(encode_texts([t.replace("{}", name) for name in names]).float(), dim=1) for t in templates)
     assert isinstance(total, Tensor)
@@ -208,11 +208,11 @@ def _similarities_of(keys: Tensor) -> Tensor:
     return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).view(torch.float32)
 
 
-def _classes_ahead(pictures: Tensor, classes: Tensor, labels: Tensor) -> Tensor:
-    z = _products(pictures, classes)
+def _classes_ahead(images: Tensor, classes: Tensor, labels: Tensor) -> Tensor:
+    z = _products(images, classes)
     _check_finite(z, "similarities")
     own = z.gather(1, labels[:, None]).squeeze(1)
-    bar = own - _rounding(classes.shape[1], z.dtype) * _norms(pictures) * _norms(classes)[labels]
+    bar = own - _rounding(classes.shape[1], z.dtype) * _norms(images) * _norms(classes)[labels]
     return (z >= bar[:, None]).sum(1) - 1
 
 

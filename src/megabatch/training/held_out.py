@@ -15,7 +15,7 @@ from ..data.source import Source
 from .build import Assembly
 from .evaluate import retrieval
 from .objective import Classification, Contrastive
-from .optimizers import Average
+from .optimizer import Average
 from .run_logger import Watch
 
 # Pairs that are embedded between two exchanges.
@@ -87,7 +87,7 @@ def measure(parts: Assembly, average: Average | None) -> tuple[dict[str, Any], E
 
 def _sides(parts: Assembly) -> list[str]:
     """What the two sides are called in front of people."""
-    names = {("text", "text"): ["query", "document"], ("picture", "text"): ["picture", "text"]}
+    names = {("text", "text"): ["query", "document"], ("image", "text"): ["image", "text"]}
     return names.get((parts.x.kind, parts.y.kind), ["x", "y"])
 
 

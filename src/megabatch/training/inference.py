@@ -12,10 +12,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import config, packages
+from .. import config, packages, trust
 from ..data.images import decode
 from ..data.source import BadSample
 from ..files import check_file, replacing
+from ..objectives import PAIR_LOSSES
 from . import checkpoint
 from .build import Assembly, assemble
 from .distributed import ranks
@@ -24,7 +25,7 @@ from .held_out import Embedded, embed_source, measure
 from .objective import Contrastive
 
 Side = Literal["x", "y"]
-PICTURES = {".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"}
+IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"}
 
 
 class Answer(NamedTuple):
@@ -32,7 +33,7 @@ class Answer(NamedTuple):
 
     score: float
     text: str
-    picture: Any | None
+    image: Any | None
     key: str
 
 
@@ -40,7 +41,7 @@ class Answer(NamedTuple):
 def opened(folder: str | Path, device: str | None = None, *, trust_code: bool = False) -> Iterator[Assembly]:
     """A run's parts with the weights of its newest checkpoint, the averaged ones if it has them; ready to evaluate.
 
-    trust_code: whether code that the run names (`config.callables`) may be imported and called.
+    trust_code: whether code that the run names (`trust.callables`) may be imported and called.
     """
     run, path = _stored(Path(folder), trust_code)
     # What the towers start from is in the checkpoint already, and may be gone by now. Hard negatives are of no use here.
@@ -70,7 +71,7 @@ def _stored(folder: Path, trust_code: bool) -> tuple[config.Run, Path]:
     if path is None:
         raise ValueError(f"{folder}: has no checkpoint yet; train it first: megabatch train {folder / 'run.toml'}")
     run = config.read(folder / "run.toml")
-    config.require_trust(run, trust_code)
+    trust.require_trust(run, trust_code)
     return run, path
 
 
@@ -143,14 +144,14 @@ def search(
     """
     with opened(folder, device, trust_code=trust_code) as parts:
         _check_pairs(parts)
-        if "picture" in (parts.x.kind, parts.y.kind):
+        if "image" in (parts.x.kind, parts.y.kind):
             # `megabatch search` draws the answers: what that needs is asked for before the held-out pairs are embedded.
             packages.require(packages.CONTACT_SHEET)
         side = _side_of_query(parts, query) if side is None else side
         kind = _kinds(parts)[side]
-        if kind == "picture" and not Path(query).is_file():
+        if kind == "image" and not Path(query).is_file():
             raise ValueError(f"{query!r} is no image file, and tower {side} takes images; name a file, or the other side")
-        raw = decode(Path(query), query, parts.run.data.max_pixels) if kind == "picture" else query
+        raw = decode(Path(query), query, parts.run.data.max_pixels) if kind == "image" else query
         held_out = embed_source(parts, parts.held_out, parts.run.evaluate.limit)
         answering = held_out.y if side == "x" else held_out.x
         scores, places = nearest(_embed(parts, [raw], side).cpu(), answering, min(k, len(answering)))
@@ -168,11 +169,11 @@ def _kinds(parts: Assembly) -> dict[Side, str]:
 def _side_of_query(parts: Assembly, query: str) -> Side:
     """Return the side of a query that is not told: the tower that takes it, x where both do."""
     kinds = _kinds(parts)
-    image = Path(query).suffix.lower() in PICTURES and "picture" in kinds.values()
+    image = Path(query).suffix.lower() in IMAGE_SUFFIXES and "image" in kinds.values()
     if image and not Path(query).is_file():
         remedy = f"; to search for this text, name the side of texts: --side {'x' if kinds['x'] == 'text' else 'y'}"
         raise ValueError(f"{query!r}: there is no such image file{remedy if 'text' in kinds.values() else ''}")
-    kind = "picture" if image else "text"
+    kind = "image" if image else "text"
     sides: list[Side] = [side for side in ("x", "y") if kinds[side] == kind]
     if not sides:
         raise ValueError(f"{query!r} is a text, and this run has towers for images only; name an image file")
@@ -221,8 +222,8 @@ def _with_sides(parts: Assembly, files: Sequence[str | Path], side: Side | None)
     kinds = _kinds(parts)
     found: list[tuple[Path, Side]] = []
     for path in map(Path, files):
-        kind = "picture" if path.suffix.lower() in PICTURES else "text"
-        name = "an image" if kind == "picture" else "a text file"
+        kind = "image" if path.suffix.lower() in IMAGE_SUFFIXES else "text"
+        name = "an image" if kind == "image" else "a text file"
         sides: list[Side] = [each for each in ("x", "y") if kinds[each] == kind]
         if side is not None and side not in sides:
             raise ValueError(f"{path}: is {name}, and tower {side} of this run takes {_plural(kinds[side])}; name the other side")
@@ -240,24 +241,26 @@ def _with_sides(parts: Assembly, files: Sequence[str | Path], side: Side | None)
 
 
 def _plural(kind: str) -> str:
-    return "images" if kind == "picture" else "texts"
+    return "images" if kind == "image" else "texts"
 
 
 def _read(parts: Assembly, files: Sequence[tuple[Path, Side]]) -> Iterator[tuple[Side, list[Any], list[str]]]:
     """Yield the side, the samples and their names, file by file."""
     for path, side in files:
         try:
-            if path.suffix.lower() in PICTURES:
+            if path.suffix.lower() in IMAGE_SUFFIXES:
                 yield side, [decode(path, str(path), parts.run.data.max_pixels)], [str(path)]
             else:
                 lines = [line for line in path.read_text("utf-8").splitlines() if line.strip()]
                 if lines:
                     yield side, lines, lines
         except (OSError, UnicodeDecodeError, BadSample) as error:
-            raise ValueError(f"{path}: cannot be read ({error}); pictures and UTF-8 texts can") from None
+            raise ValueError(f"{path}: cannot be read ({error}); images and UTF-8 texts can") from None
 
 
 def _check_pairs(parts: Assembly) -> Contrastive:
     if not isinstance(parts.objective, Contrastive):
-        raise ValueError(f"{parts.run.out}: is a run that classifies; embeddings of both sides come from clip or siglip")
+        raise ValueError(
+            f"{parts.run.out}: is a run that classifies; only runs with the loss {' or '.join(PAIR_LOSSES)} embed both sides"
+        )
     return parts.objective

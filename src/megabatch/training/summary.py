@@ -13,15 +13,15 @@ from torch import Tensor
 from ..data.source import Sample
 from ..files import replacing, write_text
 from ..recall import chance
-from ..reporting import write_report
 from ..reporting.contact import contact_sheet, read_contact
-from ..reporting.figures import curves
+from ..reporting.figures import save
+from ..reporting.run_report import curves_figure, write_run_report
 from .build import Assembly
 from .evaluate import nearest
 from .held_out import Embedded, evaluated
 from .memory import peak, peak_of_tensors, reset_peak
 from .objective import Contrastive
-from .optimizers import Average, count
+from .optimizer import Average, count
 from .run_logger import Watch, memory_text
 
 if TYPE_CHECKING:
@@ -68,8 +68,8 @@ def finish(
     if embedded is not None:
         _contact(parts, embedded, folder)
         contact_sheet(read_contact(folder), folder / "contact.png")
-    curves(folder / "log.jsonl", folder / "curves.png")
-    write_report(folder)
+    save(curves_figure(folder / "log.jsonl"), folder / "curves.png")
+    write_run_report(folder)
 
 
 def planned_peak(parts: Assembly, tensors: dict[str, Tensor]) -> int | None:
@@ -141,17 +141,17 @@ def _shown(samples: dict[int, Sample], place: int, side: str, folder: Path) -> d
     sample = samples[place]
     shown = sample.x if side == "x" else sample.y
     if isinstance(shown, str):
-        return {"text": shown, "picture": None}
+        return {"text": shown, "image": None}
     path = folder / "contact" / f"{place}-{side}.png"
     if not path.exists():
         path.parent.mkdir(exist_ok=True)
         with replacing(path) as temporary:
             _small(shown).save(temporary, "PNG")
     caption = sample.y if side == "x" else sample.x
-    return {"text": caption if isinstance(caption, str) else "", "picture": path.relative_to(folder).as_posix()}
+    return {"text": caption if isinstance(caption, str) else "", "image": path.relative_to(folder).as_posix()}
 
 
-def _small(picture: Image) -> Image:
-    picture = picture.convert("RGB")
-    picture.thumbnail((256, 256))
-    return picture
+def _small(image: Image) -> Image:
+    image = image.convert("RGB")
+    image.thumbnail((256, 256))
+    return image

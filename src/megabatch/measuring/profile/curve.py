@@ -1,33 +1,24 @@
-"""`megabatch profile`: time and memory of a step against the batch or the chunk, beside what was predicted."""
+"""The curve of a profile: its rows, and the sizes that stand out in it. Pure arithmetic; nothing here runs a step.
+
+`best`, `enough`, `knee` and `soonest` take (size, value) points, the smallest size first.
+"""
 
 from __future__ import annotations
 
-import datetime
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-import torch
+from ...measurements import Profile
+from ...planning.batch import steps_factor
+from ..predictions import StepPrediction
+from .quantities import Sample, Timed, values
 
-from ... import config, packages
-from ...environment import device_name
-from ...files import write_text
-from ...measurements import Measured, Profile, write
-from ...planning.search import chunk_sizes
-from ...training.distributed import Ranks, ranks
-from ...training.run_folder import claimed_by_ranks
-from ..predicted import Predict, Predicted, predictions
-from . import knee
-from .page import page
-from .picture import picture
-from .steps import Bench, Timed, median_and_spread
-
-# Sizes that are tried where none are named, as multiples of the run's batch.
-MULTIPLES = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4)
-# Chunks are tried down to this part of the batch.
-FEWEST = 32
-
-Point = Mapping[str, Any]
+Points = Sequence[tuple[int, float]]
+# A rate within this fraction of the best one is as good.
+NEAR = 0.05
+# How far a curve must rise above the straight line between its ends, as a fraction of its height, to have a knee.
+BEND = 0.1
 
 
 class Size(NamedTuple):
@@ -35,86 +26,16 @@ class Size(NamedTuple):
     chunk: int
 
 
-def profile(
-    run: config.Run,
-    *,
-    batches: Sequence[int] | None = None,
-    chunks: Sequence[int] | None = None,
-    steps: int = 5,
-    critical: float | None = None,
-    out: Path,
-    trust_code: bool = False,
-) -> Measured:
-    """Samples a second, seconds a step and peak memory at several sizes.
-
-    batches: sizes of the batch, the chunk being the run's; chunks: of the chunk, the batch being the run's, and an empty list tries
-        the usual ones. Without either: batches from an eighth to four times the run's.
-    steps: timed at each size, after two that warm up. critical: the critical batch, where it is known.
-    out: the folder of measured.json, profile.png and report.html.
-    trust_code: whether code that the run names (`config.callables`) may be imported and called.
-    """
-    config.require_trust(run, trust_code)
-    _check(batches, chunks, steps, critical)
-    packages.require(packages.FIGURES)
-    against: Literal["batch", "chunk"] = "batch" if chunks is None else "chunk"
-    with ranks(run.compute) as here, claimed_by_ranks(out, "profile", here.first):
-        bench = Bench(run, here, Path(out))
-        sizes = sizes_of(run.batch, bench.length, here.size, batches, chunks)
-        reading = bench.reading_per_s()
-        timed = curve(sizes, lambda size: bench.measure(size.batch, size.chunk, steps))
-        points, notes = _with_predictions(timed, run, here, bench)
-        found = judge(points, against, critical, reading, notes, workers=run.data.workers)
-        today = datetime.date.today().isoformat()
-        measured = Measured(found, config.as_table(run), device_name(here.device), str(torch.__version__), today)
-        if here.first:
-            write(measured, Path(out) / "measured.json")
-            picture(measured, Path(out) / "profile.png")
-            write_text(Path(out) / "report.html", page(measured))
-    return measured
-
-
-def sizes_of(
-    batch: config.Batch, samples: int, ranks: int, batches: Sequence[int] | None, chunks: Sequence[int] | None
-) -> list[Size]:
-    """The sizes to measure, smallest first."""
-    if chunks is not None:
-        shard = -(-batch.size // ranks)
-        tried = chunks or [size for size in chunk_sizes(shard) if size * FEWEST >= shard]
-        return [Size(batch.size, chunk) for chunk in sorted({min(chunk, shard) for chunk in tried})]
-    usual = (max(1, round(times * batch.size / ranks)) * ranks for times in MULTIPLES)
-    tried = batches or [size for size in usual if size <= max(samples, batch.size)]
-    return [Size(size, min(batch.chunk, -(-size // ranks))) for size in sorted(set(tried))]
-
-
-def curve(sizes: Iterable[Size], measure: Callable[[Size], Timed | None]) -> list[tuple[Size, Timed | None]]:
-    """What was measured at each size, up to the first at which memory ran out."""
-    found: list[tuple[Size, Timed | None]] = []
-    for size in sizes:
-        found.append((size, measure(size)))
-        if found[-1][1] is None:
-            break
-    (batch, chunk), first = found[0]
-    if first is None:
-        raise ValueError(f"batch is {batch:,}, in chunks of {chunk:,}: even that ran out of memory; start with smaller sizes")
-    return found
-
-
-def point(size: Size, timed: Timed | None, ranks: int, predicted: Predicted | None) -> Point:
-    """A row of the curve."""
+def point(size: Size, timed: Timed | None, ranks: int, predicted: StepPrediction | None) -> Mapping[str, Any]:
+    """Return a row of the curve; `timed` None means that the size ran out of memory."""
     row: dict[str, Any] = {"batch": size.batch, "chunk": size.chunk, "ranks": ranks}
     if timed is None:
         return {**row, "out_of_memory": True}
-    seconds, spread = median_and_spread(timed.seconds)
-    row |= {"keep": timed.keep, "seconds": seconds, "spread": spread, "pairs_per_s": size.batch / seconds}
-    row |= {"peak_bytes": timed.peak_bytes, "reserved_bytes": timed.reserved_bytes}
-    if predicted is not None:
-        row |= {"predicted_seconds": predicted.seconds, "predicted_bytes": predicted.peak_bytes}
-        row |= {"predicted_reserved": None if timed.reserved_bytes is None else predicted.reserved_bytes}
-    return {name: value for name, value in row.items() if value is not None}
+    return row | values(Sample(size.batch, timed, predicted))
 
 
 def judge(
-    points: Sequence[Point],
+    points: Sequence[Mapping[str, Any]],
     against: Literal["batch", "chunk"],
     critical: float | None,
     reading: float | None,
@@ -122,66 +43,87 @@ def judge(
     *,
     workers: int = 0,
 ) -> Profile:
-    """What a curve says: the best size, the smallest that is as good, its knee, the batch that is done soonest."""
+    """Return the profile of a curve: its best size, the smallest that is as good, its knee, and the batch that finishes soonest.
+
+    critical: the critical batch, if it is known. reading: samples per second that the loader reads with `workers` processes.
+    """
     ran = [row for row in points if "seconds" in row]
     rates = [(row[against], row["pairs_per_s"]) for row in ran]
-    soonest = None
+    soonest_batch = None
     if critical is not None and against == "batch":
-        soonest = knee.soonest([(row["batch"], row["seconds"]) for row in ran], critical)
+        soonest_batch = soonest([(row["batch"], row["seconds"]) for row in ran], critical)
     if reading is not None:
         notes = (*notes, *_reading_notes(reading, max(rate for _, rate in rates), workers))
     return Profile(
         points=tuple(points),
-        best=knee.best(rates),
-        enough=knee.enough(rates),
-        knee=knee.knee(rates),
+        best=best(rates),
+        enough=enough(rates),
+        knee=knee(rates),
         against=against,
-        soonest=soonest,
+        soonest=soonest_batch,
         critical=critical,
         reading_per_s=reading,
         notes=tuple(notes),
     )
 
 
+def best(rates: Points) -> int:
+    """Return the size with the highest rate; of equal rates the smallest size.
+
+    >>> best([(64, 100.0), (128, 150.0), (256, 149.0)])
+    128
+    """
+    return max(rates, key=lambda point: (point[1], -point[0]))[0]
+
+
+def enough(rates: Points, near: float = NEAR) -> int:
+    """Return the smallest size whose rate is within the fraction `near` of the best one.
+
+    >>> enough([(64, 100.0), (128, 150.0), (256, 157.0)])
+    128
+    """
+    highest = max(rate for _, rate in rates)
+    return next(size for size, rate in rates if rate >= (1 - near) * highest)
+
+
+def knee(rates: Points) -> int | None:
+    """Return the size from which on the rate hardly grows; None if the curve has no bend or too few points.
+
+    That is where the rate is highest above the straight line from the first point to the best one, over the logarithm of the size.
+
+    >>> knee([(64, 100.0), (128, 190.0), (256, 199.0), (512, 200.0)])
+    128
+    """
+    last = best(rates)
+    rising = [point for point in rates if point[0] <= last]
+    (first, low), (_, high) = rising[0], rising[-1]
+    if len(rising) < 3:
+        return None
+
+    def height_above_line(point: tuple[int, float]) -> float:
+        along = math.log(point[0] / first) / math.log(last / first)
+        return (point[1] - low) / (high - low) - along
+
+    bend = max(rising[1:-1], key=height_above_line)
+    return bend[0] if height_above_line(bend) >= BEND else None
+
+
+def soonest(seconds: Points, critical: float) -> int:
+    """Return the batch B that reaches a target first: the smallest steps(B) · time(B), with steps in proportion to 1 + critical/B.
+
+    >>> soonest([(64, 0.1), (128, 0.12), (256, 0.25)], critical=64)
+    128
+    """
+    return min(seconds, key=lambda point: (steps_factor(point[0], critical) * point[1], point[0]))[0]
+
+
 def _reading_notes(reading: float, rate: float, workers: int) -> Iterable[str]:
     if reading < rate:
         remedy = f"more than {workers} workers" if workers else "workers that read ahead"
         yield (
-            f"reading is the bottleneck: {reading:,.0f} samples/s are read and {rate:,.0f} could be trained on;"
-            f" give it {remedy} (data.workers), smaller files, or a faster disk"
+            f"Reading is the bottleneck: the loader reads {reading:,.0f} samples/s, and training could use {rate:,.0f};"
+            f" use {remedy} (data.workers), smaller files, or a faster disk"
         )
     elif not workers:
         both = 1 / (1 / reading + 1 / rate)
-        yield f"without workers a step waits for its batch: {both:,.0f} samples/s with reading (data.workers=1 reads ahead)"
-
-
-def _with_predictions(
-    timed: Sequence[tuple[Size, Timed | None]], run: config.Run, here: Ranks, bench: Bench
-) -> tuple[list[Point], list[str]]:
-    """The rows of the curve; where nothing can be predicted, without predictions and with the reason."""
-    predict, notes = _predict(run, here, bench)
-    points = []
-    for size, steps in timed:
-        predicted = None if predict is None or steps is None else predict(size.batch, size.chunk, steps.keep)
-        points.append(point(size, steps, here.size, predicted))
-    return points, notes
-
-
-def _predict(run: config.Run, here: Ranks, bench: Bench) -> tuple[Predict | None, list[str]]:
-    try:
-        return predictions(run, here, bench.length, len(bench.parts.classes)), []
-    except ValueError as error:
-        return None, [f"nothing is predicted: {error}"]
-
-
-def _check(batches: Sequence[int] | None, chunks: Sequence[int] | None, steps: int, critical: float | None) -> None:
-    if batches is not None and chunks is not None:
-        raise ValueError("batches and chunks are given: one size varies while the other one stays; give one of them")
-    for name, sizes in (("batches", batches), ("chunks", chunks)):
-        wrong = [size for size in sizes or () if size < 1]
-        if wrong:
-            raise ValueError(f"{name} has {wrong[0]}: sizes are at least 1")
-    if steps < 1:
-        raise ValueError(f"steps is {steps}: must be at least 1; 5 show a spread")
-    if critical is not None and critical <= 0:
-        raise ValueError(f"critical is {critical}: a batch, above 0")
+        yield (f"Without workers a step waits for its batch: {both:,.0f} samples/s, reading included; data.workers=1 reads ahead")

@@ -1,0 +1,49 @@
+"""Predicted time and memory of a run's step at other batches and chunks, to compare with what is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from .. import config
+from ..optimizers import closest
+from ..planning.calibration import strategy_of
+from ..planning.planner import Planner, Tools
+from ..planning.request import Request
+from ..training.distributed import Ranks
+
+
+class StepPrediction(NamedTuple):
+    """One step: its seconds, the peak of its tensors, and what the allocator reserves of the device for them."""
+
+    seconds: float
+    peak_bytes: int
+    reserved_bytes: int
+
+
+Predict = Callable[[int, int, int], StepPrediction]
+
+
+def predictions(run: config.Run, here: Ranks, samples: int, classes: int) -> Predict:
+    """Return a function that predicts a step on this machine from its batch, chunk and number of kept chunks.
+
+    Raises ValueError if the run's model cannot be predicted.
+    """
+    request = Request(
+        run,
+        data=samples,
+        gpu="cpu" if here.device.type == "cpu" else None,
+        gpus=here.size,
+        precision=run.compute.precision,
+        optimizer=closest(run.optimizer.name).name,
+        ema=None if run.optimizer.ema is None else (run.optimizer.ema, run.batch.size),
+        classes=max(1, classes),
+    )
+    planner = Planner(request, Tools())
+
+    def predict(batch: int, chunk: int, keep: int) -> StepPrediction:
+        strategy = strategy_of(run, here.size, batch, chunk, keep)
+        memory = planner.peaks.predict(strategy)
+        return StepPrediction(planner.step(strategy).seconds, memory.peak_bytes, memory.reserved_bytes)
+
+    return predict
