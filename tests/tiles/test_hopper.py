@@ -48,8 +48,8 @@ for entry in json.loads(TUNED.read_text())["pipelines"]:
     if entry["kind"] not in ("bfloat16", "int8") or entry["width"] != 768:
         continue
     if entry["kernel"] == "stats":
-        compiled(stats_kernel, sizes, SMOOTHED=False, **no_ids)
-        compiled(stats_kernel, sizes, SMOOTHED=True)
+        compiled(stats_kernel, sizes, **no_ids)
+        compiled(stats_kernel, sizes)
     elif entry["kernel"] == "gradient":
         sizes |= {"OUT_SLOTS": entry["out_slots"], "MATCH_WIDTH": pipeline.TILE}
         if entry["kind"] == "int8":

@@ -78,7 +78,8 @@ def everywhere(monkeypatch, launched):
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_options_give_the_formula(options, everywhere):
     assert_the_formula("clip_loss", options, torch.bfloat16)
-    assert everywhere["stats"] and everywhere["gradient"]
+    # Forward with label smoothing has only a portable kernel.
+    assert bool(everywhere["stats"]) == ("label_smoothing" not in options) and everywhere["gradient"]
 
 
 @pytest.mark.parametrize("scale", [20.0, 50.0, 300.0])

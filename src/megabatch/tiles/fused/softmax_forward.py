@@ -402,7 +402,8 @@ def softmax_stats(
     bytes_per_cell = row_sums.bytes_per_cell(launch.blocks.n) + (column_sums.bytes_per_cell(launch.blocks.m) if column_sums else 0)
     # From exponentials alone, backward could not tell further positives, nor what columns have dropped.
     saved = allocate_saved_exp(launch, compute) if save_exp and not (multi_positive or drops) else None
-    specialised = None if multi_positive or drops or pairs.ranked else launch.architecture.load_kernels()
+    is_plain = not (multi_positive or drops or pairs.ranked or pairs.smoothed)
+    specialised = launch.architecture.load_kernels() if is_plain else None
     max_columns = CACHED_BYTES // (x_MD.shape[1] * x_MD.element_size())
     for p in launch.panels(bytes_per_cell, max_columns, saved.panel if saved else None):
         down, across = launch.tile_counts(p)

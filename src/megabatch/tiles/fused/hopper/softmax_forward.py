@@ -1,4 +1,5 @@
-"""The fast launch of ../softmax_forward.py on Hopper, for pairs that all count alike: no ranking, no dropping, nothing saved.
+"""The fast launch of ../softmax_forward.py on Hopper, for pairs that all count alike: no ranking, no dropping, no label
+smoothing, nothing saved.
 
 Legend: ../../contract.py; the pipeline: pipeline.py.
 """
@@ -39,8 +40,8 @@ from .pipeline import (
 @gluon.jit(do_not_specialize=["rows", "columns", "shift"])
 def stats_kernel(
     x, y, scale, row_parts, column_parts, needs_fallback, matches, ids_M, ids_N, rows, columns, shift,
-    IS_LOCAL: gl.constexpr, SMOOTHED: gl.constexpr, WIDTH: gl.constexpr, M: gl.constexpr, N: gl.constexpr, K: gl.constexpr,
-    GROUP: gl.constexpr, X_SLOTS: gl.constexpr, Y_SLOTS: gl.constexpr, LAG: gl.constexpr,
+    IS_LOCAL: gl.constexpr, WIDTH: gl.constexpr, M: gl.constexpr, N: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr,
+    X_SLOTS: gl.constexpr, Y_SLOTS: gl.constexpr, LAG: gl.constexpr,
 ):  # fmt: skip
     """Write the sums of each tile for its rows and, if column_parts is given, for its columns."""
     slots = allocate_slots(x, y, M, N, K, X_SLOTS, Y_SLOTS)
@@ -48,8 +49,8 @@ def stats_kernel(
     sums = PartialSums(row_parts, column_parts, needs_fallback)
     gl.warp_specialize(
         [
-            (_consume, (slots, scale, sums, pairs, gl.constexpr(0), IS_LOCAL, SMOOTHED, WIDTH, M, N, K, GROUP, X_SLOTS, Y_SLOTS)),
-            (_consume, (slots, scale, sums, pairs, gl.constexpr(1), IS_LOCAL, SMOOTHED, WIDTH, M, N, K, GROUP, X_SLOTS, Y_SLOTS)),
+            (_consume, (slots, scale, sums, pairs, gl.constexpr(0), IS_LOCAL, WIDTH, M, N, K, GROUP, X_SLOTS, Y_SLOTS)),
+            (_consume, (slots, scale, sums, pairs, gl.constexpr(1), IS_LOCAL, WIDTH, M, N, K, GROUP, X_SLOTS, Y_SLOTS)),
             (load_x, (x, slots, rows, columns, gl.constexpr(0), WIDTH, M, N, K, GROUP, X_SLOTS, Y_SLOTS, LAG)),
             (load_x, (x, slots, rows, columns, gl.constexpr(1), WIDTH, M, N, K, GROUP, X_SLOTS, Y_SLOTS, LAG)),
             (load_y, (y, slots, rows, columns, WIDTH, M, N, K, GROUP, Y_SLOTS)),
@@ -61,8 +62,8 @@ def stats_kernel(
 
 @gluon.jit
 def _consume(
-    slots, scale, sums, pairs, CONSUMER: gl.constexpr, IS_LOCAL: gl.constexpr, SMOOTHED: gl.constexpr, WIDTH: gl.constexpr,
-    M: gl.constexpr, N: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr, X_SLOTS: gl.constexpr, Y_SLOTS: gl.constexpr,
+    slots, scale, sums, pairs, CONSUMER: gl.constexpr, IS_LOCAL: gl.constexpr, WIDTH: gl.constexpr, M: gl.constexpr,
+    N: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr, X_SLOTS: gl.constexpr, Y_SLOTS: gl.constexpr,
 ):  # fmt: skip
     rows, columns = pairs.rows, pairs.columns
     layout: gl.constexpr = tile_layout(M, N)
@@ -74,17 +75,15 @@ def _consume(
         row += CONSUMER * M
         z = similarities(z, n, slots, CONSUMER, WIDTH, K, X_SLOTS, Y_SLOTS)
         needs_mask = tile_needs_mask(pairs, row, column, IS_LOCAL, M, N, N)
-        if SMOOTHED:
-            _put_counted(z, needs_mask, sums, pairs, row, column, IS_LOCAL, M, N, layout)
         power = gl.exp2(z * factor)
         if needs_mask:
             power = gl.where(negatives(pairs, row, column, IS_LOCAL, M, N, layout), power, 0.0)
         total = gl.sum(power, 1)
-        _put_rows(sums, pairs, 1, row, column, total, M, N)
+        _put_rows(sums, pairs, row, column, total, M, N)
         _mark_fallback(sums.needs_fallback, row, rows, total, M)
         if sums.column_parts is not None:
             total = sum_columns(power, M, N)
-            _put_columns(sums, pairs, 1, row, column, total, M, N)
+            _put_columns(sums, pairs, row, column, total, M, N)
             if row < rows:
                 _mark_fallback(sums.needs_fallback, column, columns, total, N)
         # The next product takes these registers, so that z is not kept alive until then.
@@ -92,37 +91,15 @@ def _consume(
 
 
 @gluon.jit
-def _put_counted(
-    z, needs_mask, sums, pairs, row, column, IS_LOCAL: gl.constexpr, M: gl.constexpr, N: gl.constexpr, layout: gl.constexpr
-):  # fmt: skip
-    """Write Σ z and number of the pairs that count."""
-    total, number = gl.sum(z, 1), gl.full((M,), N, gl.int32, gl.SliceLayout(1, layout))
-    if needs_mask:
-        # Summed again: keeping the masked similarities would hold a second copy of the tile in registers from here on.
-        mask = negatives(pairs, row, column, IS_LOCAL, M, N, layout)
-        total, number = gl.sum(gl.where(mask, z, 0.0), 1), gl.sum(mask.to(gl.int32), 1)
-    _put_rows(sums, pairs, 2, row, column, total, M, N)
-    _put_rows(sums, pairs, 3, row, column, number.to(gl.float32), M, N)
-    if sums.column_parts is not None:
-        total = sum_columns(z, M, N)
-        number = gl.full((N,), M, gl.int32, total.type.layout)
-        if needs_mask:
-            mask = negatives(pairs, row, column, IS_LOCAL, M, N, layout)
-            total, number = sum_columns(gl.where(mask, z, 0.0), M, N), sum_columns(mask.to(gl.int32), M, N)
-        _put_columns(sums, pairs, 2, row, column, total, M, N)
-        _put_columns(sums, pairs, 3, row, column, number.to(gl.float32), M, N)
-
-
-@gluon.jit
-def _put_rows(sums, pairs, CHANNEL: gl.constexpr, row, column, values, M: gl.constexpr, N: gl.constexpr):
+def _put_rows(sums, pairs, row, column, values, M: gl.constexpr, N: gl.constexpr):
     i = row + gl.arange(0, M, values.type.layout)
-    put(sums.row_parts, CHANNEL, column // N, gl.cdiv(pairs.columns, N), i, pairs.rows, values)
+    put(sums.row_parts, 1, column // N, gl.cdiv(pairs.columns, N), i, pairs.rows, values)
 
 
 @gluon.jit
-def _put_columns(sums, pairs, CHANNEL: gl.constexpr, row, column, values, M: gl.constexpr, N: gl.constexpr):
+def _put_columns(sums, pairs, row, column, values, M: gl.constexpr, N: gl.constexpr):
     j, tiles = column + gl.arange(0, N, values.type.layout), gl.cdiv(pairs.rows, M)
-    place = sums.column_parts + (CHANNEL * tiles + row // M).to(gl.int64) * pairs.columns + j
+    place = sums.column_parts + (tiles + row // M).to(gl.int64) * pairs.columns + j
     # The second tile of a pair may lie below the panel.
     gl.store(place, values, mask=(j < pairs.columns) & (row < pairs.rows))
 
@@ -141,6 +118,6 @@ def softmax_stats(launch: Launch, p: Panel, scale: Tensor, sums: PartialSums, pa
         return False
     stats_kernel[grid(launch, p)](
         *operands(*embeddings_of(launch, p)), scale, *sums, pair_args.matches, pair_args.ids_M, pair_args.ids_N, p.rows, p.columns,
-        pair_args.shift, IS_LOCAL=pairs.is_local, SMOOTHED=pairs.smoothed, **constants(launch.x_MD, pipeline), **OPTIONS,
+        pair_args.shift, IS_LOCAL=pairs.is_local, **constants(launch.x_MD, pipeline), **OPTIONS,
     )  # fmt: skip
     return True
