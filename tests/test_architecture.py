@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "megabatch"
 # Modules that import little and may be imported by every layer above `tiles`.
 FOUNDATION = {
     "config", "environment", "files", "host_memory", "measurements", "objectives", "optimizers", "packages", "recall", "reference",
-    "terminal", "version",
+    "version",
 }  # fmt: skip
 # Each package or module of the package, and what it may import; "." is __init__.py. Read from the bottom to the top.
 MAY_IMPORT = {
@@ -49,7 +49,6 @@ MAY_IMPORT = {
     "optimizers": set(),
     "recall": set(),
     "reference": set(),
-    "terminal": set(),
     "version": set(),
 }
 # Packages of others, and where they may be imported. The standard library may be imported anywhere.
@@ -66,9 +65,10 @@ THIRD_PARTY = {
     "fontTools": {"data"},
     "datasets": {"data"},
     "pyarrow": {"data"},
-    "matplotlib": {"data", "measuring", "packages", "planning", "reporting"},
+    "matplotlib": {"data", "packages", "reporting"},
+    "jinja2": {"packages", "reporting"},
     "psutil": {"host_memory"},
-    "rich": {"measuring", "packages", "planning", "terminal", "training"},
+    "rich": {"packages", "reporting", "training"},
     "argcomplete": {"cli"},
     "wandb": {"packages", "training"},
     "tomli": {"audit", "config"},
