@@ -28,8 +28,7 @@ import megabatch
 from benchmarks.machine import describe
 from megabatch import config
 from megabatch.data.loader import Loader
-from megabatch.data.sampler import InOrder, stable_hash
-from megabatch.data.split import split
+from megabatch.data.sampler import InOrder, split, stable_hash
 from megabatch.reporting.figures import batch_study, best_rates
 from megabatch.towers.model import Pair, build_pair, build_towers
 from megabatch.training.build import open_data

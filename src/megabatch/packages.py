@@ -1,11 +1,12 @@
-"""Optional packages: which feature needs which, how each is installed, and what does without it.
+"""Optional packages: which feature needs which package, how to install it, and which setting avoids it.
 
-A feature that is used after hours of work asks for its packages before the work begins. They are imported, not only looked for:
-one that is installed can still fail, such as a matplotlib that was built for another numpy.
+Features that are used at the end of long work check their packages before the work begins. Packages are imported, not only looked
+up: one that is installed can still fail, such as a matplotlib that was built for another numpy.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import shlex
 from collections.abc import Callable
 from typing import NamedTuple
@@ -15,6 +16,19 @@ from .config import Run
 
 def _import_matplotlib() -> None:
     import matplotlib.figure  # noqa: F401
+
+
+def _find_matplotlib_fonts() -> None:
+    import fontTools.ttLib  # noqa: F401
+
+    # Its fonts are read without importing it.
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ModuleNotFoundError("there is no matplotlib, whose fonts are drawn", name="matplotlib")
+
+
+def _import_pyarrow() -> None:
+    import pyarrow.ipc
+    import pyarrow.parquet  # noqa: F401
 
 
 def _import_pillow() -> None:
@@ -42,7 +56,11 @@ def _import_wandb() -> None:
 
 
 class Package(NamedTuple):
-    """name: on PyPI. load: imports what is used of it. requirement: what to give to pip."""
+    """An optional package.
+
+    name: on PyPI. load: imports the parts that are used. requirement: what to install with pip; an extra of pyproject.toml that
+    includes the package, or the package itself.
+    """
 
     name: str
     load: Callable[[], None]
@@ -50,6 +68,8 @@ class Package(NamedTuple):
 
 
 MATPLOTLIB = Package("matplotlib", _import_matplotlib)
+MATPLOTLIB_FONTS = Package("matplotlib", _find_matplotlib_fonts, "megabatch[data]")
+PYARROW = Package("pyarrow", _import_pyarrow, "megabatch[data]")
 PILLOW = Package("pillow", _import_pillow)
 RICH = Package("rich", _import_rich)
 SAFETENSORS = Package("safetensors", _import_safetensors)
@@ -58,7 +78,10 @@ WANDB = Package("wandb", _import_wandb, "wandb")
 
 
 class Feature(NamedTuple):
-    """name: as an error names it. without: the setting or option that does without the packages; None if there is none."""
+    """A feature that needs optional packages.
+
+    name: how an error names it. without: the setting or option that avoids the packages; None if there is none.
+    """
 
     name: str
     packages: tuple[Package, ...]
@@ -69,15 +92,17 @@ BAR = Feature("the progress bar", (RICH,), "watch.bar=false")
 REPORT = Feature("the report of a run", (MATPLOTLIB, PILLOW), "watch.report=false")
 TENSORBOARD_LOG = Feature("watch.tensorboard", (TENSORBOARD,), "watch.tensorboard=false")
 WANDB_LOG = Feature("watch.wandb", (WANDB,), "watch.wandb=none")
-FIGURES = Feature("the figure that is drawn", (MATPLOTLIB,))
+FIGURES = Feature("drawing a figure", (MATPLOTLIB,))
 PLAN_PAGE = Feature("the HTML page of a plan", (MATPLOTLIB,), "leaving out --html")
 IMAGES = Feature("image data", (PILLOW,))
+GLYPHS = Feature("the built-in data 'glyphs'", (MATPLOTLIB_FONTS, PILLOW))
+ARROW = Feature("reading Parquet and Arrow files", (PYARROW,))
 CONTACT_SHEET = Feature("a contact sheet", (MATPLOTLIB, PILLOW))
 EMBEDDINGS_FILE = Feature("a file of embeddings", (SAFETENSORS,))
 
 
 def of_run(run: Run, *, terminal: bool) -> list[Feature]:
-    """Return the features that `megabatch train` uses for a run. terminal: whether it writes to one, on which a bar is drawn."""
+    """Return the features that `megabatch train` uses for a run. terminal: whether it writes to a terminal, which shows a bar."""
     used = {
         BAR: run.watch.bar and terminal,
         TENSORBOARD_LOG: run.watch.tensorboard,
@@ -88,7 +113,7 @@ def of_run(run: Run, *, terminal: bool) -> list[Feature]:
 
 
 def require(*features: Feature) -> None:
-    """Import the packages of these features; one ValueError names all that cannot be imported, and what to do about each."""
+    """Import the packages of these features. One ValueError names all that cannot be imported, with the remedy for each."""
     broken: dict[Package, str] = {}
     for package in dict.fromkeys(package for feature in features for package in feature.packages):
         try:
@@ -115,4 +140,4 @@ def _reason(error: Exception) -> str:
 
 
 def _without(feature: Feature) -> str:
-    return "" if feature.without is None else f" ({feature.without} does without)"
+    return "" if feature.without is None else f" ({feature.without} avoids it)"

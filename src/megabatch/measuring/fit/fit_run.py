@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ... import config, measurements, packages, trust
-from ...data.loader import Batch
+from ...data.loader import RankBatch
 from ...ring import Ring
 from ...training.build import assemble
 from ...training.distributed import Ranks, ranks
@@ -78,7 +78,7 @@ class FitBench:
         self.rows = -(-self.at.pairs // here.size)
         self.training.parts.model.train()
         with contextlib.closing(self.training.parts.shuffled().batches([(self.at.first, self.at.pairs)])) as batches:
-            self.batch: Batch = next(batches)
+            self.batch: RankBatch = next(batches)
 
     @property
     def state(self) -> list[Any]:

@@ -15,7 +15,7 @@ import torch
 
 from ... import config
 from ...chunks.oom import is_out_of_memory, release
-from ...data.loader import PIECE
+from ...data.loader import PIECE_ROWS
 from ...training.build import assemble
 from ...training.distributed import Ranks
 from ...training.loop import Training
@@ -85,7 +85,7 @@ class ProfileBench:
 
     def reading_per_s(self, clock: Callable[[], float] = time.perf_counter) -> float:
         """Samples a second that the run's loader reads while nothing else is computed, of all ranks together."""
-        pairs = PIECE * self.here.size
+        pairs = PIECE_ROWS * self.here.size
         steps = ((number * pairs, pairs) for number in itertools.count())
         with contextlib.closing(self.parts.shuffled().batches(steps)) as batches:
             # Workers start, and what they read ahead meanwhile goes.

@@ -14,9 +14,8 @@ from statistics import fmean, median
 from typing import Any
 
 from ... import config
-from ...data.sampler import Order, stable_hash
+from ...data.sampler import Order, Subset, stable_hash
 from ...data.source import Source
-from ...data.split import Part
 from ...files import write_text
 from ...measurements import check_types
 from ...reporting.history import read_history
@@ -202,4 +201,4 @@ def _part(source: Source, places: Places) -> Source:
     indices = [array("q") for _ in source.lengths]
     for shard, index in sorted(places):
         indices[shard].append(index)
-    return Part(source, indices)
+    return Subset(source, indices)
