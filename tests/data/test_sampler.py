@@ -230,7 +230,7 @@ def test_nothing_is_held_out_by_a_fraction_of_zero_and_no_group_is_asked_for():
 def test_a_training_part_without_samples_is_refused():
     with pytest.raises(ValueError, match=r"all 5 samples are held out by the fraction 0\.999"):
         split(Groups([["the only group"] * 5]), 0.999)
-    with pytest.raises(ValueError, match="nothing is left to train on: of 0 samples"):
+    with pytest.raises(ValueError, match="nothing is left to train on: all 0 samples"):
         split(Groups([[]]), 0.1)
 
 
