@@ -62,36 +62,41 @@ def _import_wandb() -> None:
 class Package(NamedTuple):
     """An optional package.
 
-    name: on PyPI. load: imports the parts that are used. requirement: what to install with pip; an extra of pyproject.toml that
-    includes the package, or the package itself.
+    name: on PyPI. load: imports the parts that are used. in_extra: whether the extra of the feature that needs it installs it.
     """
 
     name: str
     load: Callable[[], None]
-    requirement: str = "megabatch[train]"
+    in_extra: bool = True
 
 
 # PyTorch depends on jinja2, so that it is missing only from a broken installation.
-JINJA2 = Package("jinja2", _import_jinja2, "jinja2")
+JINJA2 = Package("jinja2", _import_jinja2, in_extra=False)
 MATPLOTLIB = Package("matplotlib", _import_matplotlib)
-MATPLOTLIB_FONTS = Package("matplotlib", _find_matplotlib_fonts, "megabatch[data]")
-PYARROW = Package("pyarrow", _import_pyarrow, "megabatch[data]")
+MATPLOTLIB_FONTS = Package("matplotlib", _find_matplotlib_fonts)
+PYARROW = Package("pyarrow", _import_pyarrow)
 PILLOW = Package("pillow", _import_pillow)
 RICH = Package("rich", _import_rich)
 SAFETENSORS = Package("safetensors", _import_safetensors)
 TENSORBOARD = Package("tensorboard", _import_tensorboard)
-WANDB = Package("wandb", _import_wandb, "wandb")
+WANDB = Package("wandb", _import_wandb, in_extra=False)
 
 
 class Feature(NamedTuple):
     """A feature that needs optional packages.
 
     name: how an error names it. without: the setting or option that avoids the packages; None if there is none.
+    extra: the extra in pyproject.toml that installs the packages.
     """
 
     name: str
     packages: tuple[Package, ...]
     without: str | None = None
+    extra: str = "train"
+
+    def requirement(self, package: Package) -> str:
+        """Return what pip must install for a package of this feature."""
+        return f"megabatch[{self.extra}]" if package.in_extra else package.name
 
 
 BAR = Feature("the progress bar", (RICH,), "watch.bar=false")
@@ -100,11 +105,12 @@ TENSORBOARD_LOG = Feature("watch.tensorboard", (TENSORBOARD,), "watch.tensorboar
 WANDB_LOG = Feature("watch.wandb", (WANDB,), "watch.wandb=none")
 FIGURES = Feature("drawing a figure", (MATPLOTLIB,))
 HTML = Feature("a report in HTML", (MATPLOTLIB, JINJA2))
-PLAN_PAGE = Feature("the HTML page of a plan", (MATPLOTLIB, JINJA2), "leaving out --html")
-IMAGES = Feature("image data", (PILLOW,))
-GLYPHS = Feature("the built-in data 'glyphs'", (MATPLOTLIB_FONTS, PILLOW))
-ARROW = Feature("reading Parquet and Arrow files", (PYARROW,))
+PLAN_PAGE = Feature("the HTML page of a plan", (MATPLOTLIB, JINJA2), "leaving out --html", extra="plan")
+IMAGES = Feature("image data", (PILLOW,), extra="data")
+GLYPHS = Feature("the built-in data 'glyphs'", (MATPLOTLIB_FONTS, PILLOW), extra="data")
+ARROW = Feature("reading Parquet and Arrow files", (PYARROW,), extra="data")
 CONTACT_SHEET = Feature("a contact sheet", (MATPLOTLIB, PILLOW))
+WEIGHTS_FILE = Feature("a safetensors file of weights", (SAFETENSORS,))
 EMBEDDINGS_FILE = Feature("a file of embeddings", (SAFETENSORS,))
 
 
@@ -136,8 +142,9 @@ def require(*features: Feature) -> None:
         f"{feature.name} needs {' and '.join(package.name for package in feature.packages if package in broken)}{_without(feature)}"
         for feature in affected
     )
-    requirements = " ".join(shlex.quote(requirement) for requirement in dict.fromkeys(p.requirement for p in broken))
-    raise ValueError(f"{reasons}: {needs}. Install what is missing with: pip install {requirements}")
+    requirements = dict.fromkeys(f.requirement(package) for f in affected for package in f.packages if package in broken)
+    command = " ".join(["pip install", *map(shlex.quote, requirements)])
+    raise ValueError(f"{reasons}: {needs}. Install what is missing with: {command}")
 
 
 def _reason(error: Exception) -> str:

@@ -71,7 +71,7 @@ def no_work(monkeypatch):
         raise AssertionError("work has begun")
 
     monkeypatch.setattr(loop, "ranks", work)
-    for name in ("fit.of_run.ranks", "profile.curve.ranks", "noise.course.ranks", "sweep.study.requested"):
+    for name in ("fit.fit_run.ranks", "profile.profile_run.ranks", "noise.noise_run.ranks", "sweep.sweep_runs.checked_request"):
         monkeypatch.setattr(f"megabatch.measuring.{name}", work)
 
 
@@ -114,6 +114,17 @@ def test_all_that_is_missing_is_named_at_once(absent, no_work, tmp_path):
     assert text.endswith("pip install wandb 'megabatch[train]'")
 
 
+def test_extras_install_the_packages_of_their_features():
+    extras = config.tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text("utf-8"))["project"][
+        "optional-dependencies"
+    ]
+    features = [value for value in vars(packages).values() if isinstance(value, packages.Feature)]
+    assert len(features) > 5
+    for feature in features:
+        for package in feature.packages:
+            assert (package.name in extras[feature.extra]) == package.in_extra, (feature.name, package.name)
+
+
 def test_a_package_that_is_broken_is_told_from_one_that_is_missing(monkeypatch):
     def load():
         raise AttributeError("module 'numpy' has no attribute 'core'")
@@ -126,7 +137,7 @@ def test_a_package_that_is_broken_is_told_from_one_that_is_missing(monkeypatch):
 @pytest.mark.parametrize("measure", [fit, profile, noise, lambda run, out: sweep(run, batches=[8], out=out)])
 def test_a_measurement_asks_for_what_draws_it(absent, no_work, tmp_path, measure):
     absent("matplotlib")
-    with pytest.raises(ValueError, match=r"drawing a figure needs matplotlib. Install"):
+    with pytest.raises(ValueError, match=r"a report in HTML needs matplotlib. Install"):
         measure(config.build(table_of(tmp_path)), out=tmp_path / "out")
 
 

@@ -375,7 +375,7 @@ def test_a_missing_package_is_named_with_what_installs_it(folder, monkeypatch):
     with pytest.raises(ValueError, match=r"needs pyarrow\..* pip install 'megabatch\[data\]'"):
         open_source(Data(source=path))
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(ValueError, match=r"needs pillow\..* pip install 'megabatch\[train\]'"):
+    with pytest.raises(ValueError, match=r"needs pillow\..* pip install 'megabatch\[data\]'"):
         open_source(Data())
 
 
