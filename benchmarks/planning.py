@@ -11,12 +11,14 @@ from benchmarks.peers import declare_torchvision_schemas
 from megabatch.costs.hardware import find_machine
 from megabatch.costs.strategy import Strategy
 from megabatch.costs.time import step_time
-from megabatch.planning.planner import Planner, Tools
+from megabatch.planning.estimator import Estimator, estimator_for
+from megabatch.planning.planner import plan_for
+from megabatch.planning.problem import problem_of
 from megabatch.planning.request import Request
 from megabatch.planning.show import as_markdown
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "planning.md"
-QUESTION: dict[str, Any] = {
+REQUEST: dict[str, Any] = {
     "model": "ViT-L/14",
     "data": "10M",
     "epochs": 30,
@@ -62,17 +64,18 @@ INF_CL = (
 
 def main() -> None:
     declare_torchvision_schemas()
-    planner = Planner(Request(**QUESTION), Tools())
-    example = as_markdown(planner.plan())
+    problem = problem_of(Request(**REQUEST))
+    estimator = estimator_for(problem)
+    example = as_markdown(plan_for(problem, estimator))
     text = DOCS.read_text("utf-8")
-    for name, part in (("example", example), ("inf-cl", published(planner))):
+    for name, part in (("example", example), ("inf-cl", published(estimator))):
         text = re.sub(
             rf"(<!-- {name} -->\n).*?(<!-- end -->)", lambda found, part=part: found[1] + part + found[2], text, flags=re.S
         )
     DOCS.write_text(text, encoding="utf-8")
 
 
-def published(planner: Planner) -> str:
+def published(estimator: Estimator) -> str:
     """A table of the published steps beside the predicted ones: seconds of a step, peak and memory of the loss in GB."""
     head = (
         "A800",
@@ -88,8 +91,8 @@ def published(planner: Planner) -> str:
     lines = ["| " + " | ".join(head) + " |", "|" + " ---: |" * len(head)]
     for row in INF_CL:
         strategy = Strategy(row.gpus, row.pairs // row.gpus, CHUNK, 0, precision="bf16")
-        step = step_time(planner.task, strategy, find_machine(f"{row.gpus}xA800"))
-        memory, least = planner.peaks.predict(strategy), planner.peaks.predict(replace(strategy, shard=2 * CHUNK))
+        step = step_time(estimator.task, strategy, find_machine(f"{row.gpus}xA800"))
+        memory, least = estimator.peaks.predict(strategy), estimator.peaks.predict(replace(strategy, shard=2 * CHUNK))
         peak, loss = memory.reserved_bytes, memory.phases["loss"] - least.phases["loss"]
         images = "" if row.offload else f" + {strategy.shard * IMAGE_BYTES / 1e9:.1f}"
         cells = [f"{row.gpus}", f"{row.pairs:,}", _number(row.seconds, 1), f"{step.seconds:,.1f}", f"{step.parts['loss']:,.1f}"]

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "megabatch"
 
 # Modules that import little and may be imported by every layer above `tiles`.
 FOUNDATION = {
-    "config", "environment", "files", "host_memory", "measurements", "packages", "recall", "reference", "terminal", "version",
+    "config", "environment", "evidence", "files", "host_memory", "measurements", "packages", "recall", "reference", "terminal", "version",
 }  # fmt: skip
 # Each package or module of the package, and what it may import; "." is __init__.py. Read from the bottom to the top.
 MAY_IMPORT = {
@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "adapters": {"chunks", "losses", "measuring"},
     "measuring": FOUNDATION | {"chunks", "costs", "data", "losses", "planning", "reporting", "ring", "towers", "training"},
     "planning": FOUNDATION | {"costs", "reporting", "towers"},
-    "audit": {"config", "files", "reporting"},
+    "audit": {"config", "evidence", "files", "reporting"},
     "training": FOUNDATION | {"chunks", "data", "losses", "reporting", "ring", "tiles", "tiles.contract", "towers"},
     "costs": FOUNDATION | {"towers"},
     "reporting": FOUNDATION,
@@ -41,6 +41,7 @@ MAY_IMPORT = {
     "measurements": {"files"},
     "packages": {"config"},
     "config": set(),
+    "evidence": set(),
     "files": set(),
     "host_memory": set(),
     "recall": set(),

@@ -24,7 +24,7 @@ from megabatch.measuring.fit import fit_run
 from megabatch.measuring.noise import noise_run
 from megabatch.measuring.profile import profile_run
 from megabatch.measuring.sweep import sweep_runs
-from megabatch.planning import planner, show
+from megabatch.planning import estimator, show
 from megabatch.planning.workload import Workload
 from megabatch.training import inference, loop
 from megabatch.training.schedules import Step
@@ -181,7 +181,7 @@ def _replace_work() -> None:
         (sweep_runs._Sweep, "outcomes", reached),
         (sweep_runs, "build_towers", lambda run: towers),
         (sweep_runs, "open_data", lambda run, x, y: (source, source)),
-        (planner, "Tools", _tools(planner.Tools)),
+        (estimator, "Tools", _tools(estimator.Tools)),
         (environment, "describe", lambda: {"devices": [{"name": "cpu"}]}),
         (environment, "as_text", lambda report: ""),
         (measuring_rates, "measure_here", lambda: _RATES),

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from ...evidence import rate_factor, rate_rule
 from ...training.loop import Training, seed_of
 from ...training.noise.estimator import STUDENT
 from ...training.objective import Classification
@@ -52,7 +53,7 @@ def branch(
     for repeat in range(repeats):
         for size in sizes:
             training.load(checkpoint)
-            rate = here.rate * rate_factor(training.run.optimizer.name, size / here.pairs)
+            rate = here.rate * rate_factor(rate_rule(training.run.optimizer.name), size / here.pairs)
             begin = here.first + repeat * samples
             steps = [Step(begin + first, min(size, samples - first), rate) for first in range(0, samples, size)]
             losses[size].append(_trained(training, steps, here.pairs))
@@ -69,11 +70,6 @@ def check(training: Training, batches: Sequence[int], updates: int, repeats: int
         raise ValueError(f"branch is {list(batches)}: must name batches of at least 1, for example twice and four times the run's")
     if not sum(training.parts.held_out.lengths):
         raise ValueError("data.held_out is empty: branches are compared by held-out loss; hold something out (data.held_out=0.1)")
-
-
-def rate_factor(optimizer: str, times: float) -> float:
-    """What the learning rate is multiplied with at so many times the batch: in proportion for SGD, its root for Adam and others."""
-    return times if optimizer == "sgd" else math.sqrt(times)
 
 
 def _trained(training: Training, steps: Sequence[Step], pairs: int) -> float:

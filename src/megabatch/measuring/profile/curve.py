@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ...planning.batch import steps_factor
+from ...evidence import steps_factor
 
 Points = Sequence[tuple[int, float]]
 # A rate that misses the best one by less is as good.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ...evidence import steps_factor
 from ...measurements import Measured, Profile
-from ...planning.batch import steps_factor
 from ...reporting.markup import LONG, document, figure, section, table, text
 from ...reporting.wording import bytes_text, percent_text, seconds_text
 from ...terminal import print_table, print_text

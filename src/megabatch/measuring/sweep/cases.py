@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from ... import config
-from ...planning.hyperparameters import RANGE, Hyperparameters, base_for, follow
+from ...evidence import MOST_WARMUP, RATE_RANGE, ema_at, rate_factor, rate_rule, round_rate
 from ...training.schedules import course
 
 Edge = Literal["lowest", "highest"]
@@ -134,26 +134,28 @@ def _distance(factor: float) -> float:
 
 
 Same = Literal["samples", "updates", "time"]
-# A run may warm up for this share of its steps, or for the share that the base run does, if that is more.
-MOST_WARMUP = 0.2
 # Steps that a pilot takes to find out how fast a batch is, and the held-out pairs that it is evaluated on, which nobody reads.
 PILOT_STEPS, PILOT_PAIRS = 8, 64
 
 
 def middle_rate(base: config.Run, batch: int) -> float:
     """The learning rate at a batch by the plan's rule, from the base run's own: linear for SGD, the square root for others."""
-    return base.optimizer.lr if batch == base.batch.size else _follow(base, batch).lr
+    return (
+        base.optimizer.lr
+        if batch == base.batch.size
+        else round_rate(base.optimizer.lr * rate_factor(rate_rule(base.optimizer.name), batch / base.batch.size))
+    )
 
 
 def rule_in_words(base: config.Run, batches: tuple[int, ...]) -> str:
     """How rates follow the batch, and whether the rule has been tried so far from the base."""
     rule = "in proportion to the batch" if base.optimizer.name == "sgd" else "with the square root of the batch"
     words = f"The middle rate grows {rule}, from {base.optimizer.lr:g} at {base.batch.size:,}."
-    far = [batch for batch in batches if not 1 / RANGE <= batch / base.batch.size <= RANGE]
+    far = [batch for batch in batches if not 1 / RATE_RANGE <= batch / base.batch.size <= RATE_RANGE]
     if not far:
         return words
     names = " and ".join(f"{batch:,}" for batch in far)
-    return f"{words} The rule was tried up to {RANGE} times either way, and not at {names}."
+    return f"{words} The rule was tried up to {RATE_RANGE} times either way, and not at {names}."
 
 
 def length_of(base: config.Run, same: Same, batch: int, pairs: float = 0.0) -> dict[str, int]:
@@ -182,7 +184,7 @@ def derived(base: config.Run, case: Case, length: Mapping[str, int], folder: Pat
         out=str(folder / "runs" / name_of(base, case)),
         seed=case.seed,
         batch=size,
-        optimizer=replace(base.optimizer, lr=case.lr, weight_decay=case.weight_decay, ema=_follow(base, case.batch).ema),
+        optimizer=replace(base.optimizer, lr=case.lr, weight_decay=case.weight_decay, ema=_ema_at(base, case.batch)),
         schedule=schedule,
         checkpoint=replace(base.checkpoint, keep=1),
         watch=replace(base.watch, bar=False, report=False),
@@ -225,8 +227,6 @@ def _warmup(base: config.Run, batch: int, steps: int) -> float:
     return float(max(1, min(round(steady), int(max(MOST_WARMUP, given / own) * steps))))
 
 
-def _follow(base: config.Run, batch: int) -> Hyperparameters:
-    """What the plan lets follow from a batch; its rate and average depend on neither the data nor the length, which are made up."""
-    average = None if base.optimizer.ema is None else (base.optimizer.ema, base.batch.size)
-    known = base_for("", 0, "", (base.optimizer.lr, base.batch.size))._replace(ema=average)
-    return follow(batch, batch, batch, known, optimizer="sgd" if base.optimizer.name == "sgd" else "adamw")
+def _ema_at(base: config.Run, batch: int) -> float | None:
+    """Return the decay of the moving average at a batch, or None without an average."""
+    return None if base.optimizer.ema is None else ema_at(base.optimizer.ema, batch / base.batch.size)
