@@ -34,7 +34,7 @@ from megabatch.reporting.figures import batch_study, best_rates
 from megabatch.towers.model import Pair, build_pair, build_towers
 from megabatch.training.build import open_data
 from megabatch.training.evaluate import retrieval
-from megabatch.training.optimizers import build_optimizer, clip_gradients
+from megabatch.training.optimizer import build_optimizer, clip_gradients
 from megabatch.training.schedules import course
 
 RESULTS = Path(__file__).parent / "results"

@@ -13,7 +13,8 @@ PACKAGE = Path(__file__).parents[1] / "src" / "megabatch"
 
 # Modules that import little and may be imported by every layer above `tiles`.
 FOUNDATION = {
-    "config", "environment", "evidence", "files", "host_memory", "measurements", "packages", "recall", "reference", "terminal", "version",
+    "config", "environment", "evidence", "files", "host_memory", "measurements", "objectives", "optimizers", "packages", "recall",
+    "reference", "terminal", "version",
 }  # fmt: skip
 # Each package or module of the package, and what it may import; "." is __init__.py. Read from the bottom to the top.
 MAY_IMPORT = {
@@ -21,12 +22,13 @@ MAY_IMPORT = {
     "__main__": {"cli"},
     "cli": FOUNDATION | {"audit", "costs", "measuring", "planning", "reporting", "training"},
     "adapters": {"chunks", "losses", "measuring"},
-    "measuring": FOUNDATION | {"chunks", "costs", "data", "losses", "planning", "reporting", "ring", "towers", "training"},
-    "planning": FOUNDATION | {"costs", "reporting", "towers"},
-    "audit": {"config", "evidence", "files", "reporting"},
-    "training": FOUNDATION | {"chunks", "data", "losses", "reporting", "ring", "tiles", "tiles.contract", "towers"},
+    "measuring": FOUNDATION | {"chunks", "costs", "data", "losses", "planning", "reporting", "ring", "towers", "trust", "training"},
+    "planning": FOUNDATION | {"costs", "reporting", "towers", "trust"},
+    "audit": {"config", "evidence", "files", "objectives", "optimizers", "reporting"},
+    "training": FOUNDATION | {"chunks", "data", "losses", "reporting", "ring", "tiles", "tiles.contract", "towers", "trust"},
     "costs": FOUNDATION | {"towers"},
     "reporting": FOUNDATION,
+    "trust": {"config", "towers"},
     "towers": FOUNDATION,
     "data": FOUNDATION,
     "chunks": {"host_memory", "losses", "ring"},
@@ -40,10 +42,12 @@ MAY_IMPORT = {
     "environment": {"host_memory", "tiles", "version"},
     "measurements": {"files"},
     "packages": {"config"},
-    "config": set(),
+    "config": {"objectives", "optimizers"},
     "evidence": set(),
     "files": set(),
     "host_memory": set(),
+    "objectives": set(),
+    "optimizers": set(),
     "recall": set(),
     "reference": set(),
     "terminal": set(),

@@ -22,7 +22,7 @@ from torch import nn
 
 import megabatch
 from megabatch import cli, config, environment, files, host_memory
-from megabatch.chunks.memory import room_bytes
+from megabatch.chunks.keep import free_bytes
 from megabatch.costs.devices import cpu_device
 from megabatch.data import open_source
 from megabatch.measurements import Measured
@@ -284,7 +284,7 @@ def test_a_device_that_tells_nothing_of_its_memory_is_no_obstacle(monkeypatch):
     memory.reset_peak(mps)
     assert memory.peak(mps) is None
     with pytest.raises(ValueError, match='keep="auto" on mps'):
-        room_bytes(mps)
+        free_bytes(mps)
 
 
 def test_a_profile_of_such_a_device_is_shown_without_its_memory():

@@ -17,6 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, Union
 
+from . import objectives, optimizers
+from .objectives import ObjectiveName
+from .optimizers import LrRule
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -26,8 +30,6 @@ Section = TypeVar("Section")
 # TOML has no null: this text stands for None where a value may be absent.
 NONE = "none"
 LENGTHS = ("samples", "epochs", "steps")
-# What stands before the colon of a tower that is a library's model: its name is data, any other "package.module:name" is code.
-LIBRARIES = ("timm", "open_clip", "transformers")
 # A larger file, or a more deeply nested one, is not a run's configuration.
 LARGEST_FILE = 2**20
 DEEPEST = 32
@@ -120,11 +122,11 @@ class Loss:
     duplicates: what pairs with equal captions are to each other: "mask" and "positive" as in the losses; "negative" as any other.
     """
 
-    objective: Literal["clip", "siglip", "classify"] = "clip"
+    objective: ObjectiveName = objectives.DEFAULT
     dim: int = 128
     scale: float | None = None
     max_scale: float = 100.0
-    bias: float = -10.0
+    bias: float = objectives.SIGMOID_BIAS
     label_smoothing: float = 0.0
     duplicates: Literal["mask", "positive", "negative"] = "mask"
     drop_above: float | None = None
@@ -147,7 +149,7 @@ class Batch:
     schedule: Literal["constant", "linear", "exponential", "steps", "noise"] = "constant"
     start: int | None = None
     ramp: float = 0.5
-    lr_rule: Literal["linear", "sqrt", "none"] = "sqrt"
+    lr_rule: LrRule = "sqrt"
 
 
 @dataclass(frozen=True)
@@ -158,12 +160,12 @@ class Optimizer:
     clip_norm: the largest norm of the whole gradient. ema: decay of a moving average of the weights, evaluated in their place.
     """
 
-    name: str = "adamw"
-    lr: float = 1e-3
-    weight_decay: float = 0.1
-    betas: tuple[float, float] = (0.9, 0.98)
-    eps: float = 1e-8
-    momentum: float = 0.9
+    name: str = optimizers.DEFAULT
+    lr: float = optimizers.LR
+    weight_decay: float = optimizers.WEIGHT_DECAY
+    betas: tuple[float, float] = optimizers.BETAS
+    eps: float = optimizers.EPS
+    momentum: float = optimizers.MOMENTUM
     options: Mapping[str, Any] = field(default_factory=dict)
     clip_norm: float | None = 1.0
     ema: float | None = None
@@ -347,40 +349,10 @@ def as_toml(run: Run) -> str:
     return "\n".join(lines) + "\n"
 
 
-def callables(run: Run) -> dict[str, str]:
-    """Return the keys of a run whose values name code, "package.module:function", with these values.
-
-    Models of libraries ("timm:…") and PyTorch's own optimizers ("torch.optim:NAdam") are chosen from a fixed set and are not code.
-
-    >>> callables(build({"x": {"name": "my.towers:small"}, "y": {"name": "timm:vit_tiny_patch16_224"}, "schedule": {"steps": 1}}))
-    {'x.name': 'my.towers:small'}
-    """
-    towers = {f"{side}.name": tower.name for side, tower in (("x", run.x), ("y", run.y))}
-    named = {key: name for key, name in towers.items() if ":" in name and name.partition(":")[0] not in LIBRARIES}
-    if ":" in run.optimizer.name and not is_torch_optimizer(run.optimizer.name):
-        named["optimizer.name"] = run.optimizer.name
-    return named
-
-
 def is_torch_optimizer(name: str) -> bool:
     """Return whether an optimizer's name has the form "torch.optim:Class", without a path into other modules."""
     package, _, kind = name.partition(":")
     return package == "torch.optim" and kind.isidentifier()
-
-
-def require_trust(run: Run, trust_code: bool) -> None:
-    """Raise ValueError where a run names code and the caller has not said that it may run.
-
-    Call it before anything that the run names is imported. `trust_code` comes from the command line or from the calling program,
-    never from a file: a file must not be able to grant itself the right to execute code.
-    """
-    named = callables(run)
-    if named and not trust_code:
-        key, name = next(iter(named.items()))
-        raise ValueError(
-            f"{key} is {name!r}: it names code, which runs only with --trust-code (trust_code=True in Python); give it if you trust"
-            " whoever wrote the configuration and that code, or name a model or optimizer that is built in"
-        )
 
 
 def check(run: Run) -> None:
@@ -552,20 +524,11 @@ class Use(NamedTuple):
 
 GROWING = ("linear", "exponential", "steps")
 USES = (
-    Use("loss.label_smoothing", "loss.objective", ("clip", "classify")),
-    Use("loss.drop_above", "loss.objective", ("clip",)),
-    Use("loss.bias", "loss.objective", ("siglip",)),
-    Use("loss.scale", "loss.objective", ("clip", "siglip")),
-    Use("loss.max_scale", "loss.objective", ("clip", "siglip")),
-    Use("loss.duplicates", "loss.objective", ("clip", "siglip")),
-    Use("data.negatives", "loss.objective", ("clip", "siglip")),
-    Use("evaluate.large", "loss.objective", ("clip", "siglip")),
+    *(Use(key, "loss.objective", users) for key, users in objectives.users_of_keys().items()),
     Use("batch.start", "batch.schedule", (*GROWING, "noise")),
     Use("batch.ramp", "batch.schedule", GROWING),
     Use("batch.lr_rule", "batch.schedule", (*GROWING, "noise")),
-    Use("optimizer.momentum", "optimizer.name", ("sgd",), "optimizer.options"),
-    Use("optimizer.betas", "optimizer.name", ("adamw",), "optimizer.options"),
-    Use("optimizer.eps", "optimizer.name", ("adamw",), "optimizer.options"),
+    *(Use(key, "optimizer.name", users, "optimizer.options") for key, users in optimizers.users_of_keys().items()),
 )
 
 
@@ -622,7 +585,7 @@ def _check_scale(loss: Loss) -> None:
 def _check_noise(run: Run) -> None:
     """Raises ValueError where a batch cannot follow the noise of the gradient."""
     refused = 'batch.schedule is "noise"'
-    if run.loss.objective != "classify":
+    if objectives.OBJECTIVES[run.loss.objective].contrastive:
         raise ValueError(
             f"{refused} and loss.objective {run.loss.objective!r}: its samples are compared with each other, so a larger batch is "
             "another loss with more negatives, of which the noise says nothing; choose steps, linear or exponential"

@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-import math
 from typing import Literal, NamedTuple
 
 Confidence = Literal["measured", "high", "medium", "low"]
-RateRule = Literal["sqrt", "linear", "none"]
 
 
 class Fact(NamedTuple):
@@ -20,10 +18,9 @@ class Fact(NamedTuple):
     confidence: Confidence
 
 
-# Contrastive learning: the batch below which plain InfoNCE loses quality, the batches at which more negatives stop helping, and the
-# batch above which every published comparison from scratch lost quality (FACTS["negatives"]).
+# Contrastive learning: the batch below which plain InfoNCE loses quality, and the batch above which every published comparison from
+# scratch lost quality (FACTS["negatives"]). The batch at which more negatives stop helping depends on the loss: `objectives`.
 FLOOR = 4_096
-SATURATION = {"siglip": 32_768, "clip": 98_304}
 CEILING = 262_144
 
 # Contrastive learning: how many updates are needed. Two budgets have been trained at several batch sizes. For each: the samples
@@ -151,22 +148,6 @@ def steps_factor(batch: int, critical: float) -> float:
     (2.0, 9.0)
     """
     return 1 + critical / batch
-
-
-def rate_rule(optimizer: str) -> RateRule:
-    """Return how the learning rate follows the batch: linearly for SGD, with the square root for Adam and others."""
-    return "linear" if optimizer == "sgd" else "sqrt"
-
-
-def rate_factor(rule: RateRule, growth: float) -> float:
-    """Return the factor of the learning rate when the batch grows by a factor.
-
-    >>> rate_factor(rate_rule("sgd"), 4), rate_factor(rate_rule("adamw"), 4), rate_factor("none", 4)
-    (4, 2.0, 1.0)
-    """
-    if rule == "sqrt":
-        return math.sqrt(growth)
-    return growth if rule == "linear" else 1.0
 
 
 def ema_at(decay: float, growth: float) -> float:

@@ -15,7 +15,7 @@ from small_encoders import CHUNK, Wrap, batch, gradients, in_chunks, same, tower
 from torch import Tensor, nn
 
 import megabatch
-from megabatch.chunks import generators
+from megabatch.chunks import rng_state
 
 MODEL = tower(dropout=0.0)
 GLOBAL = torch.Generator()
@@ -181,17 +181,17 @@ def test_what_is_no_generator_is_refused(given, words):
 
 def test_generators_of_the_host_that_the_encoder_does_not_draw_from_are_left_alone(monkeypatch):
     """Other threads may draw from them while backward runs."""
-    monkeypatch.setattr(generators._PYTHON, "set", lambda state: pytest.fail("Python's generator was set"))
-    monkeypatch.setattr(generators.NumpyGlobal, "set", lambda self, state: pytest.fail("NumPy's generator was set"))
+    monkeypatch.setattr(rng_state._PYTHON, "set", lambda state: pytest.fail("Python's generator was set"))
+    monkeypatch.setattr(rng_state.NumpyGlobal, "set", lambda self, state: pytest.fail("NumPy's generator was set"))
     megabatch.cached(tower(), chunk=4)(batch()).sum().backward()
 
 
 def test_states_that_do_not_change_are_not_held_for_every_chunk():
     random.seed(1)
-    first = [source.get() for source in generators.host_sources()]
-    assert all(source.get() is state for source, state in zip(generators.host_sources(), first, strict=True))
+    first = [source.get() for source in rng_state.host_sources()]
+    assert all(source.get() is state for source, state in zip(rng_state.host_sources(), first, strict=True))
     random.random(), numpy.random.rand()
-    assert not any(source.get() is state for source, state in zip(generators.host_sources(), first, strict=True))
+    assert not any(source.get() is state for source, state in zip(rng_state.host_sources(), first, strict=True))
 
 
 def counting(change: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -437,7 +437,7 @@ def by_hand(model: nn.Module, sizes: list[int]) -> list[Tensor]:
     return [z, *gradients(model), *model.buffers()]
 
 
-@pytest.mark.filterwarnings("ignore:the encoder holds batch normalisation:UserWarning")
+@pytest.mark.filterwarnings("ignore:the encoder contains batch normalisation:UserWarning")
 @pytest.mark.parametrize("chunk, sizes", [(4, [4, 3, 2]), (3, [3, 2, 2]), (8, [7, 2]), (9, [9])])
 @pytest.mark.parametrize("keep", [0, "auto"])
 def test_batch_norm_gets_no_chunk_of_one_row(chunk, sizes, keep):
@@ -462,7 +462,7 @@ def test_accumulate_gives_batch_norm_no_chunk_of_one_row():
     assert torch.isfinite(mean)
 
 
-@pytest.mark.filterwarnings("ignore:the encoder holds batch normalisation:UserWarning")
+@pytest.mark.filterwarnings("ignore:the encoder contains batch normalisation:UserWarning")
 @pytest.mark.parametrize(
     "rows, chunk, words",
     [(5, 2, "1 of the 5 rows.*at least 3 rows"), (2, 1, "1 of the 2 rows.*at least 3"), (1, 4, "1 of the 1 rows.*drop_last")],
@@ -477,7 +477,7 @@ def test_a_single_row_for_batch_norm_is_refused_with_the_remedy(rows, chunk, wor
             call(batch(rows))
 
 
-@pytest.mark.filterwarnings("ignore:the encoder holds batch normalisation:UserWarning")
+@pytest.mark.filterwarnings("ignore:the encoder contains batch normalisation:UserWarning")
 def test_single_images_have_a_variance():
     model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2), nn.Flatten())
     megabatch.cached(model, chunk=1)(torch.randn(3, 1, 4, 4)).sum().backward()

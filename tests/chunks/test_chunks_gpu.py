@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import megabatch
 from megabatch import config
-from megabatch.chunks.memory import release
-from megabatch.chunks.rng_state import Replay
+from megabatch.chunks.oom import release
+from megabatch.chunks.rng_state import ForwardState
 from megabatch.training.build import assemble
 from megabatch.training.distributed import ranks
 
@@ -80,10 +80,10 @@ def test_dropout_is_replayed_wherever_the_inputs_are(dtype, place, keep):
 @pytest.mark.parametrize("place", ["device", "pinned"])
 def test_the_case_above_needs_the_replay(place, monkeypatch):
     @contextmanager
-    def forgetful(self: Replay) -> Iterator[None]:
+    def forgetful(self: ForwardState) -> Iterator[None]:
         yield
 
-    monkeypatch.setattr(Replay, "again", forgetful)
+    monkeypatch.setattr(ForwardState, "again", forgetful)
     model, x = tower(), torch.randn(37, 64)
     x = x.cuda() if place == "device" else x.pin_memory()
     device = None if place == "device" else "cuda"
@@ -182,7 +182,7 @@ def use(total: float) -> Iterator[None]:
 
 
 def test_auto_keeps_more_where_there_is_more(monkeypatch):
-    monkeypatch.setattr("megabatch.chunks.memory.SPARE", 0.0005)
+    monkeypatch.setattr("megabatch.chunks.keep.SPARE", 0.0005)
     kept = []
     for total in (300, 450, 3000):
         model = tower(depth=8, width=1024)
@@ -226,7 +226,7 @@ def test_a_device_that_is_really_out_of_memory_is_survived():
 
 
 def test_keep_auto_that_was_too_bold_is_corrected(monkeypatch):
-    monkeypatch.setattr("megabatch.chunks.keep.room_bytes", lambda device: 2**50)
+    monkeypatch.setattr("megabatch.chunks.keep.free_bytes", lambda device: 2**50)
     model = tower(depth=12, width=1024)
     x = torch.randn(4096, 1024).pin_memory()
     encode = megabatch.cached(model, chunk=256, keep="auto", device="cuda")

@@ -46,7 +46,7 @@ def test_keep_auto_keeps_one_chunk_at_first_and_then_what_memory_allows(monkeypa
     size = int(graph._keep.row_bytes)
     assert size > 0
     room = 5 * size
-    monkeypatch.setattr("megabatch.chunks.keep.room_bytes", lambda device: room)
+    monkeypatch.setattr("megabatch.chunks.keep.free_bytes", lambda device: room)
     kept = []
     for _ in range(3):
         z = encode(batch(10))
@@ -71,14 +71,14 @@ def test_keep_auto_measures_a_whole_chunk_and_not_the_remainder(monkeypatch):
     whole(batch(4)).sum().backward()
     encode(batch(9)).sum().backward()
     assert encode.kept == 2 and encode._keep.row_bytes == whole._keep.row_bytes
-    monkeypatch.setattr("megabatch.chunks.keep.room_bytes", lambda device: int(4 * whole._keep.row_bytes))
+    monkeypatch.setattr("megabatch.chunks.keep.free_bytes", lambda device: int(4 * whole._keep.row_bytes))
     encode(batch(17)).sum().backward()
     assert encode.kept == 3
 
 
 def test_room_on_a_cpu_is_half_of_what_is_available():
-    from megabatch.chunks.memory import room_bytes
+    from megabatch.chunks.keep import free_bytes
 
-    assert 2**20 < room_bytes(torch.device("cpu")) < 2**50
+    assert 2**20 < free_bytes(torch.device("cpu")) < 2**50
     with nullcontext() if torch.backends.mps.is_available() else pytest.raises(ValueError, match="cannot be read"):
-        room_bytes(torch.device("mps"))
+        free_bytes(torch.device("mps"))

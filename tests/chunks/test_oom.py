@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from world import error_of
 
 import megabatch
-from megabatch.chunks.memory import is_out_of_memory
+from megabatch.chunks.oom import is_out_of_memory
 
 ROWS = 12
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import megabatch
 from megabatch.chunks import rng_state
-from megabatch.chunks.rng_state import Replay
+from megabatch.chunks.rng_state import ForwardState
 
 
 def test_weights_that_change_before_backward_are_an_error_as_without_it():
@@ -125,9 +125,9 @@ def test_other_devices_generators_are_read_and_set_in_their_own_way(kind, monkey
             cls.state = state
 
     monkeypatch.setattr(rng_state.torch, "get_device_module", lambda device: Module)
-    start = Replay([torch.device(kind, 0)], [])
+    start = ForwardState([torch.device(kind, 0)], [])
     Module.state = torch.tensor([2])
-    with start.again():
+    with start.replayed():
         assert Module.state == 1
     assert Module.state == 2
     start.restore()

@@ -70,7 +70,7 @@ def test_a_cpu_computes_and_calls_one_after_the_other() -> None:
     cpu = dataclasses.replace(cpu, device=dataclasses.replace(cpu.device, rates={"fp32": 30e9}, bandwidth=8e9))
     small = small_work(3e9, 0.4e9, 0.4e9, 1000, 1_000_000, inputs=150_000)
     # 10 rows in two chunks: 1 s of products, 0.5 s for the rows' bytes and 0.1 s for the chunks', 2 · 1,000 operations at 5 µs.
-    parts = step_time(Task((small,), "mean"), Strategy(1, 10, 5, 0), cpu).parts
+    parts = step_time(Task((small,), "supervised"), Strategy(1, 10, 5, 0), cpu).parts
     assert parts["recomputation"] == pytest.approx(1.6 + 0.010)
     assert parts["forward"] == pytest.approx(1.6 + 0.6 * 0.010)
     assert "inputs" not in parts and "once a step" not in parts

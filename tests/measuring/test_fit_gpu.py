@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megabatch import config, measurements
-from megabatch.chunks.memory import release
+from megabatch.chunks.oom import release
 from megabatch.measuring.fit import fit
 from megabatch.measuring.fit.finder import ChunkResult, find_chunk
 from megabatch.measuring.fit.memory import held, limit_of

@@ -26,7 +26,7 @@ from megabatch.measuring.fit import fit_run as fitting
 from megabatch.measuring.fit import show
 from megabatch.measuring.fit.memory import Limit
 from megabatch.measuring.fit.show import sentences, ticks
-from megabatch.towers.tower import Tower
+from megabatch.towers.tower import BuiltTower
 from megabatch.training.distributed import ranks
 from megabatch.training.objective import Classification, Contrastive
 
@@ -52,8 +52,8 @@ class Wide(Bytes):
         return found + wide.mean(1, keepdim=True)
 
 
-def wide(dim: int = 8) -> Tower:
-    return Tower(Wide(dim), prepare, "text")
+def wide(dim: int = 8) -> BuiltTower:
+    return BuiltTower(Wide(dim), prepare, "text")
 
 
 class Secretive(Bytes):
@@ -63,8 +63,8 @@ class Secretive(Bytes):
         return super().forward(codes) * (1.0 if int(codes.sum()) else 0.0)
 
 
-def secretive(dim: int = 8) -> Tower:
-    return Tower(Secretive(dim), prepare, "text")
+def secretive(dim: int = 8) -> BuiltTower:
+    return BuiltTower(Secretive(dim), prepare, "text")
 
 
 def foretold(row: int, constant: int = 0) -> Any:

@@ -25,7 +25,7 @@ SMALL += ["evaluate.limit=200", "batch.size=32", "batch.chunk=64", "optimizer.lr
 # A tower that takes its time as long as a file says so.
 TOWER = """
 import os, time
-from small_towers import Bytes, Tower, prepare
+from small_towers import Bytes, BuiltTower, prepare
 
 class Slow(Bytes):
     def forward(self, codes):
@@ -33,7 +33,7 @@ class Slow(Bytes):
         return super().forward(codes)
 
 def text(dim=8):
-    return Tower(Slow(dim), prepare, "text")
+    return BuiltTower(Slow(dim), prepare, "text")
 """
 SWEEP = """
 import sys

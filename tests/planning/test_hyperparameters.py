@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from megabatch import evidence
 from megabatch.costs.devices import KNOWN, find_device
 from megabatch.costs.hardware import find_machine, parse_bytes, with_rates
+from megabatch.objectives import saturation_of
 from megabatch.planning.choose_batch import (
     CriticalBatch,
     contrastive,
@@ -67,7 +68,7 @@ def test_the_batch_is_never_larger_than_the_data():
 @settings(max_examples=200, deadline=None)
 def test_more_samples_never_ask_for_a_smaller_batch_and_never_for_more_than_the_data(seen, data, start, loss):
     choice = contrastive(seen, data, loss, start)
-    assert 1 <= choice.batch <= min(data, evidence.SATURATION[loss])
+    assert 1 <= choice.batch <= min(data, saturation_of(loss))
     assert contrastive(2 * seen, data, loss, start).batch >= choice.batch
     assert choice.updates == math.ceil(seen / choice.batch)
     if choice.batch < evidence.FLOOR <= data:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from ..optimizers import FAMILIES, rate_factor
 from .training import Training
 
 # Steps that a contrastive training needs: below the first it falls steeply, above the second batches of any size did equally well.
 FEWEST_UPDATES, ENOUGH_UPDATES = 2_000, 15_000
-# The batch from which plain InfoNCE is comfortable, and those from which more negatives stop paying.
+# The batch from which plain InfoNCE is comfortable, and the one above which no published comparison gains.
 FLOOR = 4_096
-SATURATION = {"siglip": 32_768, "clip": 98_304}
 CEILING = 262_144
 # No fix proposes a contrastive batch below this; a longer run is the better advice then. Ours, not a paper's.
 SMALLEST = 64
@@ -21,14 +21,16 @@ WARMUP_SHARE = 0.1
 
 def scaled_rate(lr: float, batch: int, other: int, optimizer: str) -> float:
     """The learning rate at another batch: linear for SGD, by the square root for Adam."""
-    return lr * (other / batch) ** (1.0 if optimizer == "sgd" else 0.5)
+    return lr * rate_factor(FAMILIES[optimizer].lr_rule, other / batch)
 
 
 def wanted_warmup(training: Training) -> int | None:
     """Steps of warm-up: 2/(1−β2) for Adam, five epochs for SGD at a large batch; never more than a tenth of the run."""
-    if training.optimizer == "adam" and training.beta2 is not None:
+    if training.family is None or not training.family.scaling_is_studied:
+        return None
+    if training.family.uses_beta2 and training.beta2 is not None:
         steps: float = 2 / (1 - training.beta2)
-    elif training.optimizer == "sgd" and training.data is not None and training.size is not None:
+    elif not training.family.uses_beta2 and training.data is not None and training.size is not None:
         steps = 5 * training.data / training.size
     else:
         return None

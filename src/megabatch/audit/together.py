@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from ..optimizers import DEFAULT, OPTIMIZERS
 from .arithmetic import rounded, scaled_rate
 from .documents import Reading
 from .rule import Finding
@@ -56,7 +57,7 @@ def _same_rate(readings: Sequence[Reading]) -> Iterator[Finding]:
             if base.lr is None or training.lr != base.lr or training.size == base.size or training.optimizer != base.optimizer:
                 continue
             assert base.size is not None and training.size is not None
-            wanted = rounded(scaled_rate(base.lr, base.size, training.size, training.optimizer or "adam"))
+            wanted = rounded(scaled_rate(base.lr, base.size, training.size, training.optimizer or OPTIMIZERS[DEFAULT].family.name))
             why = f"lr {training.lr:g} at {training.size:,} as in {first.document.name} at {base.size:,}. {because} [{source}]"
             fix = reading.document.diff({"lr": wanted}, training) if training.optimizer else None
             yield Finding(SAME, "warning", f"{reading.document.name}: {reading.document.where('lr')}", why, fix or remedy)

@@ -12,7 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Optimizer = Literal["adam", "sgd", "lars", "lamb"]
+from ..objectives import AuditName, is_contrastive
+from ..optimizers import FAMILIES, FamilyName, FamilySpec
+
 Moment = Literal["step", "micro-batch"]
 
 
@@ -40,7 +42,7 @@ class Training:
     batch_from_memory: the batch is the largest that fits.
     """
 
-    objective: Literal["clip", "siglip", "supervised", "lm"] | None = None
+    objective: AuditName | None = None
     batch: int | None = None
     micro: int | None = None
     chunk: int | None = None
@@ -48,7 +50,7 @@ class Training:
     accumulation: int | None = None
     accumulates: Literal["plain", "features"] | None = None
     gather: Literal["exact", "matrix", "whole", "no-gradient", "none"] | None = None
-    optimizer: Optimizer | None = None
+    optimizer: FamilyName | None = None
     lr: float | None = None
     base_lr: float | None = None
     base_batch: int | None = None
@@ -87,7 +89,17 @@ class Training:
     @property
     def contrastive(self) -> bool:
         """Known to compare samples with each other."""
-        return self.objective in ("clip", "siglip")
+        return is_contrastive(self.objective)
+
+    @property
+    def family(self) -> FamilySpec | None:
+        """The family of the optimizer, where it is known."""
+        return None if self.optimizer is None else FAMILIES[self.optimizer]
+
+    @property
+    def follows_gradient_scale(self) -> bool:
+        """Known that a gradient which is too large by a constant factor makes the update too large."""
+        return self.family is not None and self.family.follows_gradient_scale
 
     @property
     def product(self) -> int | None:

@@ -1,4 +1,4 @@
-"""HOW MUCH at once: a batch through encoders and losses in chunks, with the result of the whole batch."""
+"""HOW MUCH at once: encoders and losses run a batch in chunks, with the result of the whole batch."""
 
 from .accumulate import accumulate
 from .cached import cached

@@ -1,10 +1,11 @@
-"""Encoders at any batch: a batch goes through in chunks, whose activations are recomputed in backward instead of kept."""
+"""Encoders at any batch size: the batch runs in chunks, whose activations are recomputed in backward instead of stored."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -12,9 +13,10 @@ from torch import Tensor
 
 from ..losses.autograd import outside_graphs
 from ..ring import Ring
-from . import attempt, rows
+from . import rows
 from .ddp_fsdp import (
     batch_norms,
+    check_exchange,
     explaining_single_rows,
     find_ddp,
     fsdp_modules,
@@ -26,17 +28,26 @@ from .ddp_fsdp import (
     run_once,
     submodules,
 )
-from .exchange import check_exchange
-from .generators import Source, check_generators, host_sources, sources_in
 from .keep import Keep, KeepAuto
-from .memory import is_out_of_memory, release
-from .recompute import recomputed
-from .repeatable import Differences, Repeatability, tolerance_for
-from .rng_state import Buffer, Replay, buffers_of, current_accelerator, differs, states_of, versions_of
+from .oom import current_attempt, is_out_of_memory, oom_warning, release
+from .recompute import Differences, Repeatability, recomputed, tolerance_for
+from .rng_state import (
+    Buffer,
+    ForwardState,
+    RngSource,
+    buffers_of,
+    check_generators,
+    current_accelerator,
+    differs,
+    host_sources,
+    sources_in,
+    states_of,
+    versions_of,
+)
 
-# From so many chunks on, a sum of their gradients in half precision is worth a word.
-MANY = 16
-# How far above a warning's helper the caller's line is, the frames of outside_graphs included.
+# From this number of chunks on, a sum of their gradients in half precision deserves a warning.
+MANY_CHUNKS = 16
+# The stacklevel of the user's line for `_warn`, including the frames of outside_graphs.
 CALLER = 7
 
 
@@ -50,22 +61,23 @@ def cached(
     generators: Sequence[Any] = (),
     check: bool = True,
 ) -> Cached:
-    """The encoder, with the same signature and the same gradients, holding the activations of `chunk` rows at a time.
+    """Return the encoder with the same signature and gradients, which stores the activations of `chunk` rows at a time.
 
-    encoder: a Module, a method of one, or a function of them. Wrapped in DDP, it exchanges gradients once a step.
+    encoder: a Module, a method of one, or a function of them. Wrapped in DDP, it exchanges gradients once per step.
         Inputs and outputs are tensors whose first dimension is the batch, in tuples, lists and dicts of any depth.
-    chunk: rows that go through the encoder at once. Memory is set by it, the result is not.
-    keep: chunks whose graphs are kept instead of recomputed in backward; "auto" fills the free memory from the second step on.
-    device: where chunks go, one at a time, when the inputs stay elsewhere (in pinned host memory); None leaves them where they are.
-    sync: who exchanges the gradients of several ranks. "wrapper": DDP or fully_shard; a call for which neither does raises a
-        ValueError. "none": nobody here; you do it yourself, or each rank keeps its own.
-    generators: random number generators of the encoder's own that have to be replayed and are not found in its attributes, closures
-        and partial arguments: those of torch, random and numpy.random, or objects with get_state() and set_state().
-    check: compare a few values of every recomputed row with the first ones, and raise a RuntimeError at the end of backward if the
-        encoder has computed something else.
+    chunk: rows that go through the encoder at once. It determines the memory, but not the result.
+    keep: number of chunks whose graphs are kept instead of recomputed in backward; "auto" fills the free memory from the second
+        step on.
+    device: moves the inputs there one chunk at a time, for example from pinned host memory; None leaves them where they are.
+    sync: who exchanges gradients between ranks. "wrapper": DDP or fully_shard; a call for which neither does raises a
+        ValueError. "none": nobody; you do it yourself, or each rank keeps its own.
+    generators: random number generators of the encoder to replay, in addition to those found in its attributes, closures and
+        partial arguments: generators of torch, random and numpy.random, or objects with get_state() and set_state().
+    check: compare a few values of every recomputed row with those of forward, and raise a RuntimeError at the end of backward
+        if they differ.
 
-    Dropout is replayed, autocast and GradScaler are honoured, frozen parts stay frozen. A chunk that does not fit in forward is
-    tried again in halves; `retry_on_oom` does that for the whole step, backward included.
+    Dropout is replayed, autocast and GradScaler are respected, frozen parts stay frozen. A chunk that runs out of memory in forward
+    is retried in halves; `retry_on_oom` does that for the whole step, including backward.
 
     >>> import torch, megabatch
     >>> tower = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 16))
@@ -73,37 +85,43 @@ def cached(
     >>> encode(torch.randn(1000, 32)).shape
     torch.Size([1000, 16])
     """
-    return Cached(encoder, chunk, keep, device, sync, generators, check)
+    return Cached(encoder, CacheOptions(chunk, keep, device, sync, generators, check))
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """The options of `cached`."""
+
+    chunk: int
+    keep: int | Literal["auto"]
+    device: torch.device | str | None
+    sync: Literal["wrapper", "none"]
+    generators: Sequence[Any]
+    check: bool
 
 
 class Cached:
-    """What `cached` returns. `chunk` may have become smaller than asked for; `kept` says how many chunks the last call kept."""
+    """The callable that `cached` returns.
 
-    def __init__(
-        self,
-        encoder: Callable[..., Any],
-        chunk: int,
-        keep: int | Literal["auto"],
-        device: torch.device | str | None,
-        sync: Literal["wrapper", "none"],
-        generators: Sequence[Any],
-        check: bool,
-    ) -> None:
+    chunk: the rows of a chunk, fewer than requested if memory ran out. kept: how many chunks the last call kept.
+    """
+
+    def __init__(self, encoder: Callable[..., Any], options: CacheOptions) -> None:
         if not callable(encoder):
             raise ValueError(f"encoder is a {type(encoder).__name__}: must be a Module or a function that encodes a batch")
-        self.chunk = check_chunk(chunk)
+        self.chunk = check_chunk(options.chunk)
         self.kept = 0
-        self._keep = _keep(keep)
+        self._keep = _keep(options.keep)
         self._ddp = find_ddp(encoder)
         self._encoder = encoder if self._ddp is None else self._ddp.module
         self._modules = modules_in(self._encoder)
-        self._device = None if device is None else torch.device(device)
-        if self._ddp is not None and self._ddp.device_ids and device is None:
+        self._device = None if options.device is None else torch.device(options.device)
+        if self._ddp is not None and self._ddp.device_ids and self._device is None:
             # DDP would move the whole batch there.
             self._device = torch.device(self._ddp.device_type, self._ddp.device_ids[0])
-        self._sync = _sync(sync, self._ddp is not None)
-        self._generators, self._found = check_generators(generators), list[Source]()
-        self._check = check
+        self._sync = _sync(options.sync, self._ddp is not None)
+        self._generators, self._found_generators = check_generators(options.generators), list[RngSource]()
+        self._check = options.check
         self._differences = Differences()
         self._modes: list[bool] = []
         self._stateful: list[Buffer] | None = None
@@ -113,12 +131,12 @@ class Cached:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._differences.judge_arrived()
         meeting = meeting_rings(self._modules)
-        taking_part = attempt.current.get()
-        if taking_part is not None:
-            taking_part.join(self, meeting, self._ddp)
+        attempt = current_attempt.get()
+        if attempt is not None:
+            attempt.join(self, meeting, self._ddp)
         if self._ddp is None:
             return self._encode((args, kwargs), meeting)
-        with nullcontext() if taking_part is None else no_sync(self._ddp):
+        with nullcontext() if attempt is None else no_sync(self._ddp):
             return run_once(self._ddp, lambda: self._encode((args, kwargs), meeting))
 
     def __repr__(self) -> str:
@@ -129,14 +147,14 @@ class Cached:
         return self._keep.stop()
 
     def _encode(self, inputs: Any, meeting: list[Ring]) -> Any:
-        """The outputs for all rows, in smaller chunks if there is no memory for these."""
+        """Return the outputs for all rows, in smaller chunks if memory does not suffice for these."""
         self._warn_of_batch_norm()
         self._warn_of_rounding(rows.rows_of(inputs))
-        start = Replay(self._devices(inputs), self._buffers(), versions_of(self._parameters()), states_of(self._sources()))
-        taking_part = attempt.current.get()
-        if taking_part is not None:
-            taking_part.starts.append(start)
-        asked, stopped = self.chunk, False
+        start = ForwardState(self._devices(inputs), self._buffers(), versions_of(self._parameters()), states_of(self._sources()))
+        attempt = current_attempt.get()
+        if attempt is not None:
+            attempt.states.append(start)
+        requested, stopped = self.chunk, False
         while True:
             try:
                 outputs = self._run(inputs, start, meeting)
@@ -149,23 +167,23 @@ class Cached:
                 elif self.chunk > 1:
                     self.chunk //= 2
                 else:
-                    self.chunk = asked
+                    self.chunk = requested
                     raise
-            # Not in the except clause: while the exception lives, its frames hold the tensors that have to go.
+            # Not in the except clause: while the exception exists, its frames hold the tensors that have to be freed.
             release()
             start.restore()
-        if stopped or self.chunk < asked:
-            warnings.warn(what_changed(asked, self.chunk, stopped), stacklevel=CALLER - 2)
+        if stopped or self.chunk < requested:
+            warnings.warn(oom_warning(requested, self.chunk, stopped), stacklevel=CALLER - 2)
         return outputs
 
-    def _run(self, inputs: Any, start: Replay, meeting: list[Ring]) -> Any:
+    def _run(self, inputs: Any, start: ForwardState, meeting: list[Ring]) -> Any:
         pieces = rows.split(inputs, self.chunk, least_rows(self._modules))
         sizes = [rows.rows_of(piece) for piece in pieces]
         device, recording = self._compute_device(inputs), torch.is_grad_enabled()
         count, kept = len(pieces), self._keep.begin(device, sizes) if recording else 0
         for ring in meeting:
-            facts = ring.gather([count, kept], device)
-            count, kept = max(each[0] for each in facts), min(each[1] for each in facts)
+            counts = ring.gather([count, kept], device)
+            count, kept = max(each[0] for each in counts), min(each[1] for each in counts)
         missing = count - len(pieces)
         pieces, sizes = pieces + [rows.empty(inputs)] * missing, sizes + [0] * missing
         self.kept = min(kept, count)
@@ -179,11 +197,11 @@ class Cached:
                 if not recording:
                     outputs.append(self._chunk(piece))
                 elif index < count - kept:
-                    replay = start if index == 0 else Replay(start.generators, self._stateful or (), start.weights, states)
-                    outputs.append(recomputation(index, piece, replay))
-                    states = replay.end()
+                    state = start if index == 0 else ForwardState(start.generators, self._stateful or (), start.weights, states)
+                    outputs.append(recomputation(index, piece, state))
+                    states = state.forward_done()
                 else:
-                    with self._keep.keeping(sizes[index], self._known(piece)) if index == last_full else nullcontext():
+                    with self._keep.measuring(sizes[index], self._known(piece)) if index == last_full else nullcontext():
                         outputs.append(self._chunk(piece))
             if index == 0 and recording and self._ddp is None and self._sync == "wrapper":
                 check_exchange(rows.tensors_of(piece), rows.tensors_of(outputs), self._modules)
@@ -196,17 +214,17 @@ class Cached:
 
     def _recomputation(
         self, inputs: Any, sharded: list[Any], device: torch.device, repeatability: Repeatability | None
-    ) -> Callable[[int, Any, Replay], Any]:
-        """What runs one chunk of a call without keeping its activations: backward runs it again from the state it started from."""
+    ) -> Callable[[int, Any, ForwardState], Any]:
+        """Return the function that runs one chunk without storing its activations; backward runs it again from the same state."""
         versions = _named_versions(inputs)
 
-        def recomputation(index: int, piece: Any, replay: Replay) -> Any:
+        def recomputation(index: int, piece: Any, state: ForwardState) -> Any:
             def run(again: bool) -> Any:
-                self._keep.look(device)
+                self._keep.record_peak(device)
                 if not again:
                     return self._chunk(piece)
                 _check_inputs(versions)
-                with replay.again(), gathering_weights(sharded):
+                with state.replayed(), gathering_weights(sharded):
                     outputs = self._chunk(piece)
                 if repeatability is not None:
                     repeatability.compare(index, outputs)
@@ -217,24 +235,24 @@ class Cached:
         return recomputation
 
     def _chunk(self, piece: Any) -> Any:
-        # Autocast keeps its reduced-precision copies of the weights between chunks; their gradients would then be summed up over
-        # all chunks in that precision. With a copy for each chunk, they are summed up in the weights' own.
+        # Autocast caches its reduced-precision copies of the weights between chunks; their gradients would then be summed over all
+        # chunks in that precision. With a copy for each chunk, they are summed in the precision of the weights.
         torch.clear_autocast_cache()
         versions = versions_of(rows.tensors_of(piece))
-        args, kwargs = piece if self._device is None else rows.map_tensors(piece, self._bring)
+        args, kwargs = piece if self._device is None else rows.map_tensors(piece, self._to_device)
         outputs = self._encoder(*args, **kwargs)
         if any(tensor._version != version for tensor, version in versions):
             raise ValueError(
-                "the encoder changes its input in place: recomputed in backward, it would start from the changed one; have it "
+                "the encoder changes its input in place: recomputed in backward, it would start from the changed one; let it "
                 "work on a copy, for example images / 255 instead of images.div_(255)"
             )
         return outputs
 
-    def _bring(self, tensor: Tensor) -> Tensor:
+    def _to_device(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device, non_blocking=True)
 
     def _buffers(self) -> list[Buffer]:
-        """The buffers that a forward changes; all of them until that is known for the modes (train, eval) of the modules."""
+        """Return the buffers that a forward changes; all of them until that is known for the modules' modes (train, eval)."""
         inner = submodules(self._modules)
         modes = [module.training for module in inner]
         if modes != self._modes:
@@ -243,14 +261,14 @@ class Cached:
             return self._stateful
         return buffers_of(inner)
 
-    def _sources(self) -> list[Source]:
-        """The generators to replay beside the devices' own; called after `_buffers`, which sees a change of modes."""
+    def _sources(self) -> list[RngSource]:
+        """Return the generators to replay besides those of devices. Call `_buffers` first: it detects a change of modes."""
         if self._stateful is None:
-            self._found = sources_in(self._encoder, submodules(self._modules))
-        return [*host_sources(), *self._generators, *self._found]
+            self._found_generators = sources_in(self._encoder, submodules(self._modules))
+        return [*host_sources(), *self._generators, *self._found_generators]
 
     def _tolerance(self, inputs: Any) -> float:
-        """The relative difference between an output and its recomputation that rounding cannot explain."""
+        """Return the relative difference between an output and its recomputation that rounding cannot explain."""
         tensors = (*self._parameters(), *rows.tensors_of(inputs))
         devices = {self._compute_device(inputs), *(tensor.device for tensor in tensors)}
         kinds = {device.type for device in devices if torch.amp.is_autocast_available(device.type)}
@@ -258,7 +276,7 @@ class Cached:
         return tolerance_for([*lower, *{tensor.dtype for tensor in tensors}], devices)
 
     def _devices(self, inputs: Any) -> list[torch.device]:
-        """Every device whose generator the encoder may draw from."""
+        """Return every device whose generator the encoder may draw from."""
         known = [tensor.device for tensor in (*self._parameters(), *rows.tensors_of(inputs))]
         every = dict.fromkeys([torch.device("cpu"), *current_accelerator(), self._compute_device(inputs), *known])
         return [device for device in every if device.type != "meta"]
@@ -267,11 +285,11 @@ class Cached:
         tensors = (*self._parameters(), *rows.tensors_of(inputs))
         if self._device is None:
             return tensors[0].device if tensors else torch.device("cpu")
-        # "cuda" is the device that is current now, with its number.
+        # An empty tensor resolves "cuda" to the current device and its index.
         return torch.empty(0, device=self._device).device
 
     def _known(self, piece: Any) -> list[Tensor]:
-        """What is there whether or not a chunk's graph is kept."""
+        """Return the tensors that exist whether or not a chunk's graph is kept."""
         return [*self._parameters(), *rows.tensors_of(piece)]
 
     def _parameters(self) -> list[Tensor]:
@@ -281,35 +299,35 @@ class Cached:
         if batch_norms(self._modules):
             self._warn(
                 "batch normalisation",
-                f"the encoder holds batch normalisation in training mode: it normalises over each chunk of {self.chunk} rows, not "
-                "over the batch, so the result depends on the chunk. Its running statistics are updated once for every chunk, not "
-                "again when it is recomputed. LayerNorm or GroupNorm, or batch normalisation in eval mode, do not depend on it",
+                f"the encoder contains batch normalisation in training mode: it normalises over each chunk of {self.chunk} rows, "
+                "not over the batch, so the result depends on the chunk. Its running statistics are updated once for every chunk, "
+                "not again in the recomputation. LayerNorm or GroupNorm, or batch normalisation in eval mode, do not depend on it",
             )
 
     def _warn_of_rounding(self, total: int) -> None:
         count = -(-total // self.chunk) if torch.is_grad_enabled() else 1
         dtypes = {p.dtype for p in self._parameters() if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)}
-        if dtypes and count >= MANY:
+        if dtypes and count >= MANY_CHUNKS:
             self._warn(
                 "rounding",
-                f"weights in {' and '.join(sorted(map(str, dtypes)))} have their gradients of {count} chunks summed up in that "
+                f"weights in {' and '.join(sorted(map(str, dtypes)))} have their gradients of {count} chunks summed in that "
                 "precision, so the result depends on the chunk: keep the weights in float32 and use autocast, or a larger chunk",
             )
 
     def _warn(self, subject: str, sentence: str) -> None:
-        """Says it once, at the line that called the encoder."""
+        """Warn once per subject, at the line that called the encoder."""
         if subject not in self._warned:
             self._warned.add(subject)
             warnings.warn(sentence, stacklevel=CALLER)
 
 
 def _named_versions(inputs: Any) -> list[tuple[str, Tensor, int]]:
-    """The tensors among a call's arguments with their names and versions; those made under inference mode have none."""
+    """Return the tensors among a call's arguments with their names and versions; those made in inference mode have none."""
     return [(name, t, t._version) for name, t in rows.named_tensors(*inputs) if not t.is_inference()]
 
 
 def _check_inputs(versions: Sequence[tuple[str, Tensor, int]]) -> None:
-    """Raise if an input was changed in place since forward: the recomputation would start from what is there now."""
+    """Raise if an input was changed in place since forward: the recomputation would start from the new values."""
     for name, tensor, version in versions:
         if tensor._version != version:
             raise RuntimeError(
@@ -320,20 +338,10 @@ def _check_inputs(versions: Sequence[tuple[str, Tensor, int]]) -> None:
 
 
 def check_chunk(chunk: object) -> int:
-    """The chunk, if it is a positive number of rows."""
+    """Return the chunk; raise a ValueError unless it is a positive number of rows."""
     if not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1:
         raise ValueError(f"chunk={chunk!r}: must be a positive number of rows, for example 256")
     return chunk
-
-
-def what_changed(asked: int, chunk: int, stopped: bool) -> str:
-    """The sentence for the user after memory ran out."""
-    parts = ["graphs are no longer kept"] if stopped else []
-    parts += [f"chunk {chunk} instead of {asked}"] if chunk < asked else []
-    return (
-        f"out of memory; from here on {' and '.join(parts)}. The batch and what is computed stay the same. "
-        f"Pass {f'chunk={chunk}' if chunk < asked else 'a smaller keep'} to spare the failed attempt"
-    )
 
 
 def _sync(sync: object, wrapped: bool) -> str:

@@ -1,10 +1,13 @@
-"""What an encoder is made of, how its wrappers exchange gradients, and which of them a chunk cannot run in."""
+"""The modules of an encoder and how DDP, FSDP2 and SyncBatchNorm exchange data in them: what is supported, and what is refused.
+
+`check_exchange` raises if neither DDP nor fully_shard would exchange the gradients of an encoder's parameters.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +22,7 @@ from .rows import rows_of
 
 
 def modules_in(call: Any) -> list[nn.Module]:
-    """The modules that a callable is, belongs to or refers to: a Module, its method, a partial, a function or object with them."""
+    """Return the modules that a callable is, belongs to or refers to: a Module, its method, a partial, a function or an object."""
     if isinstance(call, nn.Module):
         return [call]
     if isinstance(call, functools.partial):
@@ -36,40 +39,43 @@ def modules_in(call: Any) -> list[nn.Module]:
 
 
 def submodules(modules: list[nn.Module]) -> list[nn.Module]:
-    """All modules inside, each once."""
+    """Return the modules and all modules inside them, each once."""
     return list({id(inner): inner for module in modules for inner in module.modules()}.values())
 
 
 def find_ddp(encoder: Callable[..., Any]) -> DistributedDataParallel | None:
-    """The encoder if it is wrapped in DDP; a ValueError if a wrapper hides inside it that chunks cannot go through."""
+    """Return the encoder if it is a DDP model, else None; raise a ValueError if it contains a wrapper that cannot run in chunks."""
     for module in submodules(modules_in(encoder)):
         package, name = type(module).__module__.partition(".")[0], type(module).__name__
         if package == "deepspeed" or any(hasattr(p, "ds_id") for p in module.parameters(recurse=False)):
             raise ValueError(
-                f"the encoder holds a {name} of DeepSpeed: its ZeRO stages take weights and gradients apart in hooks that expect "
-                "one forward a step; shard with torch.distributed.fsdp.fully_shard or replicate with DDP instead"
+                f"the encoder contains a {name} of DeepSpeed: its ZeRO stages split weights and gradients in hooks that expect "
+                "one forward per step; shard with torch.distributed.fsdp.fully_shard or replicate with DDP instead"
             )
         if name == "FullyShardedDataParallel":
             raise ValueError(
-                "the encoder holds a FullyShardedDataParallel (FSDP1): which ranks share its weights does not show, so they "
-                "could not agree on the number of chunks; shard with torch.distributed.fsdp.fully_shard (FSDP2) instead"
+                "the encoder contains a FullyShardedDataParallel (FSDP1), which does not expose the ranks that share its weights, "
+                "so they could not agree on the number of chunks; shard with torch.distributed.fsdp.fully_shard (FSDP2) instead"
             )
         if (isinstance(module, DistributedDataParallel) and module is not encoder) or _is_replicated(module):
             raise ValueError(
-                "DistributedDataParallel is called inside the encoder, so once for every chunk: it would prepare to exchange "
-                "gradients as often; pass the DDP model itself, cached(ddp, chunk=…), or let DDP wrap the module that calls the "
+                "DistributedDataParallel is called inside the encoder, so once for every chunk: it would prepare an exchange of "
+                "gradients each time; pass the DDP model itself, cached(ddp, chunk=…), or let DDP wrap the module that calls the "
                 "cached encoder"
             )
     return encoder if isinstance(encoder, DistributedDataParallel) else None
 
 
 def _is_replicated(module: nn.Module) -> bool:
-    """Whether the module runs DDP's forward in hooks: torch.distributed._composable.replicate."""
+    """Return whether the module runs DDP's forward in hooks: torch.distributed._composable.replicate."""
     return any(kind.__module__ == "torch.distributed._composable.replicate" for kind in type(module).__mro__)
 
 
 def meeting_rings(modules: list[nn.Module]) -> list[Ring]:
-    """The ranks that meet inside the modules' forward, so that they must run equally many chunks: shards, synchronised norms."""
+    """Return the groups of ranks that communicate inside the modules' forward and must run equally many chunks.
+
+    These are the meshes of sharded parameters and the groups of synchronised batch normalisations.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         return []
     from torch.distributed.tensor import DTensor
@@ -82,13 +88,13 @@ def meeting_rings(modules: list[nn.Module]) -> list[Ring]:
 
 
 def least_rows(modules: list[nn.Module]) -> int:
-    """The rows that a chunk should have: batch normalisation in training has no variance of a single value."""
+    """Return the least rows that a chunk should have: 2 with batch normalisation in training, since one value has no variance."""
     return 2 if batch_norms(modules) else 1
 
 
 @contextmanager
 def explaining_single_rows(modules: list[nn.Module], piece: Any, pieces: Sequence[Any]) -> Iterator[None]:
-    """Around the forward of one of the pieces of a batch: says what to do where batch normalisation refuses it."""
+    """Context around the forward of one piece of a batch: explains the error of batch normalisation for a single row."""
     try:
         yield
     except ValueError as error:
@@ -103,13 +109,13 @@ def explaining_single_rows(modules: list[nn.Module], piece: Any, pieces: Sequenc
 
 
 def batch_norms(modules: list[nn.Module]) -> list[nn.Module]:
-    """The batch normalisations that are in training."""
+    """Return the batch normalisations in training mode."""
     return [module for module in submodules(modules) if isinstance(module, _BatchNorm) and module.training]
 
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Gradients stay on this rank: nothing is exchanged in the backward passes of what runs in here."""
+    """Context without an exchange of gradients: backward passes of what runs inside leave them on this rank."""
     if isinstance(model, DistributedDataParallel):
         with model.no_sync():
             yield
@@ -125,7 +131,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 
 def fsdp_modules(modules: list[nn.Module]) -> list[Any]:
-    """The modules that fully_shard has sharded."""
+    """Return the modules that fully_shard has sharded."""
     if not (dist.is_available() and dist.is_initialized()):
         return []
     from torch.distributed.fsdp import FSDPModule
@@ -135,9 +141,9 @@ def fsdp_modules(modules: list[nn.Module]) -> list[Any]:
 
 @contextmanager
 def gathering_weights(sharded: list[Any]) -> Iterator[None]:
-    """Forwards that run in backward, with the weights of sharded modules gathered.
+    """Context for forwards that run in backward: gathers the weights of the sharded modules before each of them.
 
-    fully_shard leaves that to the module's own backward; some versions of torch then find the shards of a chunk before.
+    fully_shard leaves that to the module's own backward; some versions of torch then use the shards of the chunk before.
     """
     handles = [module.register_forward_pre_hook(lambda module, args: module.unshard(), prepend=True) for module in sharded]
     try:
@@ -148,27 +154,27 @@ def gathering_weights(sharded: list[Any]) -> Iterator[None]:
 
 
 def run_once(ddp: DistributedDataParallel, work: Callable[[], Any]) -> Any:
-    """What `work` returns, run as DDP's one forward of this step: one preparation, one exchange of each gradient."""
+    """Return work(), run as the only forward of DDP in this step: one preparation, one exchange of each gradient."""
 
-    class Stand(nn.Module):
-        # DDP looks up the buffers that it broadcasts before a forward, and encoders that are cached inside it the parameters.
+    class Substitute(nn.Module):
+        # DDP looks up the buffers to broadcast before a forward; cached encoders inside it look up the parameters.
         named_buffers = ddp.module.named_buffers
         named_parameters = ddp.module.named_parameters
 
-        def forward(self, nothing: None) -> Any:
+        def forward(self, unused: None) -> Any:
             return work()
 
     original = ddp.module
-    ddp.module = Stand()
+    ddp.module = Substitute()
     try:
-        # With device_ids, DDP does not expect a call without inputs.
+        # With device_ids, DDP cannot be called without inputs.
         return ddp(None)
     finally:
         ddp.module = original
 
 
 def exchange_gradients(ddp: DistributedDataParallel) -> None:
-    """Averages over ranks the gradients that were collected under no_sync, in place and in DDP's own buckets."""
+    """Average over ranks the gradients that were collected under no_sync, in place and in DDP's own buckets."""
     ignored = getattr(ddp, "parameters_to_ignore", ())
     parameters = [p for name, p in ddp.module.named_parameters() if p.requires_grad and name not in ignored]
     used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=parameters[0].device)
@@ -180,7 +186,7 @@ def exchange_gradients(ddp: DistributedDataParallel) -> None:
 
 
 class _Touch(torch.autograd.Function):
-    """A zero whose gradient in every parameter is zero: its backward passes them all by and changes nothing."""
+    """Returns zero with a zero gradient for every parameter: its backward triggers DDP's exchange and adds nothing."""
 
     @staticmethod
     def forward(ctx: Any, *parameters: Tensor) -> Tensor:
@@ -190,3 +196,74 @@ class _Touch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return tuple(p.new_zeros(()).expand_as(p) for p in ctx.saved_tensors)
+
+
+def check_exchange(inputs: Iterable[Tensor], outputs: Iterable[Tensor], modules: list[nn.Module]) -> None:
+    """Raise a ValueError if parameters that the outputs depend on would keep the gradients of this rank alone.
+
+    inputs, outputs: the tensors of one chunk, which was run outside `cached(ddp)`. modules: those of the encoder.
+    """
+    # With checkpointing around the encoder, a forward recomputed in backward comes here again after DDP's forward has ended.
+    if not _has_several_ranks() or torch._C._current_graph_task_id() != -1:
+        return
+    outputs = [tensor for tensor in outputs if tensor.requires_grad]
+    if not outputs:
+        return
+    parameters = {id(p) for module in modules for p in module.parameters() if p.requires_grad}
+    active, sharded = DistributedDataParallel._active_ddp_module, fsdp_modules(modules)
+    if active is not None or sharded:
+        # Only parameters of the modules are judged: fully_shard, for example, replaces parameters by other tensors in forward.
+        owners = sharded if active is None else [*sharded, active.module]
+        unexchanged = parameters - {id(p) for owner in owners for p in owner.parameters()}
+        if not unexchanged:
+            return
+        unexchanged_leaves = [leaf for leaf in _leaves(inputs, outputs) if id(leaf) in unexchanged]
+    else:
+        unexchanged_leaves = [leaf for leaf in _leaves(inputs, outputs) if not _is_dtensor(leaf)]
+    if unexchanged_leaves:
+        raise ValueError(_reason(unexchanged_leaves, modules, active is not None))
+
+
+def _has_several_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _is_dtensor(tensor: Tensor) -> bool:
+    """Return whether the tensor is a DTensor, whose gradient is complete on the ranks of its mesh."""
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
+def _leaves(inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> list[Tensor]:
+    """Return the leaves whose gradients a backward from the outputs accumulates, except the inputs and what they depend on."""
+    inputs = list(inputs)
+    # Nodes are compared by identity; their Python objects must stay referenced, or a new node could get the same id.
+    seen = {tensor.grad_fn for tensor in inputs if tensor.grad_fn is not None}
+    leaves: list[Tensor] = [tensor for tensor in outputs if tensor.is_leaf]
+    stack: list[Any] = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, Tensor):
+            leaves.append(variable)
+        stack.extend(following for following, _ in node.next_functions if following is not None)
+    input_ids = {id(tensor) for tensor in inputs}
+    return [leaf for leaf in leaves if id(leaf) not in input_ids]
+
+
+def _reason(leaves: list[Tensor], modules: list[nn.Module], inside_ddp: bool) -> str:
+    names = {id(p): name for module in modules for name, p in module.named_parameters()}
+    name = next((names[id(leaf)] for leaf in leaves if id(leaf) in names), None)
+    several = len(leaves) > 1
+    which = f"{len(leaves)} parameter{'s' * several}" + ("" if name is None else f" ({name!r}{', …' * several})")
+    where = "of which the DDP model whose forward is running holds none" if inside_ddp else "outside of a DDP model's forward"
+    return (
+        f"the cached encoder runs on {dist.get_world_size()} ranks {where}: the gradients of {which} would not be exchanged, and "
+        "ranks would train different weights. Pass the DDP model itself, cached(ddp, chunk=…), or let DDP wrap a module that calls "
+        "the cached encoder in its forward. Where a trainer wraps the model, create the cached encoder afterwards, from the "
+        'wrapped model. If you exchange the gradients yourself or do not want them exchanged, pass cached(…, sync="none")'
+    )

@@ -1,4 +1,4 @@
-"""Trees of inputs and outputs, split and joined along the batch: the first dimension of every tensor in them."""
+"""Split and join trees of inputs and outputs along the batch, which is the first dimension of every tensor in them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import Tensor
 
 
 def rows_of(tree: Any) -> int:
-    """The rows that all tensors in the tree share; a ValueError where they differ or where there is nothing to count."""
+    """Return the number of rows of all tensors in the tree; raise a ValueError if they differ or if there are none."""
     sizes = {name: len(leaf) for name, leaf in _leaves(tree, "the inputs") if _is_batched(leaf)}
     if not sizes:
-        raise ValueError("the inputs hold no tensor with a batch dimension and no list of samples: there is nothing to split")
+        raise ValueError("the inputs contain no tensor with a batch dimension and no list of samples: there is nothing to split")
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"{name} has {size}" for name, size in sizes.items())
         raise ValueError(
@@ -27,23 +27,23 @@ def rows_of(tree: Any) -> int:
 
 
 def split(tree: Any, rows: int, least: int = 1) -> list[Any]:
-    """The tree in pieces of `rows` rows, the last one smaller where it must be; one empty piece if there are no rows.
+    """Return the tree in pieces of `rows` rows, the last one smaller if necessary; one empty piece if there are no rows.
 
-    Tuples, lists, dicts and other mappings are structure; tensors are split, and so are lists of samples (texts, pictures);
-    numbers, tensors without dimensions and everything else go to every piece.
+    Tuples, lists, dicts and other mappings are structure; tensors are split, and so are lists of samples (texts, images);
+    numbers, tensors without dimensions and all other objects go to every piece.
 
-    least: rows of the last piece, where the one before can spare them and keep as many itself.
+    least: rows that the last piece should have; the one before gives it some if it keeps as many itself.
     """
     return _pieces(tree, _sizes(rows_of(tree), rows, least))
 
 
 def empty(tree: Any) -> Any:
-    """The tree without its rows."""
+    """Return the tree with 0 rows."""
     return _map(tree, lambda leaf: leaf[:0] if _is_batched(leaf) else leaf)
 
 
 def join(pieces: Sequence[Any], rows: Sequence[int]) -> Any:
-    """The tree that the pieces are parts of; each of their tensors must have its piece's number of rows."""
+    """Return the tree that the pieces are parts of. rows: those of each piece, which all of its tensors must have."""
     first = pieces[0]
     if isinstance(first, Tensor):
         return _join_tensors(pieces, rows)
@@ -60,18 +60,18 @@ def join(pieces: Sequence[Any], rows: Sequence[int]) -> Any:
 
 
 def named_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Tensor]]:
-    """All tensors among the arguments of a call, with their names: args[0], kwargs['ids'], args[1]['mask']."""
+    """Return all tensors among the arguments of a call, with their names: args[0], kwargs['ids'], args[1]['mask']."""
     leaves = (*_leaves(args, "args"), *_leaves(kwargs, "kwargs"))
     return [(name, leaf) for name, leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """All tensors in the tree."""
+    """Return all tensors in the tree."""
     return [leaf for _, leaf in _leaves(tree, "") if isinstance(leaf, Tensor)]
 
 
 def map_tensors(tree: Any, f: Callable[[Tensor], Tensor]) -> Any:
-    """The tree with f applied to its tensors."""
+    """Return the tree with f applied to its tensors."""
     return _map(tree, lambda leaf: f(leaf) if isinstance(leaf, Tensor) else leaf)
 
 
@@ -95,7 +95,7 @@ def _leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _is_samples(node: Any) -> bool:
-    """Whether the list holds the samples themselves: texts, pictures, any objects that are no numbers, tensors or containers."""
+    """Return whether the list contains samples: texts, images, any objects except numbers, tensors and containers."""
     structure = (Tensor, Mapping, tuple, list, numbers.Number, type(None))
     return isinstance(node, list) and bool(node) and not any(isinstance(item, structure) for item in node)
 
@@ -105,7 +105,7 @@ def _is_batched(leaf: Any) -> bool:
 
 
 def _sizes(total: int, rows: int, least: int) -> list[int]:
-    """The rows of each piece."""
+    """Return the rows of each piece."""
     full, rest = divmod(total, rows)
     sizes = [rows] * full + ([rest] if rest or not full else [])
     missing = least - sizes[-1]
@@ -116,7 +116,7 @@ def _sizes(total: int, rows: int, least: int) -> list[int]:
 
 def _pieces(tree: Any, sizes: list[int]) -> list[Any]:
     if isinstance(tree, Tensor) and tree.ndim:
-        # One split rather than slices: its backward joins the pieces' gradients in one go.
+        # One split rather than slices: its backward joins the pieces' gradients in one operation.
         return list(tree.split(sizes))
     if _is_samples(tree):
         ends = list(itertools.accumulate(sizes))
@@ -128,7 +128,7 @@ def _pieces(tree: Any, sizes: list[int]) -> list[Any]:
 
 
 def _rebuild(like: Any, branches: Sequence[Any]) -> Any:
-    """A container of the same type with other branches, in the same order."""
+    """Return a container of the same type with other branches, in the same order."""
     if isinstance(like, Mapping):
         new = copy.copy(like)
         for key, branch in zip(like, branches, strict=True):

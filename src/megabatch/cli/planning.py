@@ -6,9 +6,9 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from .. import config, packages
+from .. import config, objectives, optimizers, packages
 from ..terminal import visible
 from .common_args import add_overwrite, add_trust, check_output
 
@@ -29,7 +29,7 @@ def add(verbs: Any) -> None:
         help="Kind of training: contrastive pairs (default), supervised classes, a language model, or fine-tuning.",
     )
     plan.add_argument(
-        "--loss", choices=("clip", "siglip"), help="Contrastive loss: softmax (clip, the default) or sigmoid (siglip)."
+        "--loss", choices=objectives.PAIR_LOSSES, help=f"Contrastive loss: {_losses()} (default {objectives.DEFAULT})."
     )
     plan.add_argument("--data", metavar="N", help="Number of training samples, as 10M; tokens for a language model.")
     plan.add_argument("--unique", metavar="N", help="Number of distinct samples among them; by default all of them.")
@@ -55,7 +55,7 @@ def add(verbs: Any) -> None:
     plan.add_argument(
         "--base-lr", metavar="RATE@BATCH", help="Learning rate known to be good at a batch size, to scale from: 1e-3@256."
     )
-    plan.add_argument("--optimizer", choices=("adamw", "sgd"), help="Optimizer of the training (default adamw).")
+    plan.add_argument("--optimizer", choices=tuple(optimizers.OPTIMIZERS), help=f"Optimizer (default {optimizers.DEFAULT}).")
     plan.add_argument(
         "--precision", choices=("fp32", "bf16", "fp16"), help="Precision of the encoders; by default the device's best."
     )
@@ -90,9 +90,7 @@ def add(verbs: Any) -> None:
     audit.add_argument("--unique", metavar="N", help="Number of distinct samples among them.")
     audit.add_argument("--ranks", type=int, metavar="N", help="Number of processes that the training is launched with.")
     audit.add_argument("--base-lr", metavar="RATE@BATCH", help="Learning rate known to be good at a batch size: 5e-4@32768.")
-    audit.add_argument(
-        "--objective", choices=("clip", "siglip", "supervised", "lm"), help="Kind of training, where the file does not say."
-    )
+    audit.add_argument("--objective", choices=get_args(objectives.AuditName), help="Kind of training, where the file does not say.")
     audit.add_argument("--finetune", action="store_true", default=None, help="State that training starts from pretrained weights.")
     audit.add_argument(
         "--fail-on",
@@ -102,6 +100,15 @@ def add(verbs: Any) -> None:
     )
     audit.add_argument("--json", action="store_true", help="Print JSON instead of text.")
     audit.set_defaults(run=_audit)
+
+
+def _losses() -> str:
+    """Return the contrastive losses for a help text.
+
+    >>> _losses()
+    'softmax (clip), sigmoid (siglip)'
+    """
+    return ", ".join(f"{objectives.OBJECTIVES[name].title} ({name})" for name in objectives.PAIR_LOSSES)
 
 
 def _plan(arguments: argparse.Namespace) -> None:

@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .. import config
-from ..towers import Tower
+from ..objectives import OBJECTIVES
+from ..towers import BuiltTower
 from ..towers.model import SHARED, Encoder, build_towers
 
 # Tensors of fewer elements are computed as ever: what a builder reads back, such as rates of dropout, is small.
@@ -48,7 +49,7 @@ class Uncomputed(TorchDispatchMode):
 class Side:
     """One encoder of a run, and inputs for it. `module` is what the run calls: the tower, its embeddings made unit length."""
 
-    def __init__(self, tower: Tower, *, locked: bool) -> None:
+    def __init__(self, tower: BuiltTower, *, locked: bool) -> None:
         self.module = Encoder(tower.module, locked=locked)
         self.sample = _sample(tower)
 
@@ -62,7 +63,7 @@ def sides(run: config.Run) -> tuple[Side, ...]:
     with Uncomputed():
         x, y = build_towers(run)
     first = Side(x, locked=run.x.locked)
-    if run.loss.objective == "classify" or run.y.name == SHARED:
+    if not OBJECTIVES[run.loss.objective].contrastive or run.y.name == SHARED:
         return (first,)
     return (first, Side(y, locked=run.y.locked))
 
@@ -91,7 +92,7 @@ def _large(tree: Any) -> bool:
     return any(isinstance(leaf, Tensor) and leaf.numel() >= LARGE for leaf in tree_leaves(tree))
 
 
-def _sample(tower: Tower) -> Any:
+def _sample(tower: BuiltTower) -> Any:
     if tower.kind == "text":
         return tower.prepare("a text", None)
     size, channels = getattr(tower.prepare, "size", None), getattr(tower.prepare, "channels", None)

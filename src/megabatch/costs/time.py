@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
+from .. import objectives, optimizers
 from .counting import Pass, Work
 from .hardware import Machine
 from .strategy import Strategy
 
-# FLOP of the loss for each pair of rows and dimension: forward and backward, each similarity computed once in each.
-LOSS_FLOPS = {"clip": 8.0, "siglip": 6.0, "mean": 0.0}
 # Embeddings reach the loss in fp32: bytes that a rank sends on at a hop of the ring, forward a block, backward block and gradient.
 RING_BYTES = 3 * 4
-# Traffic of the optimizer for each parameter that learns: what lists of tensors (foreach) read and write in all their operations.
-OPTIMIZER_BYTES = {"adamw": 84.0, "sgd": 36.0}
 # Of a chunk's gradients, added to those of the chunks before it.
 ADDED_BYTES = 12
 HOP_S = 20e-6
@@ -33,9 +30,9 @@ class Task:
     """What every step does: the towers' forwards, the loss over embeddings of `dim`, the optimizer."""
 
     towers: tuple[Work, ...]
-    loss: Literal["clip", "siglip", "mean"] = "clip"
+    loss: objectives.CostName = objectives.DEFAULT
     dim: int = 512
-    optimizer: str = "adamw"
+    optimizer: str = optimizers.DEFAULT
 
     @property
     def learning(self) -> int:
@@ -123,14 +120,14 @@ def _adding(task: Task, strategy: Strategy, machine: Machine) -> float:
 
 
 def _loss(task: Task, strategy: Strategy, machine: Machine) -> float:
-    flops = LOSS_FLOPS[task.loss] * strategy.shard * strategy.batch * task.dim
+    flops = objectives.BY_COST_NAME[task.loss].flops * strategy.shard * strategy.batch * task.dim
     return flops / machine.device.rate("fp32")
 
 
 def _ring(task: Task, strategy: Strategy, machine: Machine) -> float:
     """What the loss waits for blocks: they travel while the ones before them are computed with."""
     hops = strategy.ranks - 1
-    if task.loss == "mean" or not hops:
+    if not objectives.is_contrastive(task.loss) or not hops:
         return 0.0
     travel = hops * RING_BYTES * strategy.shard * task.dim / machine.link
     return max(0.0, travel - _loss(task, strategy, machine)) + 2 * hops * HOP_S
@@ -157,4 +154,4 @@ def _exchange(task: Task, strategy: Strategy, machine: Machine, chunk_s: float) 
 def _optimizer(task: Task, strategy: Strategy, machine: Machine) -> float:
     device = machine.device
     owned = task.learning / (strategy.ranks if strategy.sharding == "fsdp2" else 1)
-    return owned * OPTIMIZER_BYTES.get(task.optimizer, 60.0) / device.moving("elementwise")
+    return owned * optimizers.update_bytes(task.optimizer) / device.moving("elementwise")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from .. import config
+from ..optimizers import closest
 from ..planning.calibration import strategy_of
 from ..planning.estimator import estimator_for
 from ..planning.problem import problem_of
@@ -32,7 +33,7 @@ def predictions(run: config.Run, here: Ranks, samples: int, classes: int) -> Pre
         gpu="cpu" if here.device.type == "cpu" else None,
         gpus=here.size,
         precision=run.compute.precision,
-        optimizer="sgd" if run.optimizer.name == "sgd" else "adamw",
+        optimizer=closest(run.optimizer.name).name,
         ema=None if run.optimizer.ema is None else (run.optimizer.ema, run.batch.size),
         classes=max(1, classes),
     )

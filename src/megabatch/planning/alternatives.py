@@ -53,11 +53,11 @@ def changes(problem: Problem, estimator: Estimator, chosen: Estimate) -> Iterato
     request, (data, _, seen), strategy = problem.request, problem.budget, chosen.strategy
     if problem.given is None and request.pairs and request.objective == "contrastive":
         for factor in (4, 1 / 4):
-            other = contrastive(max(1, round(seen * factor)), data, problem.pair_loss, request.start)
+            other = contrastive(max(1, round(seen * factor)), data, problem.objective.cost_name, request.start)
             if other.batch != strategy.batch:
                 yield f"With {round(seen * factor):,} samples seen: a batch of {other.batch:,} ({other.updates:,} updates)."
         if request.start == "scratch":
-            other = contrastive(seen, data, problem.pair_loss, "locked")
+            other = contrastive(seen, data, problem.objective.cost_name, "locked")
             yield f"With a locked, pretrained image tower (LiT): a batch of {other.batch:,}, because it needs fewer updates."
     if any(size < strategy.chunk for size in chunk_sizes(strategy.shard)):
         smaller = best_chunk(strategy, estimator.memory, estimator.seconds, problem.limit // 2, estimator.sizes)

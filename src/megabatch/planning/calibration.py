@@ -17,6 +17,7 @@ from ..costs.strategy import Precision, Strategy
 from ..environment import device_name
 from ..evidence import Confidence
 from ..measurements import Fit, Measured, Noise, Profile, Sweep, read
+from ..objectives import OBJECTIVES
 
 Source = str | Path | Measured
 # The fields of a tower that a measurement must share with the plan.
@@ -97,7 +98,7 @@ class Calibration:
 def strategy_of(run: config.Run, ranks: int, batch: int, chunk: int, keep: int) -> Strategy:
     """Return the strategy with which a run takes a step at such a batch and chunk."""
     shard = -(-batch // ranks)
-    checkpointing, accumulate = run.x.checkpointing, run.loss.objective == "classify"
+    checkpointing, accumulate = run.x.checkpointing, not OBJECTIVES[run.loss.objective].contrastive
     strategy = Strategy(ranks, shard, min(chunk, shard), 0, checkpointing, run.compute.precision, run.compute.sharding, accumulate)
     return replace(strategy, keep=0 if accumulate else min(keep, strategy.chunks))
 
@@ -139,7 +140,7 @@ def _run_of(measured: Measured, name: str) -> config.Run:
 def _check_same(run: config.Run, base: config.Run, precision: Precision, kind: str, name: str) -> None:
     """Raise ValueError at the first field in which the measured run differs from the plan."""
     # A classifier has no second tower.
-    sides = ("x",) if run.loss.objective == base.loss.objective == "classify" else ("x", "y")
+    sides = ("x", "y") if any(OBJECTIVES[each.loss.objective].contrastive for each in (run, base)) else ("x",)
     pairs: list[tuple[str, Any, Any]] = [
         (f"{side}.{field}", getattr(getattr(run, side), field), getattr(getattr(base, side), field))
         for side in sides

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 
 from .. import evidence
 from ..evidence import FACTS, Confidence, steps_factor
+from ..objectives import DEFAULT, CostName, saturation_of
 from .estimator import Estimator
 from .problem import Problem
 from .request import Start, check_batch, check_budget
@@ -49,7 +50,7 @@ def choose_batch(problem: Problem, estimator: Estimator) -> BatchChoice:
     elif request.objective == "finetune":
         choice = fine_tuning(seen, data, pairs=request.pairs)
     elif request.pairs:
-        choice = contrastive(seen, data, problem.pair_loss, request.start)
+        choice = contrastive(seen, data, problem.objective.cost_name, request.start)
     else:
         choice = fastest_to_target(problem, estimator)
     batch = max(ranks, round(choice.batch / ranks) * ranks)
@@ -111,10 +112,10 @@ def updates_needed(seen: int, start: Start = "scratch") -> int:
     return max(1, round(factor[start] * scratch * (seen / evidence.SCRATCH_SEEN) ** growth))
 
 
-def contrastive(seen: int, data: int, loss: Literal["clip", "siglip"] = "clip", start: Start = "scratch") -> BatchChoice:
+def contrastive(seen: int, data: int, loss: CostName = DEFAULT, start: Start = "scratch") -> BatchChoice:
     """Return the batch of a contrastive run: samples seen over updates needed, capped by saturation and by the data."""
     check_budget(seen, data)
-    needed, most = updates_needed(seen, start), evidence.SATURATION[loss]
+    needed, most = updates_needed(seen, start), saturation_of(loss)
     target = seen / needed
     batch = min(nearest_power(target), most)
     why = f"{seen:,} samples seen / about {needed:,} updates needed ({start}) = {target:,.0f}"
@@ -137,7 +138,7 @@ def contrastive(seen: int, data: int, loss: Literal["clip", "siglip"] = "clip", 
     return BatchChoice(batch, math.ceil(seen / batch), why, source, confidence, tuple(notes))
 
 
-def judge(batch: int, seen: int, data: int, start: Start, loss: Literal["clip", "siglip"]) -> tuple[str, ...]:
+def judge(batch: int, seen: int, data: int, start: Start, loss: CostName) -> tuple[str, ...]:
     """Return remarks on a batch that the user chose for a contrastive run."""
     check_budget(seen, data)
     check_batch(batch, data)
@@ -148,8 +149,8 @@ def judge(batch: int, seen: int, data: int, start: Start, loss: Literal["clip", 
         remarks.append(f"{updates:,} updates are few, about {needed:,} are needed: take a smaller batch or see more samples.")
     if batch > evidence.CEILING:
         remarks.append(f"Above {evidence.CEILING:,} quality fell in every published run from scratch ({source}).")
-    elif batch > evidence.SATURATION[loss]:
-        remarks.append(f"Above {evidence.SATURATION[loss]:,} more negatives did not help this loss ({source}).")
+    elif batch > saturation_of(loss):
+        remarks.append(f"Above {saturation_of(loss):,} more negatives did not help this loss ({source}).")
     if batch < evidence.FLOOR and seen / evidence.FLOOR >= needed:
         remarks.append(f"The budget allows {evidence.FLOOR:,}: larger batches were better at such budgets ({source}).")
     return tuple(remarks)

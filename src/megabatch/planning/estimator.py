@@ -116,7 +116,7 @@ def estimator_for(problem: Problem, tools: Tools | None = None) -> Estimator:
     request, base, machine = problem.request, problem.base, problem.machine
     calibration = calibrate(request.measured, base, problem.precision, machine)
     work = tools.workload(request, base, problem.precision, machine)
-    task = Task(work.towers, problem.loss, base.loss.dim, request.optimizer)
+    task = Task(work.towers, problem.objective.cost_name, base.loss.dim, request.optimizer)
     return Estimator(problem, calibration, task, Peaks(tools.predict(request, base, work, machine)))
 
 

@@ -3,21 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from ..evidence import (
-    FACTS,
-    MOST_WARMUP,
-    PRETRAINING_RATE,
-    RATE_RANGE,
-    Fact,
-    adam_warmup,
-    ema_at,
-    rate_factor,
-    rate_rule,
-    round_rate,
-    sgd_warmup,
-)
+from ..evidence import FACTS, MOST_WARMUP, PRETRAINING_RATE, RATE_RANGE, Fact, adam_warmup, ema_at, round_rate, sgd_warmup
+from ..optimizers import DEFAULT, OPTIMIZERS, WEIGHT_DECAY, OptimizerName, rate_factor
 from .plan import Number
 
 # Contrastive batches of this size need a faster β2; models of this size have a published learning rate.
@@ -51,9 +40,9 @@ class BaseRecipe(NamedTuple):
     lr: float
     batch: int
     fact: Fact
-    optimizer: Literal["adamw", "sgd"] = "adamw"
+    optimizer: OptimizerName = DEFAULT
     objective: str = "contrastive"
-    weight_decay: float = 0.1
+    weight_decay: float = WEIGHT_DECAY
     ema: tuple[float, int] | None = None
     smoothed: bool = True
 
@@ -74,7 +63,7 @@ GIVEN = Fact("the rate that was given", "given", "medium")
 def base_recipe(
     objective: str,
     parameters: int,
-    optimizer: Literal["adamw", "sgd"],
+    optimizer: OptimizerName,
     given: tuple[float, int] | None = None,
     fact: Fact = GIVEN,
 ) -> BaseRecipe:
@@ -84,8 +73,10 @@ def base_recipe(
         if lr <= 0 or batch < 1:
             raise ValueError(f"base_lr is {lr:g}@{batch}: must be a rate above 0 at a batch of at least 1, as in 1e-3@256")
         return BaseRecipe(lr, batch, fact, optimizer, objective)
-    if optimizer == "sgd":
-        return BaseRecipe(0.1, 256, FACTS["linear"], optimizer, objective, weight_decay=1e-4)
+    spec = OPTIMIZERS[optimizer]
+    if spec.base_lr is not None:
+        fact = FACTS[spec.lr_fact]
+        return BaseRecipe(spec.base_lr, spec.base_batch, fact, optimizer, objective, weight_decay=spec.base_weight_decay)
     if objective == "contrastive" and parameters >= LARGE_MODEL:
         return BaseRecipe(*LARGE_BASE, FACTS["published rate"], optimizer, objective, weight_decay=0.2)
     return BaseRecipe(*SMALL_BASE, FACTS["small towers"], optimizer, objective)
@@ -107,7 +98,7 @@ def derive_hyperparameters(batch: int, seen: int, data: int, base: BaseRecipe) -
         Number("steps", steps, f"{steps:,}", f"{seen:,} samples / {batch:,}", "arithmetic", "high"),
         Number("epochs", seen / data, f"{seen / data:.3g}", f"{seen:,} samples seen / {data:,} in the data", "arithmetic", "high"),
     ]
-    if base.optimizer == "adamw":
+    if OPTIMIZERS[base.optimizer].uses_beta2:
         fact = FACTS["beta2 in tokens" if base.objective == "lm" else "beta2"]
         numbers.insert(2, Number("β2", betas[1], f"{betas[1]:g}", fact.says, fact.source, fact.confidence))
     if ema is not None:
@@ -130,7 +121,7 @@ def _rate(batch: int, base: BaseRecipe) -> tuple[float, tuple[float, ...]]:
     growth = batch / base.batch
     if growth == 1 and base.measured:
         return base.lr, ()
-    lr = base.lr * rate_factor(rate_rule(base.optimizer), growth)
+    lr = base.lr * rate_factor(OPTIMIZERS[base.optimizer].lr_rule, growth)
     if base.lowered:
         lr /= 10 * math.sqrt(10)
         return round_rate(lr), tuple(round_rate(lr * factor) for factor in (10**-0.5, 1, 10**0.5))
@@ -144,34 +135,34 @@ def _rate_number(lr: float, sweep: tuple[float, ...], batch: int, base: BaseReci
     shown = f"{lr:g}" + (f", sweep {', '.join(f'{rate:g}' for rate in sweep)}" if sweep else "")
     if base.measured and batch == base.batch:
         return Number("learning rate", lr, shown, base.fact.says, base.fact.source, "measured")
-    linear = rate_rule(base.optimizer) == "linear"
+    spec = OPTIMIZERS[base.optimizer]
     ratio = f"{batch:,}/{base.batch:,}"
-    why = f"{base.lr:g} at {base.batch:,}, times {ratio if linear else f'√({ratio})'}; {base.fact.says}"
+    why = f"{base.lr:g} at {base.batch:,}, times {ratio if spec.lr_rule == 'linear' else f'√({ratio})'}; {base.fact.says}"
     if base.lowered:
         why += "; lowered 10 to 100 times for fine-tuning (common practice, not a law)"
     if sweep and base.objective != "finetune":
         why += f"; outside the range in which the rule was tested ({RATE_RANGE} times larger or smaller)"
     confidence = "low" if sweep else "medium" if base.measured else base.fact.confidence
-    rule = FACTS["linear" if linear else "square root"]
-    return Number("learning rate", lr, shown, why, f"{rule.source}; {base.fact.source}", confidence)
+    return Number("learning rate", lr, shown, why, f"{FACTS[spec.lr_fact].source}; {base.fact.source}", confidence)
 
 
-def _warmup(steps: int, beta2: float, batch: int, data: int, optimizer: str) -> int:
-    wanted = round(adam_warmup(beta2)) if optimizer == "adamw" else math.ceil(sgd_warmup(data, batch))
+def _warmup(steps: int, beta2: float, batch: int, data: int, optimizer: OptimizerName) -> int:
+    wanted = round(adam_warmup(beta2)) if OPTIMIZERS[optimizer].uses_beta2 else math.ceil(sgd_warmup(data, batch))
     return max(1, min(wanted, int(MOST_WARMUP * steps)))
 
 
-def _warmup_number(warmup: int, steps: int, beta2: float, optimizer: str) -> Number:
-    fact = FACTS["warm-up" if optimizer == "adamw" else "epochs of warm-up"]
-    why = fact.says + (f", at β2 = {beta2:g}" if optimizer == "adamw" else "")
+def _warmup_number(warmup: int, steps: int, beta2: float, optimizer: OptimizerName) -> Number:
+    spec = OPTIMIZERS[optimizer]
+    fact = FACTS[spec.warmup_fact]
+    why = fact.says + (f", at β2 = {beta2:g}" if spec.uses_beta2 else "")
     why += f"; at most a fifth of the {steps:,} steps" if warmup == int(MOST_WARMUP * steps) else ""
     return Number("warm-up", warmup, f"{warmup:,} steps", why, fact.source, fact.confidence)
 
 
 def _decay_number(batch: int, base: BaseRecipe) -> Number:
-    decay = base.weight_decay
-    if base.optimizer == "sgd":
-        return Number("weight decay", decay, f"{decay:g}", "the usual value", FACTS["linear"].source, "medium")
+    decay, spec = base.weight_decay, OPTIMIZERS[base.optimizer]
+    if not spec.scales_decay:
+        return Number("weight decay", decay, f"{decay:g}", "the usual value", FACTS[spec.lr_fact].source, "medium")
     scaled = decay * math.sqrt(batch / base.batch)
     why = f"the usual value; {FACTS['decay'].says} would give {scaled:.2g} if it was tuned at {base.batch:,}"
     return Number("weight decay", decay, f"{decay:g}", why, FACTS["decay"].source, "low")

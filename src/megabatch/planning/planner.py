@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import replace
 from typing import Any
 
-from .. import config
+from .. import config, trust
 from ..costs.hardware import Machine
 from ..costs.peaks import Predicted
 from ..evidence import FACTS, Confidence, Fact, collisions
@@ -29,11 +29,11 @@ def plan(model: str | config.Run | None = None, *, tools: Tools | None = None, t
     """Return the plan for a model, data and machine; `Request` documents the arguments.
 
     Without arguments: the embedded default on this machine.
-    trust_code: whether code that a Run names (`config.callables`) may be imported and called. A function that `model` itself names,
+    trust_code: whether code that a Run names (`trust.callables`) may be imported and called. A function that `model` itself names,
         "package.module:function", comes from the caller and is trusted.
     """
     if isinstance(model, config.Run):
-        config.require_trust(model, trust_code)
+        trust.require_trust(model, trust_code)
     try:
         request = Request(model, **asked)
     except TypeError as error:
@@ -86,7 +86,7 @@ def hyperparameters(problem: Problem, estimator: Estimator, batch: int) -> Hyper
         # The learning rate of the embedded default was tuned at its batch.
         given = (problem.base.optimizer.lr, problem.base.batch.size)
     base = base_recipe(request.objective, estimator.parameters, request.optimizer, given, fact)
-    base = base._replace(ema=request.ema, smoothed=problem.loss != "siglip")
+    base = base._replace(ema=request.ema, smoothed=problem.objective.smooths_labels)
     return derive_hyperparameters(batch, problem.budget.seen, problem.budget.data, base)
 
 

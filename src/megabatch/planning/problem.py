@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from .. import config
 from ..costs.hardware import Machine, find_machine
 from ..costs.strategy import Precision
+from ..objectives import MEAN, OBJECTIVES, ObjectiveSpec
 from .request import Budget, Request, base_run, check_batch, parse_count, sample_budget
 
 
@@ -28,15 +28,9 @@ class Problem:
     limit: int
 
     @property
-    def loss(self) -> Literal["clip", "siglip", "mean"]:
-        """The loss as the time model knows it: "mean" if samples are not compared with each other."""
-        objective = self.base.loss.objective
-        return objective if self.request.pairs and objective != "classify" else "mean"
-
-    @property
-    def pair_loss(self) -> Literal["clip", "siglip"]:
-        """The loss of pairs whose saturation applies."""
-        return "siglip" if self.loss == "siglip" else "clip"
+    def objective(self) -> ObjectiveSpec:
+        """The objective of the base run, or a mean over samples if samples are not compared with each other."""
+        return OBJECTIVES[self.base.loss.objective if self.request.pairs else MEAN]
 
 
 def problem_of(request: Request) -> Problem:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from .. import config
+from .. import config, objectives, optimizers
 from ..costs.rates import Rates
 from ..measurements import Measured
 
@@ -46,7 +46,7 @@ class Request:
 
     model: str | config.Run | None = None
     objective: Objective = "contrastive"
-    loss: Literal["clip", "siglip"] = "clip"
+    loss: objectives.PairLoss = objectives.DEFAULT
     data: int | str | None = None
     unique: int | str | None = None
     seen: int | str | None = None
@@ -62,7 +62,7 @@ class Request:
     priority: Literal["accuracy", "speed"] = "accuracy"
     base_lr: tuple[float, int] | str | None = None
     ema: tuple[float, int] | None = None
-    optimizer: Literal["adamw", "sgd"] = "adamw"
+    optimizer: optimizers.OptimizerName = optimizers.DEFAULT
     precision: Literal["fp32", "bf16", "fp16"] | None = None
     dim: int | None = None
     length: int = 1024
@@ -75,10 +75,10 @@ class Request:
     def __post_init__(self) -> None:
         choices = [
             ("objective", self.objective, OBJECTIVES),
-            ("loss", self.loss, ("clip", "siglip")),
+            ("loss", self.loss, objectives.PAIR_LOSSES),
             ("start", self.start, ("scratch", "pretrained", "locked")),
             ("priority", self.priority, ("accuracy", "speed")),
-            ("optimizer", self.optimizer, ("adamw", "sgd")),
+            ("optimizer", self.optimizer, tuple(optimizers.OPTIMIZERS)),
         ]
         for name, value, allowed in choices:
             if value not in allowed:
@@ -100,7 +100,7 @@ class Request:
     def pairs(self) -> bool:
         """Whether samples are compared with each other, so that negatives come from the batch."""
         run = self.model if isinstance(self.model, config.Run) else None
-        if run is not None and run.loss.objective == "classify":
+        if run is not None and not objectives.OBJECTIVES[run.loss.objective].contrastive:
             return False
         return self.objective == "contrastive" or (self.objective == "finetune" and self._has_two_towers)
 
@@ -167,7 +167,7 @@ def base_run(request: Request) -> config.Run:
         y = config.Tower(first)
     elif not second and first.startswith("transformers:"):
         y = config.Tower("x")
-    objective = request.loss if request.pairs else "classify"
+    objective = request.loss if request.pairs else objectives.MEAN
     run = config.build({"schedule": {"steps": 1}})
     data = replace(run.data, source=request.source or "data/train-*.tar", held_out=0.01)
     return replace(run, out=request.out or "runs/plan", data=data, x=x, y=y, loss=replace(run.loss, objective=objective, dim=dim))

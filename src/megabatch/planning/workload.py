@@ -16,6 +16,8 @@ from ..costs.hardware import Machine
 from ..costs.models import Side, fresh, function_module, sides
 from ..costs.peaks import Predict
 from ..costs.strategy import Precision, Strategy
+from ..objectives import MEAN, OBJECTIVES
+from ..optimizers import OPTIMIZERS
 from ..towers.model import Classifier
 from .request import Request
 
@@ -51,13 +53,13 @@ def traced(request: Request, run: config.Run, work: Workload, machine: Machine) 
 
     def setup_of(strategy: Strategy) -> Setup:
         return Setup(
-            optimizer="adamw" if request.optimizer == "adamw" else "sgd-momentum",
+            optimizer=OPTIMIZERS[request.optimizer].state,
             precision=strategy.precision,
             ranks=strategy.ranks,
             sharding=strategy.sharding,
             chunk=strategy.chunk,
             keep=strategy.keep,
-            objective=run.loss.objective if request.pairs else "supervised",  # type: ignore[arg-type]
+            objective=OBJECTIVES[run.loss.objective if request.pairs else MEAN].cost_name,
             workspace=run.compute.workspace,
             ema=request.ema is not None,
             capability=machine.device.capability,

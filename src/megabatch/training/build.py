@@ -14,8 +14,9 @@ from ..data.loader import Loader
 from ..data.sampler import InOrder, Order
 from ..data.source import Damage, Kind, Source
 from ..data.split import split
+from ..objectives import OBJECTIVES
 from ..towers.model import Classifier, build_pair, build_towers
-from ..towers.tower import Tower
+from ..towers.tower import BuiltTower
 from .distributed import Ranks
 from .objective import Classification, Contrastive
 
@@ -28,8 +29,8 @@ class Assembly:
     ranks: Ranks
     training: Source
     held_out: Source
-    x: Tower
-    y: Tower
+    x: BuiltTower
+    y: BuiltTower
     model: nn.Module
     objective: Contrastive | Classification
     classes: dict[str, int]
@@ -71,23 +72,24 @@ def assemble(run: Run, ranks: Ranks) -> Assembly:
     torch.manual_seed(run.seed)
     x, y = build_towers(run)
     training, held_out = open_data(run, x.kind, y.kind)
-    classes = classes_of(training) if run.loss.objective == "classify" else {}
-    if run.loss.objective == "classify":
-        model: nn.Module = Classifier(x.module, run.loss.dim, len(classes), locked=run.x.locked)
+    contrastive = OBJECTIVES[run.loss.objective].contrastive
+    classes = {} if contrastive else classes_of(training)
+    if contrastive:
+        model: nn.Module = build_pair(run, x, y)
     else:
-        model = build_pair(run, x, y)
+        model = Classifier(x.module, run.loss.dim, len(classes), locked=run.x.locked)
     model.to(ranks.device)
     if run.compute.compile:
         for tower in {id(t.module): t.module for t in (x, y)}.values():
             tower.compile()
-    kind = Classification if run.loss.objective == "classify" else Contrastive
+    kind = Contrastive if contrastive else Classification
     return Assembly(run, ranks, training, held_out, x, y, model, kind(model, run, ranks), classes)  # type: ignore[arg-type]
 
 
 def open_data(run: Run, x: Kind, y: Kind) -> tuple[Source, Source]:
     """The source that a run trains on, and the one it is evaluated on; x and y are what the towers take."""
     data = run.data
-    if run.loss.objective == "classify" and data.negatives is None:
+    if not OBJECTIVES[run.loss.objective].contrastive and data.negatives is None:
         # A classifier has no use for them.
         data = replace(data, negatives=False)
     source = open_source(data, x=x, y=y)
@@ -103,6 +105,6 @@ def classes_of(source: Source) -> dict[str, int]:
     labels = sorted(label for label in found if label is not None)
     if len(labels) < 2:
         raise ValueError(
-            f'loss.objective is "classify", and the data has {len(labels)} classes: name the column of the class (data.label=…)'
+            f"the data has {len(labels)} classes: a classifier needs at least two; name the column of the class (data.label=…)"
         )
     return {label: number for number, label in enumerate(labels)}

@@ -15,7 +15,7 @@ from ..data.source import Source
 from .build import Assembly
 from .evaluate import retrieval
 from .objective import Classification, Contrastive
-from .optimizers import Average
+from .optimizer import Average
 from .run_logger import Watch
 
 # Pairs that are embedded between two exchanges.

@@ -12,10 +12,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import config, packages
+from .. import config, packages, trust
 from ..data.images import decode
 from ..data.source import BadSample
 from ..files import check_file, replacing
+from ..objectives import PAIR_LOSSES
 from . import checkpoint
 from .build import Assembly, assemble
 from .distributed import ranks
@@ -40,7 +41,7 @@ class Answer(NamedTuple):
 def opened(folder: str | Path, device: str | None = None, *, trust_code: bool = False) -> Iterator[Assembly]:
     """A run's parts with the weights of its newest checkpoint, the averaged ones if it has them; ready to evaluate.
 
-    trust_code: whether code that the run names (`config.callables`) may be imported and called.
+    trust_code: whether code that the run names (`trust.callables`) may be imported and called.
     """
     run, path = _stored(Path(folder), trust_code)
     # What the towers start from is in the checkpoint already, and may be gone by now. Hard negatives are of no use here.
@@ -70,7 +71,7 @@ def _stored(folder: Path, trust_code: bool) -> tuple[config.Run, Path]:
     if path is None:
         raise ValueError(f"{folder}: has no checkpoint yet; train it first: megabatch train {folder / 'run.toml'}")
     run = config.read(folder / "run.toml")
-    config.require_trust(run, trust_code)
+    trust.require_trust(run, trust_code)
     return run, path
 
 
@@ -259,5 +260,7 @@ def _read(parts: Assembly, files: Sequence[tuple[Path, Side]]) -> Iterator[tuple
 
 def _check_pairs(parts: Assembly) -> Contrastive:
     if not isinstance(parts.objective, Contrastive):
-        raise ValueError(f"{parts.run.out}: is a run that classifies; embeddings of both sides come from clip or siglip")
+        raise ValueError(
+            f"{parts.run.out}: is a run that classifies; only runs with the loss {' or '.join(PAIR_LOSSES)} embed both sides"
+        )
     return parts.objective

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import config, environment, host_memory, packages
-from ..chunks.memory import is_room_known
+from .. import config, environment, host_memory, packages, trust
+from ..chunks.keep import can_read_free_bytes
 from ..data.loader import Batch
 from ..files import write_text
 from ..towers.model import Pair
@@ -26,7 +26,7 @@ from .distributed import Ranks, ranks
 from .held_out import evaluated
 from .memory import peak
 from .objective import Outcome
-from .optimizers import Average, build_optimizer, clip_gradients, optimizer_tensors, set_rate
+from .optimizer import Average, build_optimizer, clip_gradients, optimizer_tensors, set_rate
 from .ramp import Ramp
 from .run_logger import Watch
 from .schedules import Step, course
@@ -43,11 +43,11 @@ def train(run: config.Run, *, fresh: bool = False, trust_code: bool = False) -> 
     """Trains to the end, from the newest checkpoint of the run's folder if there is one, and returns the folder.
 
     fresh: start over, and delete what an earlier run has written into the folder; one that holds anything else is refused.
-    trust_code: whether code that the run names (`config.callables`) may be imported and called.
+    trust_code: whether code that the run names (`trust.callables`) may be imported and called.
     """
     # One that was put together by hand has not been checked yet.
     config.check(run)
-    config.require_trust(run, trust_code)
+    trust.require_trust(run, trust_code)
     # What the end of the run needs is asked for now, before anything is deleted, written or trained.
     packages.require(*packages.of_run(run, terminal=sys.stderr.isatty()))
     with ranks(run.compute) as here, contextlib.ExitStack() as held:
@@ -55,7 +55,7 @@ def train(run: config.Run, *, fresh: bool = False, trust_code: bool = False) -> 
         training = Training(assemble(run, here), folder)
         training.resume()
         with Watch(run, folder, training.samples, training.seen, silent=not here.first) as watch:
-            if run.batch.keep == "auto" and not is_room_known(here.device):
+            if run.batch.keep == "auto" and not can_read_free_bytes(here.device):
                 why = f", since {host_memory.REMEDY}" if here.device.type == "cpu" else ""
                 watch.note(
                     f'batch.keep is "auto", and the free memory of this {here.device.type} cannot be read{why}: no chunk is kept. '

@@ -8,13 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .. import losses
 from ..chunks import accumulate, cached, retry_on_oom
 from ..chunks.ddp_fsdp import least_rows
-from ..chunks.memory import is_room_known
+from ..chunks.keep import can_read_free_bytes
 from ..chunks.rows import map_tensors, rows_of, split
 from ..config import Run
 from ..data.loader import Batch
-from ..losses import clip_loss, siglip_loss
+from ..objectives import OBJECTIVES
 from ..towers.model import Classifier, Pair
 from .distributed import Ranks, autocast, shard, share
 from .noise.collect import WINDOW, NoiseScale
@@ -83,20 +84,32 @@ class Contrastive:
             return (self.encode_x if side == "x" else self.encode_y)(inputs)
 
     def _loss(self, x: Tensor, y: Tensor, batch: Batch) -> Any:
-        options = self.run.loss
-        shared: dict[str, Any] = {"group": self.ranks.group, "workspace": self.run.compute.workspace, "diagnostics": True}
-        if options.duplicates != "negative":
-            assert batch.ids is not None
-            shared |= {"ids": batch.ids.to(x.device), "duplicates": options.duplicates}
-        if self.model.bias is not None:
-            return siglip_loss(x, y, self.model.scale(), self.model.bias, **shared)
-        shared |= {"label_smoothing": options.label_smoothing, "drop_above": options.drop_above}
-        return clip_loss(x, y, self.model.scale(), symmetric=batch.negatives is None, **shared)
+        ids = None if batch.ids is None else batch.ids.to(x.device)
+        both = batch.negatives is None
+        return contrastive_loss(self.model, self.run, x, y, ids, symmetric=both, group=self.ranks.group, diagnostics=True)
 
     def _cached(self, encoder: nn.Module) -> Any:
         # "auto" is a run's default, so that it must work on every device; `train` says so where nothing is kept for this reason.
-        keep = 0 if self.run.batch.keep == "auto" and not is_room_known(self.ranks.device) else self.run.batch.keep
+        keep = 0 if self.run.batch.keep == "auto" and not can_read_free_bytes(self.ranks.device) else self.run.batch.keep
         return cached(encoder, self.run.batch.chunk, keep=keep, device=self.ranks.device)
+
+
+def contrastive_loss(
+    model: Pair, run: Run, x: Tensor, y: Tensor, ids: Tensor | None, *, symmetric: bool = True, **sharing: Any
+) -> Any:
+    """Return what the run's loss returns for two blocks of embeddings.
+
+    ids: which captions are equal. symmetric: whether y is compared with x too. sharing: `group` and `diagnostics` of the loss.
+    """
+    objective = OBJECTIVES[run.loss.objective]
+    arguments = sharing | {"workspace": run.compute.workspace} | {name: getattr(run.loss, name) for name in objective.arguments}
+    if run.loss.duplicates != "negative":
+        assert ids is not None
+        arguments |= {"ids": ids, "duplicates": run.loss.duplicates}
+    if objective.one_direction:
+        arguments["symmetric"] = symmetric
+    logits = [model.scale(), model.bias] if objective.bias else [model.scale()]
+    return getattr(losses, objective.function)(x, y, *logits, **arguments)
 
 
 class Classification:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, overload
 
 from ..config import INT64, Batch, Run, Schedule
+from ..optimizers import rate_factor
 
 # Sizes that a growing batch may take. One entry for each is kept, and found before the first step: in about a second for so many.
 MOST_PLATEAUS = 2**17
@@ -113,7 +114,7 @@ class StepSchedule(LazySteps):
         rate = self._rate_factor(number, first)
         # A last batch that is cut short is no smaller batch by plan: only a schedule of the batch changes the rate.
         if self._batch.schedule != "constant":
-            rate *= _follow(self._batch.lr_rule, pairs / self._batch.size)
+            rate *= rate_factor(self._batch.lr_rule, pairs / self._batch.size)
         return Step(first, pairs, rate)
 
     def _rate_factor(self, number: int, first: int) -> float:
@@ -244,13 +245,6 @@ def size_after(batch: Batch, doublings: int) -> int:
     [30, 60, 100, 100]
     """
     return min(batch.size, (batch.start or batch.size) * 2**doublings)
-
-
-def _follow(rule: str, share: float) -> float:
-    """The factor of the learning rate at a share of the largest batch."""
-    if rule == "sqrt":
-        return math.sqrt(share)
-    return share if rule == "linear" else 1.0
 
 
 def _fall(shape: str, progress: float) -> float:

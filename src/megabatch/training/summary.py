@@ -21,7 +21,7 @@ from .evaluate import nearest
 from .held_out import Embedded, evaluated
 from .memory import peak, peak_of_tensors, reset_peak
 from .objective import Contrastive
-from .optimizers import Average, count
+from .optimizer import Average, count
 from .run_logger import Watch, memory_text
 
 if TYPE_CHECKING:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ...optimizers import FAMILIES, family_of
 from ..documents import Document, Reading, edit_json
 from ..training import Training
-from .ours import optimizer_of
 
 MARKS = {
     "train_batch_size",
@@ -54,8 +54,9 @@ def _facts(name: str, table: Mapping[str, Any]) -> Training:
         # Two of three: the third follows from the ranks, or is one.
         accumulation = None if batch is not None and micro is not None else 1
     ranks = batch // (micro * accumulation) if batch and micro and accumulation and batch % (micro * accumulation) == 0 else None
-    optimizer = optimizer_of(str(_at(table, "optimizer.type") or ""))
+    optimizer = family_of(str(_at(table, "optimizer.type") or ""))
     betas = _at(table, "optimizer.params.betas")
+    default_beta2 = 0.999 if betas is None and optimizer is not None and FAMILIES[optimizer].uses_beta2 else None
     fp16, bf16 = _at(table, "fp16.enabled") is True, _at(table, "bf16.enabled") is True
     loss_scale = number("fp16.loss_scale", float)
     return Training(
@@ -66,7 +67,7 @@ def _facts(name: str, table: Mapping[str, Any]) -> Training:
         ranks=ranks,
         optimizer=optimizer,
         lr=number("optimizer.params.lr", float),
-        beta2=betas[1] if isinstance(betas, list) and len(betas) == 2 else 0.999 if optimizer == "adam" and betas is None else None,
+        beta2=betas[1] if isinstance(betas, list) and len(betas) == 2 else default_beta2,
         weight_decay=number("optimizer.params.weight_decay", float),
         warmup=_warmup(number, _at(table, "scheduler.type"), _has(table, "scheduler.params", "warmup_num_steps")),
         steps=number("scheduler.params.total_num_steps"),

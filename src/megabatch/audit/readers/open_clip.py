@@ -6,9 +6,10 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from ... import objectives
+from ...optimizers import family_of
 from ..documents import ABSENT, PRESENT, Command, Document, Reading, edit_flags
 from ..training import Training
-from .ours import optimizer_of
 
 MAIN = r"open_clip_train[./]main|(?<![\w.])training[./]main"
 # Flags whose values are read, with the defaults of open_clip_train/params.py (3.3.0).
@@ -34,10 +35,12 @@ VALUES: dict[str, Any] = {
     "--resume": None,
     "--loss-dist-impl": None,
 }
+# Flags that select a loss; without one it is the softmax loss.
+LOSS_FLAGS = {spec.open_clip_flag: spec for spec in objectives.OBJECTIVES.values() if spec.open_clip_flag is not None}
 SWITCHES = (
     "--local-loss",
     "--gather-with-grad",
-    "--siglip",
+    *LOSS_FLAGS,
     "--use-bn-sync",
     "--skip-scheduler",
     "--dataset-resampled",
@@ -141,13 +144,13 @@ def facts(values: Mapping[str, Any], ranks: int | None) -> Training:
     resampled = values["--dataset-resampled"]
     default_beta2 = None if "timm" in (values["--opt"] or "timm") else 0.98 if "vit" in model.lower() else 0.999
     return Training(
-        objective="siglip" if values["--siglip"] else "clip",
+        objective=next((spec.cost_name for flag, spec in LOSS_FLAGS.items() if values[flag]), objectives.DEFAULT),
         micro=values["--batch-size"],
         ranks=ranks,
         accumulation=values["--accum-freq"],
         accumulates="features",
         gather=_gather(values),
-        optimizer=optimizer_of(values["--opt"] or ""),
+        optimizer=family_of(values["--opt"] or ""),
         lr=values["--lr"] if values["--lr"] is not None else None if default_beta2 is None else 5e-4,
         warmup=0 if values["--skip-scheduler"] else values["--warmup"],
         beta2=values["--beta2"] if values["--beta2"] is not None else default_beta2,
@@ -174,7 +177,7 @@ def facts(values: Mapping[str, Any], ranks: int | None) -> Training:
 
 def _gather(values: Mapping[str, Any]) -> Literal["exact", "matrix", "whole", "no-gradient"]:
     """Where the gradient goes. Every exchange of the sigmoid loss carries it, and the two flags mean nothing to it."""
-    if values["--siglip"]:
+    if any(values[flag] for flag in LOSS_FLAGS):
         _known("--loss-dist-impl", values["--loss-dist-impl"], dict.fromkeys(("bidir", "shift", "reduce", "gather"), True))
         return "exact"
     if values["--local-loss"]:

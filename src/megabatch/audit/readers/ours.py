@@ -7,8 +7,10 @@ from typing import Any
 
 from megabatch import config
 
+from ...objectives import OBJECTIVES
+from ...optimizers import OPTIMIZERS, built_in_of, closest, family_of
 from ..documents import Document, Reading, edit_toml, table_of
-from ..training import Optimizer, Training
+from ..training import Training
 
 KEYS = {
     "objective": "loss.objective",
@@ -44,21 +46,21 @@ def reading(run: config.Run, name: str, text: str, known: Mapping[str, Any]) -> 
 
 
 def facts(run: config.Run, ranks: int | None, data: int | None) -> Training:
-    optimizer = optimizer_of(run.optimizer.name)
-    contrastive = run.loss.objective != "classify"
+    objective = OBJECTIVES[run.loss.objective]
+    spec = OPTIMIZERS.get(run.optimizer.name)
     grows = run.batch.schedule != "constant"
     # How many updates a batch that grows makes is the schedule's business; a number of steps says it in any case.
     length = {name: getattr(run.schedule, name) for name in config.LENGTHS if not grows or name == "steps"}
     return Training(
-        objective=run.loss.objective if run.loss.objective != "classify" else "supervised",
+        objective=objective.cost_name,
         batch=run.batch.size,
         chunk=run.batch.chunk,
         ranks=ranks,
-        gather="exact" if contrastive else None,
-        optimizer=optimizer,
+        gather="exact" if objective.contrastive else None,
+        optimizer=family_of(run.optimizer.name),
         lr=run.optimizer.lr,
         warmup=run.schedule.warmup,
-        beta2=run.optimizer.betas[1] if run.optimizer.name == "adamw" else None,
+        beta2=run.optimizer.betas[1] if spec is not None and spec.uses_beta2 else None,
         weight_decay=run.optimizer.weight_decay,
         decays_gains=False,
         clip_norm=run.optimizer.clip_norm or 0.0,
@@ -72,34 +74,23 @@ def facts(run: config.Run, ranks: int | None, data: int | None) -> Training:
         batchnorm=_batchnorm(run),
         sync_batchnorm=run.compute.sync_batchnorm,
         finetuning=_finetuning(run),
-        duplicates=run.loss.duplicates if contrastive else None,
-        max_scale=run.loss.max_scale if contrastive else None,
+        duplicates=run.loss.duplicates if objective.contrastive else None,
+        max_scale=run.loss.max_scale if objective.contrastive else None,
         rate_follows=run.batch.lr_rule != "none" if grows else None,
         held_out=run.data.held_out != 0,
         **length,
     )
 
 
-def optimizer_of(name: str) -> Optimizer | None:
-    """The family of an optimizer's name, where it tells it."""
-    lowered = name.lower()
-    if "lamb" in lowered:
-        return "lamb"
-    if "lars" in lowered:
-        return "lars"
-    if "adam" in lowered:
-        return "adam"
-    return "sgd" if "sgd" in lowered else None
-
-
 def _batchnorm(run: config.Run) -> bool | None:
-    towers = [run.x] if run.loss.objective == "classify" else [run.x, run.y]
+    towers = [run.x, run.y] if OBJECTIVES[run.loss.objective].contrastive else [run.x]
     return False if all(tower.name in WITHOUT_BATCHNORM or tower.locked for tower in towers) else None
 
 
 def _finetuning(run: config.Run) -> bool | None:
     """Whether all that learns starts from weights; None where one tower does, or where a builder may load some."""
-    towers = [run.x] if run.loss.objective == "classify" or run.y.name == "x" else [run.x, run.y]
+    two = OBJECTIVES[run.loss.objective].contrastive and run.y.name != "x"
+    towers = [run.x, run.y] if two else [run.x]
     started = [tower.weights is not None or tower.locked for tower in towers]
     if all(started):
         return not all(tower.locked for tower in towers)
@@ -114,11 +105,11 @@ def _translate(changes: Mapping[str, Any], run: config.Run) -> dict[str, str] | 
         if fact == "beta2":
             value = [run.optimizer.betas[0], value]
         elif fact == "optimizer":
-            value = "adamw" if value == "adam" else value
+            value = built_in_of(value)
         elif fact == "held_out":
             value = 0.1
         elif fact == "rate_follows":
-            value = "linear" if run.optimizer.name == "sgd" else "sqrt"
+            value = closest(run.optimizer.name).lr_rule
         edits[KEYS[fact]] = literal(value)
     return edits
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ...optimizers import FAMILIES, family_of
 from ..documents import Document, Reading, edit_json
 from ..training import Training
-from .ours import optimizer_of
 
 MARKS = {"per_device_train_batch_size", "num_train_epochs", "learning_rate", "warmup_ratio", "warmup_steps", "lr_scheduler_type"}
 # Of transformers' training_args.py; what changed between versions (average_tokens_across_devices) is unknown where it is not said.
@@ -74,7 +74,7 @@ def _facts(values: Mapping[str, Any], table: Mapping[str, Any]) -> Training:
     tokens = values.get("average_tokens_across_devices")
     steps = values["max_steps"] if (values["max_steps"] or -1) > 0 else None
     sampler = table.get("batch_sampler")
-    optimizer = optimizer_of(values["optim"] or DEFAULTS["optim"])
+    optimizer = family_of(values["optim"] or DEFAULTS["optim"])
     return Training(
         micro=values["per_device_train_batch_size"],
         accumulation=values["gradient_accumulation_steps"],
@@ -82,7 +82,7 @@ def _facts(values: Mapping[str, Any], table: Mapping[str, Any]) -> Training:
         optimizer=optimizer,
         lr=values["learning_rate"],
         warmup=0 if scheduler in WITHOUT_WARMUP else values["warmup_steps"] or values["warmup_ratio"],
-        beta2=values["adam_beta2"] if optimizer == "adam" else None,
+        beta2=values["adam_beta2"] if optimizer and FAMILIES[optimizer].uses_beta2 else None,
         weight_decay=values["weight_decay"],
         decays_gains=False,
         clip_norm=values["max_grad_norm"] or 0.0,

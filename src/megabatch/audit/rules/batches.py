@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..arithmetic import CEILING, ENOUGH_UPDATES, FEWEST_UPDATES, FLOOR, SATURATION, affordable_batch, power_of_two, rebatched
+from ...objectives import BY_COST_NAME
+from ..arithmetic import CEILING, ENOUGH_UPDATES, FEWEST_UPDATES, FLOOR, affordable_batch, power_of_two, rebatched
 from ..rule import Problem, Severity, rule
 from ..training import Training
 
@@ -86,9 +87,9 @@ def batch_beyond_saturation(t: Training) -> Iterator[Problem]:
     Negatives stop paying around 32k (sigmoid) to 100k (softmax), and above 256k no published comparison
     gains, and most lose.
     """
-    if t.objective not in ("clip", "siglip") or t.size is None or t.size <= SATURATION[t.objective]:
+    saturated = BY_COST_NAME[t.objective].saturation if t.objective in BY_COST_NAME else None
+    if saturated is None or t.size is None or t.size <= saturated:
         return
-    saturated = SATURATION[t.objective]
     severity: Severity = "warning" if t.size > CEILING else "note"
     text = f"{t.size:,} pairs, where negatives stop paying around {saturated:,} for {t.objective}."
     yield Problem(severity, "batch", text, rebatched(t, saturated))

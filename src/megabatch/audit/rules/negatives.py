@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ...objectives import BY_COST_NAME
 from ..rule import Problem, Severity, rule
 from ..training import Training
 
@@ -77,7 +78,7 @@ def whole_matrix(t: Training) -> Iterator[Problem]:
     text = f"{each} computes the whole matrix" + (f" ({4 * size**2 / 2**20:,.0f} MiB in fp32)" if size else "")
     if t.gather == "whole":
         text += f", and the encoders' gradient is {t.ranks or 'that many'} times too short beside the scale's"
-    felt = t.gather == "whole" and t.ranks is not None and (bool(t.clip_norm) or t.optimizer == "sgd")
+    felt = t.gather == "whole" and t.ranks is not None and (bool(t.clip_norm) or t.follows_gradient_scale)
     yield Problem("warning" if felt or 4 * size**2 >= LARGE_MATRIX else "note", "gather", text + ".", {"gather": "exact"})
 
 
@@ -124,7 +125,7 @@ def accumulated_scale_gradient(t: Training) -> Iterator[Problem]:
         return
     changes = {"accumulation": 1} | ({} if t.micro is None else {"micro": t.micro * t.accumulation})
     text = f"the gradient of the logit scale is {t.accumulation} times too large"
-    felt = bool(t.clip_norm) or t.optimizer == "sgd"
+    felt = bool(t.clip_norm) or t.follows_gradient_scale
     text += ", and takes part in the norm that is clipped." if t.clip_norm else "." if felt else "; Adam hardly notices."
     yield Problem("warning" if felt else "note", "accumulation", text, changes, "Add --grad-checkpointing if it does not fit.")
 
@@ -165,8 +166,9 @@ def scale_unclamped(t: Training) -> Iterator[Problem]:
 
     The scale is learnt as an exponential; nothing holds it once the training pairs are told apart.
     """
-    if t.objective == "clip" and t.max_scale is not None and t.max_scale > 100:
-        yield Problem("warning", "max_scale", f"the logit scale may grow to {t.max_scale:g}.", {"max_scale": 100.0})
+    limit = BY_COST_NAME[t.objective].max_scale if t.objective in BY_COST_NAME else None
+    if limit is not None and t.max_scale is not None and t.max_scale > limit:
+        yield Problem("warning", "max_scale", f"the logit scale may grow to {t.max_scale:g}.", {"max_scale": limit})
 
 
 RULES = (

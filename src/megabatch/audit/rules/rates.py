@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from ...optimizers import DEFAULT, FAMILIES, OPTIMIZERS
 from ..arithmetic import rounded, scaled_rate, wanted_warmup
 from ..rule import Problem, Severity, rule
 from ..training import Training
 
 # Rules of thumb are good to a factor of √2: what differs by more was not scaled.
 OFF = math.sqrt(2) * 1.001
-# Linear scaling was shown up to here.
-LINEAR_LIMIT = 8_192
 # The batch from which a slow second moment is said to be a risk; the papers name no number, this one is ours.
 LARGE_CONTRASTIVE = 8_192
 # What CLIP was pre-trained with, and ten times the largest rate that BERT's paper fine-tunes with.
@@ -31,19 +30,22 @@ def rate_not_scaled(t: Training) -> Iterator[Problem]:
     What counts is ranks × per-device batch × accumulation. Needs to be told a rate that is good at some batch (base_lr,
     base_batch).
     """
-    if t.lr is None or t.size is None or t.optimizer not in ("adam", "sgd") or t.base_lr is None or t.base_batch is None:
+    if t.lr is None or t.size is None or t.optimizer is None or t.base_lr is None or t.base_batch is None:
+        return
+    family = FAMILIES[t.optimizer]
+    if not family.scaling_is_studied:
         return
     wanted = scaled_rate(t.base_lr, t.base_batch, t.size, t.optimizer)
     if 1 / OFF < t.lr / wanted < OFF:
         return
-    rule_name = "linear" if t.optimizer == "sgd" else "square-root"
+    rule_name = "linear" if family.lr_rule == "linear" else "square-root"
     text = f"lr {t.lr:g} at an effective batch of {t.size:,}; {t.base_lr:g} at {t.base_batch:,} becomes {wanted:.2g} ({rule_name})"
     parts = {"one device's batch": t.micro, "the batch without accumulation": t.micro and t.ranks and t.micro * t.ranks}
     for name, part in parts.items():
         if part and part != t.size and abs(t.lr / scaled_rate(t.base_lr, t.base_batch, part, t.optimizer) - 1) < 0.05:
             text += f"; the rate fits {name} ({part:,})"
             break
-    beyond = t.size > LINEAR_LIMIT if t.optimizer == "sgd" else t.size > 16 * t.base_batch
+    beyond = t.size > (family.largest_rule_batch or 16 * t.base_batch)
     text += "; this far from the base, sweep." if beyond else "."
     yield Problem("warning", "lr", text, {"lr": rounded(wanted)})
 
@@ -61,9 +63,9 @@ def no_warmup(t: Training) -> Iterator[Problem]:
     Adam's second moment is an average over 1/(1−β2) steps; until it has seen them the first steps are as long as they like. SGD
     at a scaled rate leaves the region where linear scaling holds.
     """
-    if t.optimizer not in ("adam", "sgd") or t.warmup is None:
+    if t.family is None or not t.family.scaling_is_studied or t.warmup is None:
         return
-    if t.optimizer == "sgd" and (t.size is None or t.size <= 256):
+    if not t.family.uses_beta2 and (t.size is None or t.size <= 256):
         return
     wanted, steps = wanted_warmup(t), t.warmup_steps
     if t.warmup == 0:
@@ -106,7 +108,8 @@ def beta2_too_slow(t: Training) -> Iterator[Problem]:
 
     The second moment remembers a thousand steps, and a large-batch run has few: it lags behind, and gradient spikes pass it.
     """
-    if t.contrastive and t.optimizer == "adam" and t.beta2 is not None and t.beta2 >= 0.999 and (t.size or 0) >= LARGE_CONTRASTIVE:
+    adaptive = t.family is not None and t.family.uses_beta2
+    if t.contrastive and adaptive and t.beta2 is not None and t.beta2 >= 0.999 and (t.size or 0) >= LARGE_CONTRASTIVE:
         yield Problem("warning", "beta2", f"β2 is {t.beta2:g} at {t.size:,} pairs.", {"beta2": 0.95})
 
 
@@ -122,7 +125,7 @@ def finetune_rate(t: Training) -> Iterator[Problem]:
 
     Pre-trained weights are near where they should be; a rate that was made for random ones takes them away from there first.
     """
-    if t.finetuning and t.optimizer == "adam" and t.lr is not None and t.lr >= PRETRAINING_RATE and t.base_lr is None:
+    if t.finetuning and t.family is not None and t.family.uses_beta2 and (t.lr or 0) >= PRETRAINING_RATE and t.base_lr is None:
         yield Problem("warning", "lr", f"fine-tuning with Adam at {t.lr:g}.", {"lr": FINETUNING_RATE})
 
 
@@ -154,8 +157,9 @@ def layerwise_optimizer(t: Training) -> Iterator[Problem]:
 
     They are not needed, and what is known about scaling the rate was learnt with SGD and Adam.
     """
-    if t.optimizer in ("lars", "lamb"):
-        yield Problem("note", "optimizer", f"{t.optimizer.upper()} is not needed for large batches.", {"optimizer": "adam"})
+    if t.family is not None and not t.family.scaling_is_studied:
+        instead = OPTIMIZERS[DEFAULT].family.name
+        yield Problem("note", "optimizer", f"{t.family.name.upper()} is not needed for large batches.", {"optimizer": instead})
 
 
 @rule(

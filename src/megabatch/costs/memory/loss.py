@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from ...objectives import BY_COST_NAME
 from .setup import Setup
 
 # What the backends take where nothing is given.
@@ -44,7 +45,7 @@ class LossMemory:
     def forward(self) -> None:
         """The sums over the other pairs; the sigmoid loss has its gradients from the same pass."""
         sums = [self.ledger.hold(KINDS * self.rows * (2 * FP32 + INT64), "embeddings") for _ in ("rows", "columns")]
-        if self.setup.objective == "siglip":
+        if BY_COST_NAME[self.setup.objective].gradients_in_forward:
             self._saved = [*self._products(), self.ledger.hold(self.rows * FP32, "embeddings")]
         else:
             ring = self._ring(2 * self.block_bytes)
@@ -62,7 +63,7 @@ class LossMemory:
 
     def backward(self) -> list[int]:
         """The gradients of the embeddings."""
-        kept = self.setup.objective == "siglip"
+        kept = BY_COST_NAME[self.setup.objective].gradients_in_forward
         found = [] if kept else self._products()
         # Half-precision embeddings get their gradients in fp32 first, and the sigmoid loss keeps its own for another backward.
         if kept or self.element_bytes != FP32:

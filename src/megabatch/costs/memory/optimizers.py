@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...optimizers import LR, STATES
 from .setup import Setup
 
 # bitsandbytes quantises state in blocks of this many numbers, each with a scale in fp32, and leaves smaller tensors alone.
@@ -17,7 +19,7 @@ BLOCK, SMALLEST = 256, 4096
 class EightBitAdam(torch.optim.Optimizer):
     """The memory of AdamW with state in 8 bits, as bitsandbytes keeps it; it computes nothing."""
 
-    def __init__(self, parameters: Any, lr: float = 1e-3) -> None:
+    def __init__(self, parameters: Any, lr: float = LR) -> None:
         super().__init__(parameters, {"lr": lr})
 
     @torch.no_grad()
@@ -36,16 +38,14 @@ class EightBitAdam(torch.optim.Optimizer):
 
 def build_optimizer(setup: Setup, parameters: list[Tensor]) -> torch.optim.Optimizer:
     """The optimizer over fake parameters, with the implementation that it would have on the device."""
-    if setup.optimizer == "adamw-8bit":
-        return EightBitAdam(parameters)
-    named: dict[Any, tuple[Any, dict[str, Any]]] = {
-        "adamw": (torch.optim.AdamW, {}),
-        "adam": (torch.optim.Adam, {}),
-        "sgd": (torch.optim.SGD, {}),
-        "sgd-momentum": (torch.optim.SGD, {"momentum": 0.9}),
-    }
-    kind, options = named.get(setup.optimizer, (setup.optimizer, {}))
-    return kind(parameters, lr=1e-3, **options, **_implementation(kind, setup))
+    kind: Any = setup.optimizer
+    arguments: Mapping[str, Any] = {}
+    if isinstance(setup.optimizer, str):
+        state = STATES[setup.optimizer]
+        if not state.torch_class:
+            return EightBitAdam(parameters)
+        kind, arguments = getattr(torch.optim, state.torch_class), state.arguments
+    return kind(parameters, lr=LR, **arguments, **_implementation(kind, setup))
 
 
 def _implementation(kind: Any, setup: Setup) -> dict[str, bool]:

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
+from ...optimizers import STATES
 from .allocator import CachingAllocator, Piece
 from .composition import Composition
 from .contrastive import Contrastive
@@ -146,8 +147,8 @@ def _assumptions(step: Step) -> Iterator[str]:
         yield f"autocast to {setup.precision} by CUDA's lists of operations; weights are copied once a forward"
     if recorder.operations & RECURRENT:
         yield "recurrent layers are counted step by step; cuDNN's own reserve for them differs"
-    if setup.optimizer == "adamw-8bit":
-        yield "8-bit state in blocks of 256 with a scale in fp32 each; tensors below 4,096 elements keep fp32 state (bitsandbytes)"
+    if isinstance(setup.optimizer, str) and STATES[setup.optimizer].assumption:
+        yield STATES[setup.optimizer].assumption
     if setup.sharded:
         yield f"FSDP2 gathers one block at a time with the next on its way; shards are 1/{setup.ranks} of each tensor, rounded up"
     elif setup.ranks > 1:

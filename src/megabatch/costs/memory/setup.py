@@ -7,17 +7,17 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum", "adamw-8bit")
+from ... import objectives, optimizers
+
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-OBJECTIVES = ("supervised", "clip", "siglip")
 
 
 @dataclass(frozen=True)
 class Setup:
     """How a step is taken.
 
-    optimizer: a name of OPTIMIZERS, or a torch Optimizer class, called with the parameters and lr. fused: its fused kernel; None is
-        what torch takes on CUDA by itself: lists of tensors (foreach), with a copy of the parameters' size on the way.
+    optimizer: a name of `optimizers.STATES`, or a torch Optimizer class, called with the parameters and lr. fused: its fused
+        kernel; None is what torch takes on CUDA by itself: lists of tensors (foreach), with a copy of the parameters' size.
     precision: of autocast, as CUDA does it; "fp32" is none. checkpointing: the model's own switch is turned on.
     ranks, sharding: "ddp" adds buckets for the gradients, "fsdp2" shards weights, gradients and optimizer state over the ranks.
     chunk: rows that go through at once, of the rows of a shard; None is all. keep: chunks whose graphs are kept (contrastive).
@@ -29,7 +29,7 @@ class Setup:
     device: "cuda", or "cpu" for what torch's CPU kernels take. capability: of the CUDA device, major and minor.
     """
 
-    optimizer: str | type[torch.optim.Optimizer] = "adamw"
+    optimizer: str | type[torch.optim.Optimizer] = optimizers.DEFAULT
     fused: bool | None = None
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     checkpointing: bool = False
@@ -37,7 +37,7 @@ class Setup:
     sharding: Literal["ddp", "fsdp2"] = "ddp"
     chunk: int | None = None
     keep: int = 0
-    objective: Literal["supervised", "clip", "siglip"] = "supervised"
+    objective: objectives.CostName = "supervised"
     workspace: int | None = None
     ema: bool = False
     inputs_on_device: bool | None = None
@@ -48,7 +48,7 @@ class Setup:
         known = [
             ("precision", self.precision, tuple(PRECISIONS)),
             ("sharding", self.sharding, ("ddp", "fsdp2")),
-            ("objective", self.objective, OBJECTIVES),
+            ("objective", self.objective, tuple(objectives.BY_COST_NAME)),
             ("device", self.device, ("cuda", "cpu")),
         ]
         for name, value, values in known:
@@ -71,7 +71,7 @@ class Setup:
 
     @property
     def contrastive(self) -> bool:
-        return self.objective != "supervised"
+        return objectives.is_contrastive(self.objective)
 
     @property
     def sharded(self) -> bool:
@@ -106,5 +106,7 @@ def check_rows(rows: object) -> int:
 def _check_optimizer(optimizer: Any) -> None:
     if isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer):
         return
-    if optimizer not in OPTIMIZERS:
-        raise ValueError(f"optimizer is {optimizer!r}: must be one of {', '.join(OPTIMIZERS)}, or a class of torch.optim.Optimizer")
+    if optimizer not in optimizers.STATES:
+        raise ValueError(
+            f"optimizer is {optimizer!r}: must be one of {', '.join(optimizers.STATES)}, or a class of torch.optim.Optimizer"
+        )

@@ -12,7 +12,7 @@ import torch
 
 from ... import measurements
 from ...chunks.ddp_fsdp import meeting_rings
-from ...chunks.memory import release
+from ...chunks.oom import release
 from ...environment import device_name
 from ...reporting.wording import bytes_text
 from ...ring import Group, Ring

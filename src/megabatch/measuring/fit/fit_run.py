@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ... import config, measurements, packages
+from ... import config, measurements, packages, trust
 from ...data.loader import Batch
 from ...ring import Ring
 from ...training.build import assemble
@@ -46,9 +46,9 @@ def fit(
     budget: bytes that may be used; on a CPU by the whole process. margin: share of them that is left free. cap: as in
     `find_chunk`; the rows of a rank are one anyway. start: the first chunk tried; None is what is predicted to fit.
     No chunk is kept while it is searched: `keep="auto"` fills what is left.
-    trust_code: whether code that the run names (`config.callables`) may be imported and called.
+    trust_code: whether code that the run names (`trust.callables`) may be imported and called.
     """
-    config.require_trust(run, trust_code)
+    trust.require_trust(run, trust_code)
     packages.require(packages.FIGURES)
     with ranks(run.compute) as here, claimed_by_ranks(out, "fit", here.first):
         bench = FitBench(run, here, out)

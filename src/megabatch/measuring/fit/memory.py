@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from ... import host_memory
-from ...chunks.memory import release
+from ...chunks.oom import release
 from ...reporting.wording import bytes_text
 
 

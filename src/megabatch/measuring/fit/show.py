@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...measurements import Fit, Measured
+from ...objectives import OBJECTIVES
 from ...reporting.drawing import LIGHT, Theme, dress, save, sheet
 from ...reporting.wording import bytes_text, seconds_text
 from ...terminal import print_table, print_text
@@ -45,7 +46,8 @@ def sentences(result: Measured) -> list[str]:
     if ran["peak_bytes"] and ran.get("predicted_bytes"):
         off = ran["predicted_bytes"] / ran["peak_bytes"] - 1
         said.append(f"{bytes_text(ran['predicted_bytes'])} were predicted for it ({off:+.1%}).")
-    if result.run.get("loss", {}).get("objective") != "classify":
+    objective = result.run.get("loss", {}).get("objective")
+    if objective is None or OBJECTIVES[objective].contrastive:
         said.append(f'Nothing was kept meanwhile: batch.chunk={found.chunk} with batch.keep="auto" fills what is left.')
     return said
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import TensorWeakRef
 
 from ...chunks.ddp_fsdp import submodules
-from ...chunks.rng_state import Replay, current_accelerator
+from ...chunks.rng_state import ForwardState, current_accelerator
 
 Restore = Callable[[], Any]
 
@@ -42,7 +42,7 @@ class Snapshot:
         self._restores += [self._part(part, place) for place, part in enumerate(parts) if not isinstance(part, nn.Module)]
         self.device = next((p.device for p in self.parameters), (current_accelerator() or [torch.device("cpu")])[0])
         devices = dict.fromkeys([torch.device("cpu"), *current_accelerator(), *(p.device for p in self.parameters)])
-        self._restores += [Replay(devices, []).restore, *_host_generators()]
+        self._restores += [ForwardState(devices, []).restore, *_host_generators()]
 
     @torch.no_grad()
     def restore(self) -> None:

@@ -12,9 +12,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ...chunks import attempt
 from ...chunks.ddp_fsdp import modules_in, submodules
-from ...chunks.memory import is_out_of_memory, release
+from ...chunks.oom import Attempt, Shrinkable, current_attempt, is_out_of_memory, release
 from ...ring import Ring
 from .memory import Limit, PeakMemory, held
 from .snapshot import Snapshot
@@ -82,8 +81,8 @@ class Trials:
         with ExitStack() as contexts:
             if not self._meeting:
                 # Gradients stay on their rank: one that has run out of memory does not come to the exchange.
-                token = attempt.current.set(seen)
-                contexts.callback(attempt.current.reset, token)
+                token = current_attempt.set(seen)
+                contexts.callback(current_attempt.reset, token)
                 for module in self._exchanging:
                     contexts.enter_context(module.no_sync())
             try:
@@ -120,14 +119,14 @@ class Trials:
         return Trial(size, verdict == RAN, highest or None, slowest / 1e6, REASONS[verdict])
 
 
-class ChunkObserver(attempt.Attempt):
+class ChunkObserver(Attempt):
     """Notes the chunks that its callables begin with: one that went on in smaller chunks has run out of memory too."""
 
     def __init__(self, ring: Ring) -> None:
         super().__init__(ring)
-        self.begun: dict[int, tuple[attempt.Shrinkable, int]] = {}
+        self.begun: dict[int, tuple[Shrinkable, int]] = {}
 
-    def join(self, chunked: attempt.Shrinkable, meeting: list[Ring], ddp: DistributedDataParallel | None) -> None:
+    def join(self, chunked: Shrinkable, meeting: list[Ring], ddp: DistributedDataParallel | None) -> None:
         super().join(chunked, meeting, ddp)
         self.begun.setdefault(id(chunked), (chunked, chunked.chunk))
 

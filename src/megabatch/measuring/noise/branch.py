@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...evidence import rate_factor, rate_rule
+from ...optimizers import closest, rate_factor
 from ...training.loop import Training, seed_of
 from ...training.noise.estimator import STUDENT
 from ...training.objective import Classification
@@ -53,7 +53,7 @@ def branch(
     for repeat in range(repeats):
         for size in sizes:
             training.load(checkpoint)
-            rate = here.rate * rate_factor(rate_rule(training.run.optimizer.name), size / here.pairs)
+            rate = here.rate * rate_factor(closest(training.run.optimizer.name).lr_rule, size / here.pairs)
             begin = here.first + repeat * samples
             steps = [Step(begin + first, min(size, samples - first), rate) for first in range(0, samples, size)]
             losses[size].append(_trained(training, steps, here.pairs))

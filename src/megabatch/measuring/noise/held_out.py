@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 
-from ...losses import clip_loss, siglip_loss
 from ...towers.model import Pair
 from ...training.build import Assembly
 from ...training.held_out import Embedded, embed_source, evaluation_batches
-from ...training.objective import Classification
+from ...training.objective import Classification, contrastive_loss
 
 
 @torch.no_grad()
@@ -30,19 +27,12 @@ def held_out_loss(parts: Assembly, pairs: int) -> float:
 def _contrastive(parts: Assembly, found: Embedded, pairs: int) -> float:
     """By the options of the run. A rest that is no whole batch is left out, since its loss is another one."""
     assert isinstance(parts.model, Pair)
-    options, device = parts.run.loss, parts.ranks.device
+    device = parts.ranks.device
     pairs = min(pairs, len(found.at))
     losses = []
     for first in range(0, len(found.at) - pairs + 1, pairs):
         x, y, ids = (t[first : first + pairs].to(device) for t in (found.x, found.y, found.ids))
-        shared: dict[str, Any] = {"group": None, "workspace": parts.run.compute.workspace}
-        if options.duplicates != "negative":
-            shared |= {"ids": ids, "duplicates": options.duplicates}
-        if parts.model.bias is not None:
-            losses.append(siglip_loss(x, y, parts.model.scale(), parts.model.bias, **shared))
-        else:
-            shared |= {"label_smoothing": options.label_smoothing, "drop_above": options.drop_above}
-            losses.append(clip_loss(x, y, parts.model.scale(), **shared))
+        losses.append(contrastive_loss(parts.model, parts.run, x, y, ids, group=None))
     return float(torch.stack(losses).mean())
 
 

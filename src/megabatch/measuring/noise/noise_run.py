@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from ... import config, packages
+from ... import config, packages, trust
 from ...environment import device_name
 from ...files import write_text
 from ...measurements import Measured, Noise, write
@@ -57,9 +57,9 @@ def noise(
         held-out loss, after `updates` of the largest batch and as many samples at the others, `repeats` times.
     checkpoint: of this run or a like one, to begin with.
     out: the folder for measured.json, noise.png, report.html, log.jsonl and the last checkpoint; branches.json and branches.png.
-    trust_code: whether code that the run names (`config.callables`) may be imported and called.
+    trust_code: whether code that the run names (`trust.callables`) may be imported and called.
     """
-    config.require_trust(run, trust_code)
+    trust.require_trust(run, trust_code)
     if checkpoint is not None and checkpoint.resolve().is_relative_to(out.resolve()):
         raise ValueError(
             f"checkpoint is {str(checkpoint)!r}, inside out: the next one that is saved would replace it; choose another out"

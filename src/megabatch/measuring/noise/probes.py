@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from ...chunks.ddp_fsdp import submodules
-from ...chunks.rng_state import Replay, buffers_of
+from ...chunks.rng_state import ForwardState, buffers_of
 from ...training.loop import Training, seed_of
 from ...training.noise.estimator import Micro, Moments, moments
-from ...training.optimizers import clip_gradients
+from ...training.optimizer import clip_gradients
 from ...training.run_logger import Watch
 
 # Batches whose gradients are compared at a time.
@@ -64,7 +64,7 @@ class Probes(AbstractContextManager["Probes"]):
         training = self.training
         parameters = [p for p in training.parts.model.parameters() if p.requires_grad]
         scaler, ranks = training.parts.objective.scaler, training.ranks
-        before = Replay([], buffers_of(submodules([training.parts.model])))
+        before = ForwardState([], buffers_of(submodules([training.parts.model])))
         sums: list[Tensor | None] = [None] * len(parameters)
         micros = []
         for number in range(BATCHES):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...evidence import steps_factor
 from ...measurements import Measured, Profile
+from ...objectives import OBJECTIVES
 from ...reporting.markup import LONG, document, figure, section, table, text
 from ...reporting.wording import bytes_text, percent_text, seconds_text
 from ...terminal import print_table, print_text
@@ -93,7 +94,7 @@ def _found(measured: Measured) -> Profile:
 
 def _title(measured: Measured) -> str:
     x, y = measured.run["x"]["name"], measured.run["y"]["name"]
-    towers = x if measured.run["loss"]["objective"] == "classify" else f"{x} and {y}"
+    towers = f"{x} and {y}" if OBJECTIVES[measured.run["loss"]["objective"]].contrastive else x
     return f"{towers}, time and memory against the {_found(measured).against}"
 
 

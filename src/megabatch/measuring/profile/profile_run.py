@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from ... import config, packages
+from ... import config, packages, trust
 from ...environment import device_name
 from ...files import write_text
 from ...measurements import Measured, Profile, write
@@ -51,9 +51,9 @@ def profile(
         the usual ones. Without either: batches from an eighth to four times the run's.
     steps: timed at each size, after two that warm up. critical: the critical batch, where it is known.
     out: the folder of measured.json, profile.png and report.html.
-    trust_code: whether code that the run names (`config.callables`) may be imported and called.
+    trust_code: whether code that the run names (`trust.callables`) may be imported and called.
     """
-    config.require_trust(run, trust_code)
+    trust.require_trust(run, trust_code)
     _check(batches, chunks, steps, critical)
     packages.require(packages.FIGURES)
     against: Literal["batch", "chunk"] = "batch" if chunks is None else "chunk"

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from ... import config
-from ...chunks.memory import is_out_of_memory, release
+from ...chunks.oom import is_out_of_memory, release
 from ...data.loader import PIECE
 from ...training.build import assemble
 from ...training.distributed import Ranks

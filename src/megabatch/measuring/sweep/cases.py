@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from ... import config
-from ...evidence import MOST_WARMUP, RATE_RANGE, ema_at, rate_factor, rate_rule, round_rate
+from ...evidence import MOST_WARMUP, RATE_RANGE, ema_at, round_rate
+from ...optimizers import closest, rate_factor
 from ...training.schedules import course
 
 Edge = Literal["lowest", "highest"]
@@ -140,16 +141,14 @@ PILOT_STEPS, PILOT_PAIRS = 8, 64
 
 def middle_rate(base: config.Run, batch: int) -> float:
     """The learning rate at a batch by the plan's rule, from the base run's own: linear for SGD, the square root for others."""
-    return (
-        base.optimizer.lr
-        if batch == base.batch.size
-        else round_rate(base.optimizer.lr * rate_factor(rate_rule(base.optimizer.name), batch / base.batch.size))
-    )
+    if batch == base.batch.size:
+        return base.optimizer.lr
+    return round_rate(base.optimizer.lr * rate_factor(closest(base.optimizer.name).lr_rule, batch / base.batch.size))
 
 
 def rule_in_words(base: config.Run, batches: tuple[int, ...]) -> str:
     """How rates follow the batch, and whether the rule has been tried so far from the base."""
-    rule = "in proportion to the batch" if base.optimizer.name == "sgd" else "with the square root of the batch"
+    rule = "in proportion to the batch" if closest(base.optimizer.name).lr_rule == "linear" else "with the square root of the batch"
     words = f"The middle rate grows {rule}, from {base.optimizer.lr:g} at {base.batch.size:,}."
     far = [batch for batch in batches if not 1 / RATE_RANGE <= batch / base.batch.size <= RATE_RANGE]
     if not far:
@@ -223,7 +222,7 @@ def _warmup(base: config.Run, batch: int, steps: int) -> float:
     own = len(course(base, 0))
     if (batch, steps) == (base.batch.size, own):
         return given
-    steady = given * base.batch.size / batch if base.optimizer.name == "sgd" else given
+    steady = given if closest(base.optimizer.name).uses_beta2 else given * base.batch.size / batch
     return float(max(1, min(round(steady), int(max(MOST_WARMUP, given / own) * steps))))
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ... import config
 from ...measurements import Measured, Sweep
+from ...objectives import OBJECTIVES
 from ...reporting.wording import count_text, seconds_text
 from ...terminal import print_table, print_text
 from .cases import rule_in_words
@@ -32,7 +33,7 @@ def summaries_of(result: Measured) -> list[Summary]:
 
 def quality_name(run: Mapping[str, Any]) -> str:
     """What a run is measured by, in a word; `run` as a measurement holds it."""
-    return "accuracy" if run["loss"]["objective"] == "classify" else "recall@1"
+    return OBJECTIVES[run["loss"]["objective"]].held_out_metric
 
 
 def verdict_of(result: Measured) -> Verdict:

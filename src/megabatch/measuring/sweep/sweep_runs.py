@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 import torch
 
-from ... import config, environment, measurements, packages
+from ... import config, environment, measurements, packages, trust
 from ...measurements import Measured
 from ...reporting.wording import seconds_text
 from ...towers.model import build_towers
@@ -57,12 +57,12 @@ def sweep(
     same: what all runs have equal. "time": each takes `seconds` (None: what the run as it is would take), by a pilot's speed.
     jobs: runs at a time on each of the `devices` (None: on the run's own).
     train: what trains a run, by default `megabatch train` in a process of its own; say: is told of each run that ended.
-    trust_code: whether code that the run names (`config.callables`) may be imported and called, here and in these processes.
+    trust_code: whether code that the run names (`trust.callables`) may be imported and called, here and in these processes.
 
     Writes measured.json, rows.jsonl, sweep.png and report.html into `out`, and each run into a folder under out/runs. Runs that
     have come to their end there are not repeated, the others go on from their checkpoints, those that failed are tried again.
     """
-    config.require_trust(run, trust_code)
+    trust.require_trust(run, trust_code)
     packages.require(packages.FIGURES)
     request = requested(run, batches, rates, seeds, same, decays, extend, seconds)
     study = _Sweep(request, Path(out), places(run, jobs, devices), train or Processes(trust_code=trust_code), say or _print)

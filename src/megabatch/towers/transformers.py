@@ -1,4 +1,4 @@
-"""Models of Hugging Face transformers, from a local folder or the local cache. Nothing is downloaded, no code of theirs is run."""
+"""Towers from Hugging Face transformers, from a local folder or the local cache. Nothing is downloaded, no model code is run."""
 
 from __future__ import annotations
 
@@ -14,55 +14,55 @@ import torch
 from torch import Tensor, nn
 
 from . import without_torchvision
-from .image_transform import Pixels, PrepareImage
-from .library import IMAGE_OPTIONS, normalise, split, unusable
-from .projection import State, fit
-from .tokenizer import PADDING, VOCABULARY, ByteTokenizer
-from .tower import Tower
+from .inputs import PADDING, VOCABULARY, ByteTokenizer, NormalizePixels, PrepareImage, check_is_text
+from .library import IMAGE_OPTIONS, TowerLibrary, TowerRequest, import_failed, normalization, split_options
+from .tower import BuiltTower, StateDict, as_tower
 
 POOLS = ("pooler", "mean", "class")
 LOCAL = {"local_files_only": True, "trust_remote_code": False}
-# Implementations of attention that come with transformers and PyTorch; any other name can be a kernel to download and execute.
+# Attention implementations that come with transformers and PyTorch; any other name can be a kernel to download and execute.
 ATTENTION = (None, "eager", "sdpa")
-TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.txt")
-# Where neither the options nor the model say them.
-LENGTH, SIZE = 77, 224
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt")
+# Tokens and pixels, if neither the options nor the model give them.
+DEFAULT_LENGTH, DEFAULT_SIZE = 77, 224
 
 
-def from_transformers(name: str, dim: int, options: Mapping[str, Any], *, checkpointing: bool) -> Tower:
-    """A text or image model: a folder with its config.json, or a name that is in the local cache.
+def build(request: TowerRequest) -> BuiltTower:
+    """Return a text or image model: a folder with its config.json, or a name that is in the local cache.
 
-    A folder with weights (safetensors) starts from them, one without starts fresh.
+    A folder with weights (safetensors) starts from them, one without starts from random weights.
     pool: "pooler", the model's own pooled output; "mean" over the tokens that are not padding, or over all patches; "class", the
-        first position. None: the model's own where it has one, else the mean. Models of sentences mostly want "mean".
-    length (texts): tokens that are read. Images: the options of `PrepareImage`; size, mean and deviation are the model's own.
+        first position. None: the model's own output if it has one, else the mean. Most sentence models need "mean".
+    length (texts): tokens that are read. Images: the options of `PrepareImage`; size, mean and standard deviation are the model's.
     """
-    pool = options.get("pool")
+    name = request.model
+    pool = request.options.get("pool")
     if pool is not None and pool not in POOLS:
         raise ValueError(f"pool is {pool!r}: must be one of {', '.join(POOLS)}, or left out")
     with _importing():
         config, model = _load(name)
-        if checkpointing:
-            _checkpoint_inside(model, name)
+        if request.checkpointing:
+            _enable_checkpointing(model, name)
         kind = "text" if hasattr(config, "vocab_size") else "image"
         known = ("pool", "length") if kind == "text" else ("pool", *IMAGE_OPTIONS)
-        ours, unknown = split(options, known)
-        ours.pop("pool", None)
+        options, unknown = split_options(request.options, known)
+        options.pop("pool", None)
         if unknown:
-            raise ValueError(f"transformers:{name} ({kind}) has no option {min(unknown)!r}; known are {', '.join(known)}")
+            raise ValueError(f"transformers:{name} ({kind}) has no option {min(unknown)!r}; its options are {', '.join(known)}")
         if kind == "text":
-            return fit(PooledText(model, pool), _tokenizer(name, config, **ours), "text", dim, own_weights=_own_weights)
-        prepare, pixels = _images(name, config, ours)
-        return fit(PooledImage(model, pool), prepare, "image", dim, pixels=pixels, own_weights=_own_weights)
+            tokenizer = _tokenizer(name, config, **options)
+            return as_tower(PooledText(model, pool), tokenizer, "text", request.dim, own_weights=_own_weights)
+        prepare, pixels = _image_preparation(name, config, options)
+        return as_tower(PooledImage(model, pool), prepare, "image", request.dim, pixels=pixels, own_weights=_own_weights)
 
 
-def _own_weights(state: State) -> State:
+def _own_weights(state: StateDict) -> StateDict:
     return {f"model.{key}": value for key, value in state.items()}
 
 
 @contextmanager
 def _importing() -> Iterator[None]:
-    """Import transformers, and build its models, without a torchvision that cannot be imported: text and image models need none."""
+    """Import transformers, and build its models, with a torchvision that cannot be imported hidden: the models do not need it."""
     try:
         with without_torchvision.hidden():
             import transformers  # noqa: F401
@@ -71,7 +71,7 @@ def _importing() -> Iterator[None]:
     except ModuleNotFoundError as error:
         if error.name != "transformers":
             raise
-        raise unusable("transformers", error) from error
+        raise import_failed("transformers", "transformers", error) from error
 
 
 def _load(name: str) -> tuple[Any, nn.Module]:
@@ -86,7 +86,7 @@ def _load(name: str) -> tuple[Any, nn.Module]:
     except (OSError, ValueError) as error:
         raise ValueError(f"transformers:{name} is neither a folder with a config.json nor a name in the cache ({error})") from error
     if hasattr(config, "vision_config") and hasattr(config, "text_config"):
-        raise ValueError(f"transformers:{name} holds two towers; save its vision or its text model in a folder of its own")
+        raise ValueError(f"transformers:{name} holds two towers; save its vision model or its text model in a folder of its own")
     _refuse_code(name, config)
     fresh = folder.is_dir() and not any(folder.glob("*.safetensors"))
     if fresh and any(folder.glob("*.bin")):
@@ -99,18 +99,18 @@ def _load(name: str) -> tuple[Any, nn.Module]:
                 model = AutoModel.from_pretrained(name, config=config, use_safetensors=True, **LOCAL)
     except (OSError, ValueError, ImportError) as error:
         raise ValueError(f"transformers:{name} cannot be loaded ({error})") from error
-    # Weights that are stored in half precision are trained in whole.
+    # Weights that are stored in half precision are trained in fp32.
     return config, (model.get_encoder() if config.is_encoder_decoder else model).float()
 
 
 def _refuse_code(name: str, config: Any) -> None:
-    """Raise ValueError where a model's configuration asks for kernels of somebody else, or for quantized weights."""
+    """Raise ValueError if a model's configuration asks for foreign attention kernels or for quantized weights."""
     for part in (config, *(getattr(config, key, None) for key in getattr(config, "sub_configs", ()))):
-        wanted = getattr(part, "_attn_implementation", None)
-        if wanted not in ATTENTION:
+        attention = getattr(part, "_attn_implementation", None)
+        if attention not in ATTENTION:
             raise ValueError(
-                f"transformers:{name} asks for the attention {wanted!r} in its config.json, which can be code from the network; set"
-                ' attn_implementation to "sdpa" or "eager" there'
+                f"transformers:{name} asks for the attention {attention!r} in its config.json, which can be code from the network;"
+                ' set attn_implementation to "sdpa" or "eager" there'
             )
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(f"transformers:{name} holds quantized weights, which cannot be trained; save it in fp32 or bf16")
@@ -129,41 +129,41 @@ def _offline() -> Iterator[None]:
         constants.HF_HUB_OFFLINE = before
 
 
-def _checkpoint_inside(model: nn.Module, name: str) -> None:
+def _enable_checkpointing(model: nn.Module, name: str) -> None:
     try:
         model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
     except ValueError as error:
         raise ValueError(f"checkpointing is true: transformers:{name} has no gradient checkpointing ({error})") from error
 
 
-def _images(name: str, config: Any, options: Mapping[str, Any]) -> tuple[PrepareImage, Pixels]:
-    """Images as the model and the folder want them, where the options do not say otherwise."""
+def _image_preparation(name: str, config: Any, options: Mapping[str, Any]) -> tuple[PrepareImage, NormalizePixels]:
+    """Return the preparation and the normalisation of the model and its folder, changed by the options."""
     path = Path(name).expanduser() / "preprocessor_config.json"
-    facts = json.loads(path.read_text("utf-8")) if path.is_file() else {}
-    size = getattr(config, "image_size", SIZE)
+    preprocessor = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    size = getattr(config, "image_size", DEFAULT_SIZE)
     defaults = {"size": size if isinstance(size, int) else size[0], "channels": getattr(config, "num_channels", 3)}
     prepare = PrepareImage(**{**defaults, **options})
     half = [0.5] * prepare.channels
-    return prepare, normalise(facts.get("image_mean", half), facts.get("image_std", half), prepare.channels)
+    return prepare, normalization(preprocessor.get("image_mean", half), preprocessor.get("image_std", half), prepare.channels)
 
 
 def _tokenizer(name: str, config: Any, length: int | None = None) -> ByteTokens | FolderTokenizer:
     positions = getattr(config, "max_position_embeddings", None)
-    length = length or min(LENGTH, positions or LENGTH)
+    length = length or min(DEFAULT_LENGTH, positions or DEFAULT_LENGTH)
     folder = Path(name).expanduser()
-    if not folder.is_dir() or any((folder / file).is_file() for file in TOKENIZERS):
+    if not folder.is_dir() or any((folder / file).is_file() for file in TOKENIZER_FILES):
         return FolderTokenizer(str(folder) if folder.is_dir() else name, length)
     if config.vocab_size < VOCABULARY:
         raise ValueError(
             f"transformers:{name} has no tokenizer, and its vocabulary of {config.vocab_size} is too small for bytes,"
-            f" which take {VOCABULARY}; put the tokenizer's files beside config.json"
+            f" which need {VOCABULARY}; put the tokenizer's files beside config.json"
         )
     return ByteTokens(ByteTokenizer(length))
 
 
 @dataclass(frozen=True)
 class ByteTokens:
-    """Makes of a text what transformers take, by bytes."""
+    """Convert a text to the inputs of a transformers model, with one token per byte."""
 
     tokenizer: ByteTokenizer
 
@@ -186,20 +186,19 @@ def _folder_tokenizer(name: str) -> Any:
 
 @dataclass(frozen=True)
 class FolderTokenizer:
-    """Makes of a text what the tokenizer in the model's folder makes of it. Only the name travels to worker processes."""
+    """Convert a text with the tokenizer in the model's folder. Only the name is pickled for worker processes."""
 
     name: str
     length: int
 
     def __call__(self, raw: Any, seed: int | None) -> dict[str, Tensor]:
-        if not isinstance(raw, str):
-            raise ValueError(f"a tower for texts was given a {type(raw).__name__}: this side of the data is no text")
-        made = _folder_tokenizer(self.name)(raw, truncation=True, max_length=self.length, padding="max_length")
-        return {key: torch.tensor(made[key]) for key in ("input_ids", "attention_mask")}
+        check_is_text(raw)
+        encoded = _folder_tokenizer(self.name)(raw, truncation=True, max_length=self.length, padding="max_length")
+        return {key: torch.tensor(encoded[key]) for key in ("input_ids", "attention_mask")}
 
 
 class PooledText(nn.Module):
-    """A text model with one vector a row."""
+    """A text model with one output vector per row."""
 
     def __init__(self, model: nn.Module, pool: str | None) -> None:
         super().__init__()
@@ -212,7 +211,7 @@ class PooledText(nn.Module):
 
 
 class PooledImage(nn.Module):
-    """An image model with one vector a row; maps of features are as good as positions."""
+    """An image model with one output vector per row; the pixels of a feature map count as positions."""
 
     def __init__(self, model: nn.Module, pool: str | None) -> None:
         super().__init__()
@@ -224,10 +223,14 @@ class PooledImage(nn.Module):
 
 
 def pooled(out: Any, pool: str | None, mean: Any) -> Tensor:
-    own = getattr(out, "pooler_output", None)
-    if pool == "pooler" and own is None:
-        raise ValueError("pool is 'pooler': the model has no pooled output; take 'mean' or 'class'")
-    if own is not None and pool in (None, "pooler"):
-        # Convolutional models keep two dimensions of one place.
-        return own.flatten(1)
+    """Return one vector per row from a model's output. mean: averages the last hidden state."""
+    pooler_output = getattr(out, "pooler_output", None)
+    if pool == "pooler" and pooler_output is None:
+        raise ValueError("pool is 'pooler': the model has no pooled output; use 'mean' or 'class'")
+    if pooler_output is not None and pool in (None, "pooler"):
+        # Convolutional models keep two spatial dimensions of size 1.
+        return pooler_output.flatten(1)
     return out.last_hidden_state[:, 0] if pool == "class" else mean(out.last_hidden_state)
+
+
+TRANSFORMERS = TowerLibrary("transformers:FOLDER", build, partner="x")

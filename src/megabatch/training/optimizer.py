@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import Optimizer, is_torch_optimizer
+from ..optimizers import OPTIMIZERS
 
 
 def build_optimizer(model: nn.Module, options: Optimizer) -> torch.optim.Optimizer:
@@ -24,11 +25,8 @@ def build_optimizer(model: nn.Module, options: Optimizer) -> torch.optim.Optimiz
     if not groups:
         raise ValueError("no parameter learns: both towers are locked and nothing else is left; unlock one (x.locked=false)")
     kind = _named(options.name)
-    set_elsewhere: dict[str, Any] = {"lr": options.lr}
-    if options.name == "adamw":
-        set_elsewhere |= {"betas": options.betas, "eps": options.eps}
-    elif options.name == "sgd":
-        set_elsewhere |= {"momentum": options.momentum}
+    spec = OPTIMIZERS.get(options.name)
+    set_elsewhere = {"lr": options.lr} | {key: getattr(options, key) for key in (spec.keys if spec is not None else ())}
     _check_options(kind, options.options, set_elsewhere)
     try:
         optimizer = kind(groups, **set_elsewhere, **options.options)
@@ -42,12 +40,11 @@ def build_optimizer(model: nn.Module, options: Optimizer) -> torch.optim.Optimiz
 
 
 def _named(name: str) -> Any:
-    """Return the class that optimizer.name names: "adamw", "sgd", or "package.module:Class"."""
-    built_in = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
-    if name in built_in:
-        return built_in[name]
+    """Return the class of a built-in optimizer, or of "package.module:Class"."""
+    if name in OPTIMIZERS:
+        return getattr(torch.optim, OPTIMIZERS[name].torch_class)
     if ":" not in name:
-        raise ValueError(f'optimizer.name is {name!r}: must be adamw, sgd, or "package.module:Class"')
+        raise ValueError(f'optimizer.name is {name!r}: must be {", ".join(OPTIMIZERS)}, or "package.module:Class"')
     try:
         found = pkgutil.resolve_name(name)
     except Exception as error:

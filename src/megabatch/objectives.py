@@ -1,0 +1,147 @@
+"""Training objectives, one record each: everything in which they differ to a run, a plan, the cost models and the audit.
+
+A new contrastive loss is a function in `losses/`, its public name, and a record here. Everybody else reads fields of the record.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+# Values of loss.objective in a run's file, and those among them that compare the samples of a batch with each other.
+ObjectiveName = Literal["clip", "siglip", "classify"]
+PairLoss = Literal["clip", "siglip"]
+# Names that cost models and the audit use. They also describe trainings that are not runs of megabatch: "supervised" is any mean
+# over samples, "lm" a mean over tokens.
+CostName = Literal["clip", "siglip", "supervised"]
+AuditName = Literal["clip", "siglip", "supervised", "lm"]
+
+# Keys of a run's file that every contrastive objective uses, and no other.
+PAIR_KEYS = ("loss.scale", "loss.max_scale", "loss.duplicates", "data.negatives", "evaluate.large")
+# Where the learnable bias of the sigmoid loss starts (arXiv 2303.15343).
+SIGMOID_BIAS = -10.0
+
+
+@dataclass(frozen=True)
+class ObjectiveSpec:
+    """What one objective is.
+
+    name: its value in a run's file. cost_name: its name in cost models and the audit.
+    title: what help texts call it.
+    contrastive: whether the loss compares the samples of a batch with each other. If not, it is a mean over samples: a batch can be
+        accumulated in chunks, there is one tower, and samples have classes.
+    metric, held_out_metric: what a step of the log and a finished run are judged by.
+    keys: keys of a run's file that this objective uses and some other objective does not.
+    function: its name in `megabatch.losses`, called as (x, y, scale) or, with a bias, (x, y, scale, bias).
+    arguments: keys of the section [loss] that the function takes by the same name.
+    one_direction: whether the function takes `symmetric=False`, which hard negatives need.
+    scale: where the learnable scale (1 / temperature) starts. bias: whether a learnable bias is added to the logits.
+    flops: of forward and backward, for each pair of rows and each dimension of the embeddings.
+    gradients_in_forward: whether one pass over the tiles gives the loss and its gradients, which are then saved for backward.
+    max_scale: where its paper clamps the learnable scale.
+    saturation: pairs of a batch above which more negatives bought nothing (arXiv 2303.15343, table 5).
+    open_clip_flag: the flag of OpenCLIP's command line that selects this loss.
+    """
+
+    name: ObjectiveName
+    cost_name: CostName
+    title: str
+    contrastive: bool
+    metric: Literal["recall", "accuracy"]
+    held_out_metric: Literal["recall@1", "accuracy"]
+    keys: tuple[str, ...]
+    function: str = ""
+    arguments: tuple[str, ...] = ()
+    one_direction: bool = False
+    scale: float = 1.0
+    bias: bool = False
+    flops: float = 0.0
+    gradients_in_forward: bool = False
+    max_scale: float | None = None
+    saturation: int | None = None
+    open_clip_flag: str | None = None
+
+    @property
+    def smooths_labels(self) -> bool:
+        return "loss.label_smoothing" in self.keys
+
+
+OBJECTIVES: dict[str, ObjectiveSpec] = {
+    spec.name: spec
+    for spec in (
+        ObjectiveSpec(
+            name="clip",
+            cost_name="clip",
+            title="softmax",
+            contrastive=True,
+            metric="recall",
+            held_out_metric="recall@1",
+            keys=("loss.label_smoothing", "loss.drop_above", *PAIR_KEYS),
+            function="clip_loss",
+            arguments=("label_smoothing", "drop_above"),
+            one_direction=True,
+            scale=1 / 0.07,
+            max_scale=100.0,
+            flops=8.0,
+            saturation=98_304,
+        ),
+        ObjectiveSpec(
+            name="siglip",
+            cost_name="siglip",
+            title="sigmoid",
+            contrastive=True,
+            metric="recall",
+            held_out_metric="recall@1",
+            keys=("loss.bias", *PAIR_KEYS),
+            function="siglip_loss",
+            scale=10.0,
+            bias=True,
+            flops=6.0,
+            gradients_in_forward=True,
+            saturation=32_768,
+            open_clip_flag="--siglip",
+        ),
+        ObjectiveSpec(
+            name="classify",
+            cost_name="supervised",
+            title="cross-entropy over classes",
+            contrastive=False,
+            metric="accuracy",
+            held_out_metric="accuracy",
+            keys=("loss.label_smoothing",),
+        ),
+    )
+}
+# The objective of a run that names none.
+DEFAULT: PairLoss = "clip"
+# The objective of a run that a plan for a mean over samples writes.
+MEAN: ObjectiveName = "classify"
+
+PAIR_LOSSES = tuple(name for name, spec in OBJECTIVES.items() if spec.contrastive)
+BY_COST_NAME: dict[str, ObjectiveSpec] = {spec.cost_name: spec for spec in OBJECTIVES.values()}
+
+
+def users_of_keys() -> dict[str, tuple[str, ...]]:
+    """Return the objectives that use each key of a run's file, for keys that not all of them use.
+
+    >>> users_of_keys()["loss.label_smoothing"]
+    ('clip', 'classify')
+    """
+    keys = dict.fromkeys(key for spec in OBJECTIVES.values() for key in spec.keys)
+    return {key: tuple(name for name, spec in OBJECTIVES.items() if key in spec.keys) for key in keys}
+
+
+def saturation_of(cost_name: str) -> int:
+    """Return the pairs of a batch above which more negatives bought nothing with a contrastive loss."""
+    saturation = BY_COST_NAME[cost_name].saturation
+    assert saturation is not None
+    return saturation
+
+
+def is_contrastive(cost_name: str | None) -> bool:
+    """Return whether a cost model's or audit's objective is known to compare the samples of a batch with each other.
+
+    >>> is_contrastive("siglip"), is_contrastive("lm"), is_contrastive(None)
+    (True, False, False)
+    """
+    return cost_name in BY_COST_NAME and BY_COST_NAME[cost_name].contrastive

@@ -1,0 +1,68 @@
+"""A choice is one record: few files of the package name a loss, an optimizer, a tower library or a data format.
+
+Files that compare a name are files to touch when another one is added. Documentation may name them: docstrings do not count.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from megabatch import objectives, optimizers
+
+PACKAGE = Path(__file__).parents[1] / "src" / "megabatch"
+
+
+class Record(NamedTuple):
+    """A kind of choice: its names, and how many files of the package may hold one of them as a string.
+
+    foreign: files that hold the same string as another tool's value, which a new choice of ours does not touch.
+    """
+
+    kind: str
+    names: tuple[str, ...]
+    most: int
+    foreign: frozenset[str] = frozenset()
+
+
+RECORDS = (
+    # The record, the file of the loss, its export by losses/ and by the package.
+    *(Record("loss", tuple(n for n in (name, spec.function) if n), 4) for name, spec in objectives.OBJECTIVES.items()),
+    # OpenCLIP's command line has an optimizer "adamw" too.
+    *(Record("optimizer", (name,), 2, frozenset({"audit/readers/open_clip.py"})) for name in optimizers.OPTIMIZERS),
+)
+
+
+def string_literals(source: str) -> set[str]:
+    """Return the strings of a file that are values, without docstrings."""
+    tree = ast.parse(source)
+    documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    constants = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in documentation)
+    return {node.value for node in constants if isinstance(node.value, str)}
+
+
+def files_naming(names: Iterable[str], package: Path = PACKAGE) -> list[str]:
+    """Return the files that hold one of the names as a string."""
+    names = set(names)
+    files = sorted(package.rglob("*.py"))
+    return [file.relative_to(package).as_posix() for file in files if names & string_literals(file.read_text("utf-8"))]
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: f"{record.kind}-{record.names[0]}")
+def test_few_files_name_a_choice(record):
+    files = [file for file in files_naming(record.names) if file not in record.foreign]
+    assert files, "the record itself names it"
+    assert len(files) <= record.most, f"{len(files)} files name the {record.kind} {record.names[0]!r}: {', '.join(files)}"
+
+
+def test_docstrings_and_comments_do_not_count():
+    assert string_literals('"""clip"""\n# "clip"\nx: "siglip" = 1\nif y == "sgd":\n    "adamw"') == {"siglip", "sgd"}
+
+
+def test_a_comparison_is_found(tmp_path):
+    (tmp_path / "planner.py").write_text('def choose(loss):\n    return 1 if loss in ("clip", "siglip") else 2\n')
+    assert files_naming(["siglip"], tmp_path) == ["planner.py"]
