@@ -5,14 +5,14 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable
 
+from .comparison import COMPARISON_RULES
 from .rules import RULES
-from .together import ABOUT
 
 
 def rules_page() -> str:
     """Every finding with its severities, why, source and fix, as Markdown."""
     own = [_entry(r.code, r.severities, r.title, r.because, r.source, r.remedy) for r in RULES]
-    several = [_entry(*about) for about in ABOUT]
+    several = [_entry(*about) for about in COMPARISON_RULES]
     return "\n\n".join([*own, "### Several files together", *several]) + "\n"
 
 
