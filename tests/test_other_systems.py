@@ -28,10 +28,9 @@ from megabatch.data import open_source
 from megabatch.measurements import Measured
 from megabatch.measuring.fit import fit
 from megabatch.measuring.fit.memory import Limit, PeakResident, limit_of
+from megabatch.measuring.profile.curve import Size, Timed, judge, point
 from megabatch.measuring.profile.page import rows, sentences
 from megabatch.measuring.profile.picture import picture
-from megabatch.measuring.profile.profile_run import Size, judge, point
-from megabatch.measuring.profile.steps import Timed
 from megabatch.measuring.rates import measure_rates
 from megabatch.reporting.figures import curve_panels
 from megabatch.reporting.history import read_history
@@ -261,7 +260,7 @@ def test_a_chunk_is_found(system):
 
 
 def test_fit_without_psutil_says_what_to_install(system, no_psutil, tmp_path):
-    with pytest.raises(ValueError, match=r"what fits on this CPU cannot be measured.*pip install psutil"):
+    with pytest.raises(ValueError, match=r"cannot be measured on this CPU.*pip install psutil"):
         fit(run_of(tmp_path), out=tmp_path / "fit")
 
 

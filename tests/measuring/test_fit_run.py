@@ -218,7 +218,7 @@ def test_the_cap_and_the_batch_bound_what_is_tried(quick, pairs, tmp_path):
 
 @uncollecting()
 def test_where_nothing_can_be_predicted_the_search_begins_at_the_runs_chunk(pairs, tmp_path):
-    with pytest.warns(UserWarning, match="nothing is predicted, so that the search begins at batch.chunk"):
+    with pytest.warns(UserWarning, match="starting the search at batch.chunk"):
         result = fit(run_of(pairs, tower="test_fit_run:secretive"), out=tmp_path)
     assert result.found.trials[0]["size"] == 8 and result.found.chunk == ROWS
     assert all(trial["predicted_bytes"] is None for trial in result.found.trials)

@@ -173,7 +173,9 @@ def _solve(x_MD: Tensor, y_ND: Tensor, scale: Tensor, batch: Batch, rules: Rules
         pairs = _pairs(block, owner, batch, rules, compared_M)
         # Of this rank's own block, which both tours visit first: working memory is free again for the others.
         keep = pairs.is_local and batch.needs_grad is not None
-        found = batch.tiles.softmax_stats(x_MD, block.y_ND, scale, pairs, columns=rules.symmetric, compute=batch.compute, save_exp=keep)
+        found = batch.tiles.softmax_stats(
+            x_MD, block.y_ND, scale, pairs, columns=rules.symmetric, compute=batch.compute, save_exp=keep
+        )
         kept = found.saved_exp if keep else kept
         return (found.rows, found.row_ranking), (found.columns, found.column_ranking)
 

@@ -1,4 +1,4 @@
-"""What a plan predicts for the sizes that a profile measures."""
+"""Predicted time and memory of a run's step at other batches and chunks, to compare with what is measured."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..training.distributed import Ranks
 
 
 class StepPrediction(NamedTuple):
-    """Of one size: seconds of a step, the peak of tensors, what the allocator asks of the device for it."""
+    """One step: its seconds, the peak of its tensors, and what the allocator reserves of the device for them."""
 
     seconds: float
     peak_bytes: int
@@ -26,7 +26,10 @@ Predict = Callable[[int, int, int], StepPrediction]
 
 
 def predictions(run: config.Run, here: Ranks, samples: int, classes: int) -> Predict:
-    """Predictions by batch, chunk and kept chunks, for this machine. A ValueError where the model cannot be predicted."""
+    """Return a function that predicts a step on this machine from its batch, chunk and number of kept chunks.
+
+    Raises ValueError if the run's model cannot be predicted.
+    """
     request = Request(
         run,
         data=samples,

@@ -26,7 +26,7 @@ def alternatives(problem: Problem, estimator: Estimator, chosen: Estimate) -> It
         yield _alternative(problem, estimator, "half the chunk, nothing kept", estimator.estimate(half))
     for name, gpus in (("one GPU more", machine.gpus + 1), ("twice the GPUs", 2 * machine.gpus)):
         size = round(strategy.batch / gpus) * gpus
-        other = estimator.fastest_or_none(size, machine.of(gpus))
+        other = estimator.fastest_or_none(size, machine.with_gpus(gpus))
         if other is not None:
             yield _alternative(problem, estimator, name, other)
     if problem.request.pairs:

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from .. import config
 from ..costs.hardware import Machine
-from ..costs.peaks import Peaks, Predict, Predicted
+from ..costs.memory import MemoryPredictor, PeakMemory, Prediction
 from ..costs.strategy import Precision, Sharding, Strategy
-from ..costs.time import StepTime, Task, scaled, step_time
+from ..costs.time import StepTime, StepWork, rescale, step_time
 from .calibration import Calibration, calibrate
 from .problem import Problem
 from .request import Request
@@ -25,7 +25,7 @@ class Tools(NamedTuple):
     """The functions that count the work of a step and predict its memory. Tests replace them by formulas."""
 
     workload: Callable[[Request, config.Run, Precision, Machine], Workload] = workload
-    predict: Callable[[Request, config.Run, Workload, Machine], Predict] = traced
+    predict: Callable[[Request, config.Run, Workload, Machine], MemoryPredictor] = traced
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Estimator:
 
     problem: Problem
     calibration: Calibration
-    task: Task
-    peaks: Peaks
+    task: StepWork
+    peaks: PeakMemory
 
     @property
     def parameters(self) -> int:
@@ -50,7 +50,7 @@ class Estimator:
         """Return the time of a step, corrected likewise; its parts keep their predicted proportions."""
         machine = machine or self.problem.machine
         predicted = step_time(self.task, strategy, machine)
-        return scaled(predicted, self.calibration.seconds(strategy, lambda other: step_time(self.task, other, machine).seconds))
+        return rescale(predicted, self.calibration.seconds(strategy, lambda other: step_time(self.task, other, machine).seconds))
 
     def seconds(self, strategy: Strategy, machine: Machine | None = None) -> float:
         return self.step(strategy, machine).seconds
@@ -85,7 +85,7 @@ class Estimator:
         except ValueError:
             return None
 
-    def checked(self, batch: int) -> tuple[Estimate, Predicted]:
+    def checked(self, batch: int) -> tuple[Estimate, Prediction]:
         """Return the fastest strategy, and a step that was traced at its own chunk.
 
         `peaks` extrapolates from small chunks. If the traced step takes more memory, the model is raised and the search repeated.
@@ -116,8 +116,8 @@ def estimator_for(problem: Problem, tools: Tools | None = None) -> Estimator:
     request, base, machine = problem.request, problem.base, problem.machine
     calibration = calibrate(request.measured, base, problem.precision, machine)
     work = tools.workload(request, base, problem.precision, machine)
-    task = Task(work.towers, problem.objective.cost_name, base.loss.dim, request.optimizer)
-    return Estimator(problem, calibration, task, Peaks(tools.predict(request, base, work, machine)))
+    task = StepWork(work.towers, problem.objective.cost_name, base.loss.dim, request.optimizer)
+    return Estimator(problem, calibration, task, PeakMemory(tools.predict(request, base, work, machine)))
 
 
 def _with_two_chunks(strategy: Strategy) -> Strategy:

@@ -8,7 +8,7 @@ from typing import Any
 
 from .. import config, trust
 from ..costs.hardware import Machine
-from ..costs.peaks import Predicted
+from ..costs.memory import Prediction
 from ..evidence import FACTS, Confidence, Fact, collisions
 from .alternatives import alternatives, changes, curve
 from .calibration import Calibration
@@ -219,7 +219,7 @@ def collision_numbers(batch: int, unique: int) -> list[Number]:
     return [Number("colliding pairs per batch", expected, f"{expected:,.3g}", why, fact.source, fact.confidence)]
 
 
-def _memory_parts(predicted: Predicted, peak: int) -> dict[str, int]:
+def _memory_parts(predicted: Prediction, peak: int) -> dict[str, int]:
     """Return the parts of a predicted peak, and the rest of the peak: more rows, kept chunks, the allocator's reserve."""
     parts = dict(predicted.parts)
     rest = peak - sum(parts.values())

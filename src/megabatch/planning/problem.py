@@ -51,7 +51,7 @@ def problem_of(request: Request) -> Problem:
 def choose_precision(requested: Precision | None, machine: Machine) -> Precision:
     """Return the requested precision, which the device must support, or the first of bf16, fp16 and fp32 that it supports."""
     if requested is not None:
-        machine.device.rate(requested)
+        machine.device.flops_per_second(requested)
         return requested
     # CPUs that support half precision may be far slower in it.
     order: tuple[Precision, ...] = ("bf16", "fp16", "fp32") if machine.device.type != "cpu" else ("fp32",)

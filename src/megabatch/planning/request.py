@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 from .. import config, objectives, optimizers
 from ..costs.rates import Rates
 from ..measurements import Measured
+from ..towers import find_library, full_name
 
 Objective = Literal["contrastive", "supervised", "lm", "finetune"]
 Start = Literal["scratch", "pretrained", "locked"]
@@ -106,7 +107,7 @@ class Request:
 
     @property
     def _has_two_towers(self) -> bool:
-        return not isinstance(self.model, str) or "+" in self.model or tower_name(self.model).startswith("open_clip:")
+        return not isinstance(self.model, str) or "+" in self.model or find_library(full_name(self.model)).both_sides
 
 
 def parse_count(value: int | str | None, name: str) -> int | None:
@@ -146,27 +147,18 @@ def parse_base(value: tuple[float, int] | str | None) -> tuple[float, int] | Non
         raise ValueError(f"base_lr is {value!r}: must be rate@batch, as in 1e-3@256") from None
 
 
-def tower_name(model: str) -> str:
-    """Return the name of a tower. Names from papers mean OpenCLIP's models: "ViT-L/14" is open_clip:ViT-L-14."""
-    model = model.strip()
-    return f"open_clip:{model.replace('/', '-')}" if re.fullmatch(r"(ViT|RN|coca)[\w/-]+", model) else model
-
-
 def base_run(request: Request) -> config.Run:
     """Return a run with the requested towers and data. The plan decides everything else in it."""
     if isinstance(request.model, config.Run):
         return request.model
     if request.model is None:
         return config.build(config.EMBEDDED)
-    first, _, second = (tower_name(part) for part in request.model.partition("+"))
-    dim = request.dim or (128 if first in ("vit", "cnn", "text") else 512)
+    first, _, second = (full_name(part) for part in request.model.partition("+"))
+    library = find_library(first)
+    dim = request.dim or library.plan_dim
     x = config.Tower(first, locked=request.start == "locked")
-    small = first in ("vit", "cnn")
-    y = config.Tower(second) if second else config.Tower("text") if small else TEXTS
-    if not second and first.startswith("open_clip:"):
-        y = config.Tower(first)
-    elif not second and first.startswith("transformers:"):
-        y = config.Tower("x")
+    second = second or (first if library.both_sides else library.partner) or ""
+    y = config.Tower(second) if second else TEXTS
     objective = request.loss if request.pairs else objectives.MEAN
     run = config.build({"schedule": {"steps": 1}})
     data = replace(run.data, source=request.source or "data/train-*.tar", held_out=0.01)

@@ -13,8 +13,8 @@ from torch import nn
 from .. import config
 from ..costs.counting import Work, count_work
 from ..costs.hardware import Machine
-from ..costs.models import Side, fresh, function_module, sides
-from ..costs.peaks import Predict
+from ..costs.memory import MemoryCurve, MemoryPredictor, Prediction, Setup, memory_curve, predict_memory
+from ..costs.models import EncoderWithInputs, copy_modules, encoders_of, module_from_function
 from ..costs.strategy import Precision, Strategy
 from ..objectives import MEAN, OBJECTIVES
 from ..optimizers import OPTIMIZERS
@@ -40,12 +40,11 @@ def workload(request: Request, run: config.Run, precision: Precision, machine: M
     return Workload(work, modules, inputs)
 
 
-def traced(request: Request, run: config.Run, work: Workload, machine: Machine) -> Predict:
+def traced(request: Request, run: config.Run, work: Workload, machine: Machine) -> MemoryPredictor:
     """Return a function that predicts the memory of a strategy.
 
     A trace takes seconds, so strategies that differ only in rows and kept chunks share one.
     """
-    from ..costs.memory import MemoryModel, Prediction, Setup, memory_line, predict_memory
 
     @functools.cache
     def prepared(checkpointing: bool) -> tuple[nn.Module, ...]:
@@ -67,16 +66,16 @@ def traced(request: Request, run: config.Run, work: Workload, machine: Machine) 
         )
 
     @functools.cache
-    def chunked(strategy: Strategy) -> MemoryModel:
+    def chunked(strategy: Strategy) -> MemoryCurve:
         modules = prepared(strategy.checkpointing)
         pair = (modules[0], modules[1] if len(modules) > 1 else None)
-        return memory_line(lambda: fresh(pair), (work.inputs[0], work.inputs[-1]), setup_of(strategy))
+        return memory_curve(lambda: copy_modules(pair), (work.inputs[0], work.inputs[-1]), setup_of(strategy))
 
     @functools.cache
     def accumulated(strategy: Strategy) -> Prediction:
         loss = _next_token_loss if request.objective == "lm" else None
         return predict_memory(
-            lambda: fresh(prepared(strategy.checkpointing)[0]), work.inputs[0], strategy.shard, setup_of(strategy), loss=loss
+            lambda: copy_modules(prepared(strategy.checkpointing)[0]), work.inputs[0], strategy.shard, setup_of(strategy), loss=loss
         )
 
     def predict(strategy: Strategy) -> Prediction:
@@ -104,11 +103,11 @@ def _build(request: Request, run: config.Run) -> tuple[tuple[nn.Module, ...], tu
     if request.objective == "lm":
         if not isinstance(request.model, str):
             raise ValueError(f"model is {request.model!r}: a language model must be named as package.module:function")
-        return (function_module(request.model),), (_token_inputs(request),)
-    built = sides(run)
+        return (module_from_function(request.model),), (_token_inputs(request),)
+    encoders = encoders_of(run)
     if not request.pairs:
-        return (_classifier(built[0], run, request.classes),), (built[0].inputs,)
-    return tuple(side.module for side in built), tuple(side.inputs for side in built)
+        return (_classifier(encoders[0], run, request.classes),), (encoders[0].inputs,)
+    return tuple(encoder.module for encoder in encoders), tuple(encoder.inputs for encoder in encoders)
 
 
 def _next_token_loss(out: Any) -> torch.Tensor:
@@ -117,8 +116,8 @@ def _next_token_loss(out: Any) -> torch.Tensor:
     return nn.functional.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64, device=logits.device))
 
 
-def _classifier(side: Side, run: config.Run, classes: int) -> nn.Module:
-    return Classifier(side.module.tower, run.loss.dim, classes, locked=run.x.locked)
+def _classifier(encoder: EncoderWithInputs, run: config.Run, classes: int) -> nn.Module:
+    return Classifier(encoder.module.tower, run.loss.dim, classes, locked=run.x.locked)
 
 
 def _token_inputs(request: Request) -> Callable[[int], torch.Tensor]:

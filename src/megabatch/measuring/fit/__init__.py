@@ -1,4 +1,4 @@
-"""What fits: the largest chunk that really runs, of a run (`fit`) or of any loop (`find_chunk`, `fitted`)."""
+"""The largest chunk that really runs: of a run (`fit`), or of your own training loop (`find_chunk`, `fitted`)."""
 
 from .finder import find_chunk
 from .fit_run import fit

@@ -1,6 +1,6 @@
-"""The noise of the gradient measured while a run trains, the critical batch that it implies, and that batch tried directly.
+"""The gradient noise of a run, the critical batch that it implies, and that batch measured directly by branching.
 
-For loops of one's own there is `NoiseScale`; how it estimates is in training/noise/.
+`NoiseScale` is for your own training loop; training/noise/ has the estimator.
 """
 
 from ...training.noise.collect import NoiseScale

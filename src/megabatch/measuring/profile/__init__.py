@@ -1,4 +1,4 @@
-"""What is fastest: samples a second, seconds a step and memory against the batch or the chunk."""
+"""The fastest size: samples per second, seconds per step and memory against the batch or the chunk."""
 
 from .page import show
 from .profile_run import profile

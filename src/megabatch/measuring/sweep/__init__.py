@@ -1,4 +1,4 @@
-"""Trainings at several batches, each at its own best rate: what a batch costs and what it is worth, measured."""
+"""Training at several batches, each at its best learning rate: what a batch costs and what it gains, measured."""
 
 from .show import show
 from .sweep_runs import sweep
