@@ -1,4 +1,4 @@
-"""`python -m benchmarks.planning` writes what docs/planning.md takes from plans: its example, published steps beside predicted."""
+"""Write the generated parts of docs/planning.md, the example and the published steps: `python -m benchmarks.planning`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from megabatch.costs.time import step_time
 from megabatch.planning.estimator import Estimator, estimator_for
 from megabatch.planning.planner import plan_for
 from megabatch.planning.problem import problem_of
+from megabatch.planning.report import plan_report
 from megabatch.planning.request import Request
-from megabatch.planning.show import as_markdown
+from megabatch.reporting.markdown import as_markdown
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "planning.md"
 REQUEST: dict[str, Any] = {
@@ -28,13 +29,16 @@ REQUEST: dict[str, Any] = {
     "dim": 768,
 }
 CHUNK = 128
-# A picture of Inf-CL's on the GPU: 3 × 224² numbers of 4 bytes.
+# An image of Inf-CL on the GPU: 3 × 224² numbers of 4 bytes.
 IMAGE_BYTES = 3 * 224 * 224 * 4
 
 
 class Published(NamedTuple):
-    """A row of Inf-CL's tables. seconds: labels of figure 4 (which of two within 1 % is whose is not told). peak, loss: GB of table
-    1, and of table 2 at the largest batch. offload: whether pictures wait on the host, as they always do here."""
+    """A row of Inf-CL's tables.
+
+    seconds: labels of figure 4 (two labels within 1 % of each other cannot be told apart). peak, loss: GB, from table 1, and from
+    table 2 at the largest batch. offload: whether images wait on the host, as they always do in megabatch.
+    """
 
     gpus: int
     pairs: int
@@ -66,7 +70,7 @@ def main() -> None:
     declare_torchvision_schemas()
     problem = problem_of(Request(**REQUEST))
     estimator = estimator_for(problem)
-    example = as_markdown(plan_for(problem, estimator))
+    example = as_markdown(plan_report(plan_for(problem, estimator)))
     text = DOCS.read_text("utf-8")
     for name, part in (("example", example), ("inf-cl", published(estimator))):
         text = re.sub(
@@ -76,7 +80,7 @@ def main() -> None:
 
 
 def published(estimator: Estimator) -> str:
-    """A table of the published steps beside the predicted ones: seconds of a step, peak and memory of the loss in GB."""
+    """Return a table of published and predicted steps: seconds of a step, peak and memory of the loss in GB."""
     head = (
         "A800",
         "pairs",

@@ -24,7 +24,8 @@ from megabatch.measuring.fit import fit_run
 from megabatch.measuring.noise import noise_run
 from megabatch.measuring.profile import profile_run
 from megabatch.measuring.sweep import sweep_runs
-from megabatch.planning import estimator, show
+from megabatch.planning import estimator
+from megabatch.planning import report as plan_report
 from megabatch.planning.workload import Workload
 from megabatch.training import inference, loop
 from megabatch.training.schedules import Step
@@ -190,7 +191,7 @@ def _replace_work() -> None:
             raise AttributeError(f"{module} has no {name}: say here what stands between checks and work now")
         setattr(module, name, instead)
     # Pages with figures take long, and nothing in them comes from arguments alone.
-    show.write = lambda found, path: path  # type: ignore[assignment]
+    plan_report.write = lambda plan, path: path  # type: ignore[assignment]
 
 
 class _FitBench:

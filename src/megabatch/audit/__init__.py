@@ -12,9 +12,9 @@ from megabatch import config
 from .comparison import audit_together
 from .documents import Document, Reading
 from .facts import TrainingFacts, with_facts
-from .page import rules_page
 from .readers import read_any
 from .readers.run import reading_of
+from .report import audit_report, rules_page
 from .rule import SEVERITIES, Finding, Rule, Severity, Violation, exit_code
 from .rules import RULES
 
@@ -25,6 +25,7 @@ __all__ = [
     "Severity",
     "TrainingFacts",
     "audit",
+    "audit_report",
     "audit_together",
     "exit_code",
     "read_any",

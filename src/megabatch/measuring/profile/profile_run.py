@@ -11,15 +11,15 @@ import torch
 
 from ... import config, packages, trust
 from ...environment import device_name
-from ...files import write_text
 from ...measurements import Measured, write
 from ...planning.search import chunk_sizes
+from ...reporting.html import write_report
 from ...training.distributed import Ranks, ranks
 from ...training.run_folder import claimed_by_ranks
 from ..predictions import Predict, predictions
-from .curve import Size, Timed, judge, point
-from .page import page
-from .picture import picture
+from .curve import Size, judge, point
+from .quantities import Timed
+from .report import profile_report
 from .steps import ProfileBench
 
 # Batches to measure if none are given, as multiples of the run's batch.
@@ -48,7 +48,7 @@ def profile(
     """
     trust.require_trust(run, trust_code)
     _check(batches, chunks, steps, critical)
-    packages.require(packages.FIGURES)
+    packages.require(packages.HTML)
     against: Literal["batch", "chunk"] = "batch" if chunks is None else "chunk"
     with ranks(run.compute) as here, claimed_by_ranks(out, "profile", here.first):
         bench = ProfileBench(run, here, Path(out))
@@ -61,8 +61,7 @@ def profile(
         measured = Measured(found, config.as_table(run), device_name(here.device), str(torch.__version__), today)
         if here.first:
             write(measured, Path(out) / "measured.json")
-            picture(measured, Path(out) / "profile.png")
-            write_text(Path(out) / "report.html", page(measured))
+            write_report(profile_report(measured), Path(out))
     return measured
 
 
