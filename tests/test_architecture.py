@@ -13,8 +13,8 @@ PACKAGE = Path(__file__).parents[1] / "src" / "megabatch"
 
 # Modules that import little and may be imported by every layer above `tiles`.
 FOUNDATION = {
-    "config", "environment", "files", "host_memory", "measurements", "objectives", "optimizers", "packages", "recall", "reference",
-    "version",
+    "config", "environment", "evidence", "files", "host_memory", "measurements", "objectives", "optimizers", "packages", "recall",
+    "reference", "version",
 }  # fmt: skip
 # Each package or module of the package, and what it may import; "." is __init__.py. Read from the bottom to the top.
 MAY_IMPORT = {
@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "adapters": {"chunks", "losses", "measuring"},
     "measuring": FOUNDATION | {"chunks", "costs", "data", "losses", "planning", "reporting", "ring", "towers", "trust", "training"},
     "planning": FOUNDATION | {"costs", "reporting", "towers", "trust"},
-    "audit": {"config", "files", "objectives", "optimizers", "reporting"},
+    "audit": {"config", "evidence", "files", "objectives", "optimizers", "reporting"},
     "training": FOUNDATION | {"chunks", "data", "losses", "reporting", "ring", "tiles", "tiles.contract", "towers", "trust"},
     "costs": FOUNDATION | {"towers"},
     "reporting": FOUNDATION,
@@ -43,6 +43,7 @@ MAY_IMPORT = {
     "measurements": {"files"},
     "packages": {"config"},
     "config": {"objectives", "optimizers"},
+    "evidence": set(),
     "files": set(),
     "host_memory": set(),
     "objectives": set(),

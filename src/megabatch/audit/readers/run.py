@@ -1,4 +1,4 @@
-"""A run of megabatch as facts, and changed facts as keys of its file."""
+"""Read the configuration of a megabatch run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megabatch import config
 from ...objectives import OBJECTIVES
 from ...optimizers import OPTIMIZERS, built_in_of, closest, family_of
 from ..documents import Document, Reading, edit_toml, table_of
-from ..training import Training
+from ..facts import TrainingFacts
 
 KEYS = {
     "objective": "loss.objective",
@@ -31,27 +31,27 @@ KEYS = {
     "rate_follows": "batch.lr_rule",
     "precision": "compute.precision",
 }
-# The built-in towers look at each row by itself.
+# The built-in towers treat each row separately.
 WITHOUT_BATCHNORM = ("vit", "cnn", "text", "x")
 
 
-def read(name: str, text: str, table: Mapping[str, Any], known: Mapping[str, Any]) -> Reading:
-    return reading(config.build(table, origin=name), name, text, known)
+def read(name: str, text: str, table: Mapping[str, Any], facts: Mapping[str, Any]) -> Reading:
+    return reading_of(config.build(table, origin=name), name, text, facts)
 
 
-def reading(run: config.Run, name: str, text: str, known: Mapping[str, Any]) -> Reading:
-    """A run and its text; `known` may say the ranks, which the file does not."""
+def reading_of(run: config.Run, name: str, text: str, facts: Mapping[str, Any]) -> Reading:
+    """Return the reading of a run. facts: may contain the ranks and the data, which the file does not state."""
     document = Document(name, text, KEYS, lambda changes, training: _translate(changes, run), _edit)
-    return Reading(facts(run, known.get("ranks"), known.get("data")), document)
+    return Reading(_facts(run, facts.get("ranks"), facts.get("data")), document)
 
 
-def facts(run: config.Run, ranks: int | None, data: int | None) -> Training:
+def _facts(run: config.Run, ranks: int | None, data: int | None) -> TrainingFacts:
     objective = OBJECTIVES[run.loss.objective]
     spec = OPTIMIZERS.get(run.optimizer.name)
     grows = run.batch.schedule != "constant"
-    # How many updates a batch that grows makes is the schedule's business; a number of steps says it in any case.
+    # The updates of a growing batch follow from its schedule and are unknown here, unless the length is a number of steps.
     length = {name: getattr(run.schedule, name) for name in config.LENGTHS if not grows or name == "steps"}
-    return Training(
+    return TrainingFacts(
         objective=objective.cost_name,
         batch=run.batch.size,
         chunk=run.batch.chunk,
@@ -88,7 +88,7 @@ def _batchnorm(run: config.Run) -> bool | None:
 
 
 def _finetuning(run: config.Run) -> bool | None:
-    """Whether all that learns starts from weights; None where one tower does, or where a builder may load some."""
+    """Return whether all trained towers start from weights; None if only one does, or if a builder may load some."""
     two = OBJECTIVES[run.loss.objective].contrastive and run.y.name != "x"
     towers = [run.x, run.y] if two else [run.x]
     started = [tower.weights is not None or tower.locked for tower in towers]
@@ -115,7 +115,7 @@ def _translate(changes: Mapping[str, Any], run: config.Run) -> dict[str, str] | 
 
 
 def _edit(text: str, edits: Mapping[str, str]) -> str:
-    """The edited text; the whole run written anew where its lines could not be found (inline tables, dotted keys)."""
+    """Return the edited text. If its lines cannot be found (inline tables, dotted keys), write the whole run again."""
     wanted = config.build(table_of(text, "run"), [f"{key}={value}" for key, value in edits.items()])
     try:
         edited = edit_toml(text, edits)
@@ -127,7 +127,7 @@ def _edit(text: str, edits: Mapping[str, str]) -> str:
 
 
 def literal(value: Any) -> str:
-    """A value as TOML, which is also what an override takes."""
+    """Return a value in TOML syntax, which overrides use too."""
     if isinstance(value, str):
         return f'"{value}"'
     if isinstance(value, bool):
