@@ -39,9 +39,7 @@ class ProjectedEncoder(nn.Module):
     own_weights: converts a state dict that the encoder's library wrote to the encoder's part of it, under the encoder's names.
     """
 
-    def __init__(
-        self, encoder: nn.Module, pixels: NormalizePixels | None, own_weights: Callable[[StateDict], StateDict]
-    ) -> None:
+    def __init__(self, encoder: nn.Module, pixels: NormalizePixels | None, own_weights: Callable[[StateDict], StateDict]) -> None:
         super().__init__()
         self.pixels = pixels
         self.encoder = encoder
