@@ -20,7 +20,7 @@ def small_work(
     A locked tower has no backward.
     """
     others = operations - 1
-    forward = Pass((Call("product", flops, 0.0, 0.0), Call("elementwise", 0.0, row_bytes / others, fixed / others, others)))
+    forward = Pass((Call("matmul", flops, 0.0, 0.0), Call("elementwise", 0.0, row_bytes / others, fixed / others, others)))
     backward = Pass(() if locked else tuple(call._replace(times=2 * call.times) for call in forward.calls))
     return Work(forward, backward, parameters, 0 if locked else parameters, inputs)
 

@@ -9,21 +9,21 @@ import torch
 from torch import Tensor, nn
 
 from megabatch.costs.counting import Pass, count_work
-from megabatch.costs.op_classes import filling_of, kind_of
+from megabatch.costs.operations import class_of, utilization_of
 
 HALF = torch.bfloat16
 
 
-def kind(operator: str, args: Any, out: Any = (), counted: bool = False) -> str:
-    return kind_of(operator, args, out, counted=counted)
+def kind(operator: str, args: Any, out: Any = (), has_flops: bool = False) -> str:
+    return class_of(operator, args, out, has_flops=has_flops)
 
 
 def convolution(x: Tensor, *weight: int, stride: int = 1, groups: int = 1) -> str:
     """The kind of a forward; that of its backward is the same."""
     w = torch.zeros(*weight, dtype=x.dtype)
     rest = (None, [stride] * 2, [0, 0], [1, 1], False, [0, 0], groups)
-    forward = kind("convolution", (x, w, *rest), counted=True)
-    backward = kind("convolution_backward", (x, x, w, *rest, [True, True, False]), counted=True)
+    forward = kind("convolution", (x, w, *rest), has_flops=True)
+    backward = kind("convolution_backward", (x, x, w, *rest, [True, True, False]), has_flops=True)
     assert backward == ("depthwise gradient" if forward == "depthwise convolution" else forward)
     return forward
 
@@ -44,7 +44,7 @@ def test_a_convolution_of_one_pixel_is_direct_where_it_is_a_product_as_it_lies()
 
 def test_convolutions_of_groups_and_of_few_channels() -> None:
     assert convolution(images(64, 28), 64, 8, 3, 3, groups=8) == "grouped convolution"
-    assert convolution(images(3, 28), 64, 3, 7, 7, stride=2) == "thin convolution"
+    assert convolution(images(3, 28), 64, 3, 7, 7, stride=2) == "few-channel convolution"
     for dtype in (HALF, torch.float32):
         assert convolution(images(32, 28, dtype), 32, 1, 3, 3, groups=32) == "depthwise convolution"
     # cuDNN has kernels of its own for one layout, in half precision.
@@ -66,10 +66,10 @@ def test_convolutions_of_groups_and_of_few_channels() -> None:
         ("constant_pad_nd", "copy"),
         ("native_group_norm", "normalisation"),
         ("_log_softmax", "softmax"),
-        ("index_put", "scattered"),
-        ("max_pool2d_with_indices", "scattered"),
-        ("roll", "scattered"),
-        ("scatter_add", "scattered"),
+        ("index_put", "gather or scatter"),
+        ("max_pool2d_with_indices", "gather or scatter"),
+        ("roll", "gather or scatter"),
+        ("scatter_add", "gather or scatter"),
     ],
 )
 def test_names_that_hold_parts_of_others_are_told_apart(name: str, expected: str) -> None:
@@ -96,7 +96,7 @@ def test_a_copy_turns_elements_rows_or_nothing() -> None:
     x = torch.zeros(4, 6, 8)
     assert kind("_to_copy", (x,), x.half()) == kind("clone", (x.mT,), x.mT) == "copy"
     assert kind("clone", (x.transpose(0, 1),), torch.zeros(6, 4, 8)) == "strided"
-    assert kind("clone", (x.mT,), torch.zeros(4, 8, 6)) == "transposition"
+    assert kind("clone", (x.mT,), torch.zeros(4, 8, 6)) == "transpose"
     # A dimension of one element is next to nothing.
     assert kind("clone", (torch.zeros(4, 1, 8).mT,), torch.zeros(4, 8, 1)) == "copy"
     assert kind("cat", ([x, x],), torch.zeros(8, 6, 8)) == "copy"
@@ -114,19 +114,19 @@ def test_rows_of_a_norm_are_narrow_or_not() -> None:
 def test_blocks_tiles_and_words_that_go_partly_empty() -> None:
     x = torch.zeros(4, 8)
     # One element at a time: half a word of halves, a word of floats, and the half of them where both are written.
-    assert filling_of("strided", (x.bfloat16(),), x.bfloat16()) == 0.5
-    assert filling_of("transposition", (x,), x) == filling_of("strided", (x.long(),), x) == 1.0
-    assert filling_of("strided", (x.bfloat16(),), x) == 0.75
+    assert utilization_of("strided", (x.bfloat16(),), x.bfloat16()) == 0.5
+    assert utilization_of("transpose", (x,), x) == utilization_of("strided", (x.long(),), x) == 1.0
+    assert utilization_of("strided", (x.bfloat16(),), x) == 0.75
     # 200 channels keep all multiprocessors busy; with channels as neighbours, blocks are cut otherwise.
-    for channels, filling in ((50, 0.25), (200, 1.0), (512, 1.0)):
-        assert filling_of("half batch norm", (images(channels, 4), torch.zeros(channels)), ()) == filling
-    assert filling_of("batch norm", (images(50, 4, last=True),), ()) == 1.0
+    for channels, utilization in ((50, 0.25), (200, 1.0), (512, 1.0)):
+        assert utilization_of("half batch norm", (images(channels, 4), torch.zeros(channels)), ()) == utilization
+    assert utilization_of("batch norm", (images(50, 4, last=True),), ()) == 1.0
     # Groups of 24 channels are computed as 32.
-    for width, filling in ((24, 0.75), (48, 0.75), (32, 1.0), (4, 1.0)):
-        assert filling_of("grouped convolution", (images(4 * width, 4), torch.zeros(4 * width, width, 3, 3)), ()) == filling
-    for width, filling in ((49, 0.6), (196, 1.0)):
-        assert filling_of("odd product", (torch.zeros(8, 16), torch.zeros(16, width)), ()) == filling
-    assert filling_of("product", (torch.zeros(7, 7),), ()) == 1.0
+    for width, utilization in ((24, 0.75), (48, 0.75), (32, 1.0), (4, 1.0)):
+        assert utilization_of("grouped convolution", (images(4 * width, 4), torch.zeros(4 * width, width, 3, 3)), ()) == utilization
+    for width, utilization in ((49, 0.6), (196, 1.0)):
+        assert utilization_of("unaligned matmul", (torch.zeros(8, 16), torch.zeros(16, width)), ()) == utilization
+    assert utilization_of("matmul", (torch.zeros(7, 7),), ()) == 1.0
 
 
 class Turned(nn.Module):
@@ -141,10 +141,10 @@ class Turned(nn.Module):
 
 
 def test_a_norm_of_turned_rows_copies_them_into_order_first() -> None:
-    def hidden(costs: Pass) -> list[tuple[str, float, float]]:
-        return [(call.kind, call.times * call.bytes, call.filling) for call in costs.calls if call.hidden]
+    def implicit(costs: Pass) -> list[tuple[str, float, float]]:
+        return [(call.op_class, call.times * call.bytes, call.utilization) for call in costs.calls if call.implicit]
 
     work = count_work(Turned(), lambda rows: torch.zeros(rows, 8, 16))
     # 8 · 32 numbers of 4 bytes are read and written: of the input forward, and of it again backward.
-    assert hidden(work.forward) == hidden(work.backward) == [("transposition", 2 * 4 * 8 * 32, 1.0)]
-    assert not hidden(count_work(nn.Sequential(nn.Linear(16, 8), nn.LayerNorm(8)), lambda rows: torch.zeros(rows, 16)).forward)
+    assert implicit(work.forward) == implicit(work.backward) == [("transpose", 2 * 4 * 8 * 32, 1.0)]
+    assert not implicit(count_work(nn.Sequential(nn.Linear(16, 8), nn.LayerNorm(8)), lambda rows: torch.zeros(rows, 16)).forward)
