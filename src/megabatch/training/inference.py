@@ -20,8 +20,7 @@ from ..objectives import PAIR_LOSSES
 from . import checkpoint
 from .build import Assembly, assemble
 from .distributed import ranks
-from .evaluate import class_embeddings, nearest, zero_shot
-from .held_out import Embedded, embed_source, measure
+from .evaluate import Embedded, class_embeddings, embed_source, evaluate_held_out, nearest, zero_shot
 from .objective import Contrastive
 
 Side = Literal["x", "y"]
@@ -82,7 +81,7 @@ def evaluate(folder: str | Path, *, classes: bool = False, device: str | None = 
     are there only if there is something to say.
     """
     with opened(folder, device, trust_code=trust_code) as parts:
-        found, _ = measure(parts, None)
+        found, _ = evaluate_held_out(parts, None)
         unreadable = [{"key": each.key, "reason": each.reason} for each in found.pop("unreadable")]
         damage = [str(each) for each in parts.held_out.damage]
         found |= ({"unreadable": unreadable} if unreadable else {}) | ({"damage": damage} if damage else {})

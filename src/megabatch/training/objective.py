@@ -56,7 +56,7 @@ class Contrastive:
         """What goes in chunks; each has the rows of one as `chunk`."""
         return self.encode_x, self.encode_y
 
-    def repeated_on_oom(self, optimizer: torch.optim.Optimizer) -> Any:
+    def step_with_oom_retry(self, optimizer: torch.optim.Optimizer) -> Any:
         """The step, repeated in smaller chunks when memory runs out; where ranks meet inside the encoders, the step as it is."""
         meeting = self.ranks.group is not None and (self.run.compute.sharding == "fsdp2" or self.run.compute.sync_batchnorm)
         return self.step if meeting else retry_on_oom(self.step, optimizer, group=self.ranks.group)
@@ -136,17 +136,17 @@ class Classification:
     def chunked(self) -> tuple[Any, ...]:
         return (self._accumulate,)
 
-    def repeated_on_oom(self, optimizer: torch.optim.Optimizer) -> Any:
+    def step_with_oom_retry(self, optimizer: torch.optim.Optimizer) -> Any:
         meeting = self.ranks.group is not None and (self.run.compute.sharding == "fsdp2" or self.run.compute.sync_batchnorm)
         return self.step if meeting else retry_on_oom(self.step, optimizer, group=self.ranks.group)
 
-    def watch_noise(self, window: int = WINDOW) -> NoiseScale:
+    def measure_noise(self, window: int = WINDOW) -> NoiseScale:
         """What measures the noise of the gradient from now on, by `window` steps."""
-        self.ignore_noise()
+        self.stop_measuring_noise()
         self.noise = NoiseScale(self._shared, window=window, scaler=self.scaler, group=self.ranks.group)
         return self.noise
 
-    def ignore_noise(self) -> None:
+    def stop_measuring_noise(self) -> None:
         """Ends its measurement."""
         if self.noise is not None:
             self.noise.remove()

@@ -23,13 +23,13 @@ class Step(NamedTuple):
     rate: float
 
 
-def course(run: Run, length: int, doubled: Sequence[int] = ()) -> StepSchedule:
+def step_schedule(run: Run, length: int, doubled: Sequence[int] = ()) -> StepSchedule:
     """Every step of a run over a source of `length` samples, computed when it is asked for.
 
     doubled: of a batch that follows the noise, the steps from which on it was twice as large; it stays as it is after the last.
 
     >>> from megabatch import config
-    >>> [step.pairs for step in course(config.build({"schedule": {"samples": 3000}}), length=500)]
+    >>> [step.pairs for step in step_schedule(config.build({"schedule": {"samples": 3000}}), length=500)]
     [1024, 1024, 952]
     """
     return StepSchedule(run, _plateaus(run.batch, run.schedule, length, doubled))

@@ -72,9 +72,9 @@ class FitBench:
         # What is kept instead of recomputed fills memory whatever the chunk.
         self.training = Training(assemble(replace(run, batch=replace(run.batch, keep=0)), here), folder)
         # A trial that runs out of memory has its answer: it does not go on in smaller chunks.
-        self.training.take = self.training.parts.objective.step
+        self.training.step_fn = self.training.parts.objective.step
         self.here = here
-        self.at: Step = self.training.course.largest()
+        self.at: Step = self.training.schedule.largest()
         self.rows = -(-self.at.pairs // here.size)
         self.training.parts.model.train()
         with contextlib.closing(self.training.parts.shuffled().batches([(self.at.first, self.at.pairs)])) as batches:

@@ -14,12 +14,12 @@ from typing import NamedTuple
 import torch
 
 from ...optimizers import closest, rate_factor
+from ...training.evaluate import held_out_loss
 from ...training.loop import Training, seed_of
 from ...training.noise.estimator import STUDENT
 from ...training.objective import Classification
 from ...training.schedules import Step
 from ...training.signals import EmptyBatch, Stopped
-from .held_out import held_out_loss
 
 # Updates that the largest batch takes; smaller ones take more of them on the same samples.
 UPDATES = 8
@@ -44,9 +44,9 @@ def branch(
     """
     check(training, batches, updates, repeats, tolerance)
     if isinstance(training.parts.objective, Classification):
-        training.parts.objective.ignore_noise()
+        training.parts.objective.stop_measuring_noise()
     training.load(checkpoint)
-    here = training.course[training.number]
+    here = training.schedule[training.number]
     sizes = sorted({here.pairs, *batches})
     samples = updates * max(sizes)
     losses: dict[int, list[float]] = {size: [] for size in sizes}

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 from ... import config
 from ...optimizers import closest
 from ...planning.hyperparameters import RANGE, Hyperparameters, base_for, follow
-from ...training.schedules import course
+from ...training.schedules import step_schedule
 
 Edge = Literal["lowest", "highest"]
 FAILED = -math.inf
@@ -162,7 +162,7 @@ def length_of(base: config.Run, same: Same, batch: int, pairs: float = 0.0) -> d
 
     pairs: for the same time, how many the batch manages in it; rounded to whole steps, at least one.
     """
-    steps = course(base, 0)
+    steps = step_schedule(base, 0)
     if same == "updates":
         return {"steps": len(steps)}
     if same == "time":
@@ -191,7 +191,7 @@ def derived(base: config.Run, case: Case, length: Mapping[str, int], folder: Pat
         planned=config.Planned(),
     )
     run = config.without_unused(run)
-    run = replace(run, schedule=replace(schedule, warmup=_warmup(base, case.batch, len(course(run, 0)))))
+    run = replace(run, schedule=replace(schedule, warmup=_warmup(base, case.batch, len(step_schedule(run, 0)))))
     config.check(run)
     return run
 
@@ -219,7 +219,7 @@ def _warmup(base: config.Run, batch: int, steps: int) -> float:
     given = base.schedule.warmup
     if given < 1:
         return given
-    own = len(course(base, 0))
+    own = len(step_schedule(base, 0))
     if (batch, steps) == (base.batch.size, own):
         return given
     steady = given if closest(base.optimizer.name).uses_beta2 else given * base.batch.size / batch

@@ -27,7 +27,7 @@ from megabatch.training.checkpoint.folder import available, newest
 from megabatch.training.checkpoint.manifest import DTYPE_NAMES, DTYPES, Manifest
 from megabatch.training.checkpoint.storage import Reader, Writer
 
-__all__ = ["available", "load", "newest", "read_facts", "save"]
+__all__ = ["available", "load", "newest", "read_metadata", "save"]
 
 T = TypeVar("T")
 # Differences that a message names; a changed model has hundreds.
@@ -82,7 +82,7 @@ def load(path: str | Path, tensors: Mapping[str, Any], *, whole: bool = True) ->
     return found.facts
 
 
-def read_facts(path: str | Path) -> dict[str, Any]:
+def read_metadata(path: str | Path) -> dict[str, Any]:
     """The facts that the checkpoint at `path` was saved with. One rank may call it alone; the tensors' files are not looked at."""
     with _refusing(Path(path)):
         return manifests.read(Path(path)).facts
