@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megabatch.towers.tower import Tower
+from megabatch.towers.tower import BuiltTower
 
 WIDTH = 16
 
@@ -61,17 +61,17 @@ def prepare(text: str, seed: int | None) -> Tensor:
     return torch.tensor(list(codes), dtype=torch.uint8)
 
 
-def text(dim: int = 8, **options: Any) -> Tower:
-    return Tower(Bytes(dim, **options), prepare, "text")
+def text(dim: int = 8, **options: Any) -> BuiltTower:
+    return BuiltTower(Bytes(dim, **options), prepare, "text")
 
 
-def greedy(dim: int = 8, limit: int = 8) -> Tower:
-    return Tower(Greedy(dim, limit), prepare, "text")
+def greedy(dim: int = 8, limit: int = 8) -> BuiltTower:
+    return BuiltTower(Greedy(dim, limit), prepare, "text")
 
 
-def normed(dim: int = 8) -> Tower:
-    return Tower(Normed(dim), prepare, "text")
+def normed(dim: int = 8) -> BuiltTower:
+    return BuiltTower(Normed(dim), prepare, "text")
 
 
-def poisoned(dim: int = 8) -> Tower:
-    return Tower(Poisoned(dim), prepare, "text")
+def poisoned(dim: int = 8) -> BuiltTower:
+    return BuiltTower(Poisoned(dim), prepare, "text")

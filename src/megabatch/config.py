@@ -30,8 +30,6 @@ Section = TypeVar("Section")
 # TOML has no null: this string means None where a value may be absent.
 NONE = "none"
 LENGTHS = ("samples", "epochs", "steps")
-# Prefixes of towers that name a model of a library. Any other "package.module:name" names code.
-LIBRARIES = ("timm", "open_clip", "transformers")
 # Larger or more deeply nested files are refused.
 LARGEST_FILE = 2**20
 DEEPEST = 32
@@ -353,40 +351,10 @@ def as_toml(run: Run) -> str:
     return "\n".join(lines) + "\n"
 
 
-def callables(run: Run) -> dict[str, str]:
-    """Return the keys of a run whose values name code, "package.module:function", with their values.
-
-    Models of libraries ("timm:…") and optimizers of PyTorch ("torch.optim:NAdam") come from a fixed set and are not code.
-
-    >>> callables(build({"x": {"name": "my.towers:small"}, "y": {"name": "timm:vit_tiny_patch16_224"}, "schedule": {"steps": 1}}))
-    {'x.name': 'my.towers:small'}
-    """
-    towers = {f"{side}.name": tower.name for side, tower in (("x", run.x), ("y", run.y))}
-    named = {key: name for key, name in towers.items() if ":" in name and name.partition(":")[0] not in LIBRARIES}
-    if ":" in run.optimizer.name and not is_torch_optimizer(run.optimizer.name):
-        named["optimizer.name"] = run.optimizer.name
-    return named
-
-
 def is_torch_optimizer(name: str) -> bool:
     """Return whether an optimizer's name has the form "torch.optim:Class", without a path into other modules."""
     package, _, kind = name.partition(":")
     return package == "torch.optim" and kind.isidentifier()
-
-
-def require_trust(run: Run, trust_code: bool) -> None:
-    """Raise ValueError where a run names code and the caller has not allowed it.
-
-    Call it before anything that the run names is imported. `trust_code` comes from the command line or from the calling program,
-    never from a file: a file must not be able to grant itself the right to execute code.
-    """
-    named = callables(run)
-    if named and not trust_code:
-        key, name = next(iter(named.items()))
-        raise ValueError(
-            f"{key} is {name!r}: it names code, which runs only with --trust-code (trust_code=True in Python). Pass it if you trust"
-            " the authors of the configuration and of that code, or name a built-in model or optimizer"
-        )
 
 
 def check(run: Run) -> None:

@@ -11,7 +11,7 @@ import pytest
 from megabatch import config, measurements
 from megabatch.audit import audit, read_any
 from megabatch.costs.hardware import find_machine, parse_bytes
-from megabatch.measuring.sweep.outcome import finished
+from megabatch.measuring.sweep.outcome import read_outcome
 from megabatch.planning.choose_batch import _soonest
 from megabatch.planning.read_measurements import gather
 from megabatch.planning.request import Request, parse_base, parse_count
@@ -111,8 +111,8 @@ def test_rates_that_cannot_have_been_measured_are_refused(tmp_path, changes):
 )
 def test_an_outcome_that_is_none_is_refused(tmp_path, record):
     (tmp_path / "outcome.json").write_text(json.dumps(record))
-    with pytest.raises(ValueError, match="holds no outcome of a run"):
-        finished(config.build(config.EMBEDDED, [f"out={tmp_path}"]))
+    with pytest.raises(ValueError, match="is not the outcome of a run"):
+        read_outcome(config.build(config.EMBEDDED, [f"out={tmp_path}"]))
 
 
 ARGUMENTS = {"learning_rate": 1e-3, "per_device_train_batch_size": 8}

@@ -14,7 +14,7 @@ from small_runs import PAIRS, assert_equal, final, log_of, run_of, stopping, tra
 
 from megabatch.cli import main
 from megabatch.data.sampler import Order
-from megabatch.measuring.noise.branch import branch
+from megabatch.measuring.noise.branch import BranchOptions, branch
 from megabatch.measuring.noise.probes import Probes
 from megabatch.training import checkpoint
 from megabatch.training.build import assemble
@@ -149,7 +149,7 @@ def test_measurements_go_on_after_a_batch_of_which_nothing_can_be_read(tmp_path)
                 probes(None)
             # The second probe reads its own batches, not those that the first one left.
             assert len(probes.steps) == 1 and all(map(math.isfinite, probes.steps[0]))
-        found = branch(training, begin, [8], updates=3, repeats=1)
+        found = branch(training, begin, BranchOptions((8,), updates=3, repeats=1))
     assert [math.isfinite(each.loss) for each in found] == [True]
 
 

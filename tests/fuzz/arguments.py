@@ -197,7 +197,7 @@ class _FitBench:
     rows = 64
 
     def __init__(self, run: config.Run, here: Any, folder: Path) -> None:
-        self.here, self.at = here, Step(0, 64, 1.0)
+        self.here, self.largest = here, Step(0, 64, 1.0)
         self.state = [nn.Linear(1, 1)]
 
     def step(self, chunk: int) -> None:
@@ -221,7 +221,7 @@ class _ProfileBench:
     def reading_per_s(self) -> float:
         return 1.0
 
-    def measure(self, batch: int, chunk: int, steps: int) -> Any:
+    def measure(self, size: Any, steps: int) -> Any:
         raise Reached
 
 

@@ -370,7 +370,7 @@ def _outcome(rng: random.Random) -> bytes:
 
 def _read_outcome(content: bytes, folder: Path) -> None:
     (folder / "outcome.json").write_bytes(content)
-    outcomes.finished(config.build(config.EMBEDDED, [f"out={folder}"]))
+    outcomes.read_outcome(config.build(config.EMBEDDED, [f"out={folder}"]))
 
 
 IMAGES = Data(label="json:label", negatives="json:hard")

@@ -87,7 +87,7 @@ class Unmeasured(contextlib.nullcontext):
 def uncollecting() -> Iterator[None]:
     """Without collecting garbage after each of many trials, where there is none."""
     with contextlib.ExitStack() as patches:
-        for module in ("trial", "limits", "finder"):
+        for module in ("trial", "memory", "finder"):
             patches.enter_context(mock.patch(f"megabatch.measuring.fit.{module}.release"))
         yield
 
@@ -211,7 +211,7 @@ def test_a_step_that_does_not_grow_needs_a_cap(quick):
         ({"margin": 1.0}, "margin is 1.0"),
         ({"within": -0.1}, "within is -0.1"),
         ({"budget": 0}, "budget is 0"),
-        ({"budget": 2**60}, "ask for no more"),
+        ({"budget": 2**60}, "choose a smaller budget"),
         ({"group": "all"}, "group='all'"),
         ({"state": [3]}, r"state\[0\] is a int"),
     ],
@@ -265,7 +265,7 @@ def test_a_budget_is_measured_and_held():
         failed = {trial.size: trial.peak_bytes for trial in found.trials if not trial.ran}
         assert max(ran.values()) <= found.limit_bytes < min(failed.values())
         assert all(trial.why == "above the limit" for trial in found.trials if not trial.ran)
-    with pytest.raises(ValueError, match=r"not even one row fits: above the limit, peak .* of 1\.\d+ MiB that may be used"):
+    with pytest.raises(ValueError, match=r"not even one row fits: above the limit, peak .*, limit 1\.\d+ MiB"):
         find_chunk(step, state=state, budget=2 * MIB)
 
 
@@ -280,7 +280,7 @@ def test_copies_of_the_state_do_not_count_to_the_step():
 
 def test_without_a_budget_half_of_what_the_host_has_is_one():
     limit = limit_of(torch.device("cpu"), None, 0.0)
-    assert limit.bytes == pytest.approx(resident_bytes() + host_memory.available() / 2, rel=0.05) and limit.how == "measured"
+    assert limit.bytes == pytest.approx(resident_bytes() + host_memory.available() / 2, rel=0.05) and limit.mode == "measured"
     shared = limit_of(torch.device("cpu"), None, 0.0, ranks=4)
     assert shared.bytes == pytest.approx(resident_bytes() + host_memory.available() / 8, rel=0.05)
 
@@ -332,7 +332,7 @@ def test_a_file_of_something_else_is_refused(tmp_path):
     path = tmp_path / "chunk.json"
     sweep = measurements.Measured(measurements.Sweep(64, 0.1, "samples"), {}, "cpu", "2")
     measurements.write(sweep, path)
-    with pytest.raises(ValueError, match="holds a measurement of sweep, not of what fits"):
+    with pytest.raises(ValueError, match="holds a measurement of sweep, not of fit"):
         Simulated(10).find(file=path)
 
 

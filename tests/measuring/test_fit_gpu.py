@@ -13,7 +13,7 @@ from megabatch import config, measurements
 from megabatch.chunks.oom import release
 from megabatch.measuring.fit import fit
 from megabatch.measuring.fit.finder import ChunkResult, find_chunk
-from megabatch.measuring.fit.memory import held, limit_of
+from megabatch.measuring.fit.memory import enforced, limit_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -91,7 +91,7 @@ def test_what_was_found_runs_within_the_limit_and_twice_as_much_does_not():
     release()
     limit = limit_of(torch.device("cuda", 0), torch.cuda.memory_reserved() + 500 * MIB, 0.0)
     size = training.find(500 * MIB, start=64, within=0.02).size
-    with held(limit, torch.device("cuda", 0)):
+    with enforced(limit, torch.device("cuda", 0)):
         for _ in range(5):
             training.step(size)
         with pytest.raises(torch.OutOfMemoryError):
@@ -137,7 +137,7 @@ def test_a_state_that_the_first_step_creates_is_counted():
 
 def test_more_than_the_device_has_is_refused():
     total = torch.cuda.mem_get_info()[1]
-    with pytest.raises(ValueError, match="ask for no more"):
+    with pytest.raises(ValueError, match="choose a smaller budget"):
         find_chunk(lambda rows: None, state=[nn.Linear(1, 1).cuda()], budget=total + 1)
 
 

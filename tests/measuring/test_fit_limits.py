@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megabatch.measuring.fit.memory import Limit, PeakMemory, held, limit_of
+from megabatch.measuring.fit.memory import Limit, PeakMemory, enforced, limit_of
 
 GPU = torch.device("cuda", 0)
 
@@ -56,20 +56,20 @@ def test_what_a_device_allows(memory, budget, margin, fraction, expected):
 
 
 def test_no_more_than_there_is(memory):
-    with pytest.raises(ValueError, match="budget is 701 B: cuda:0 has 700 B for this process"):
+    with pytest.raises(ValueError, match="budget is 701 B: cuda:0 has only 700 B"):
         limit_of(GPU, 701, 0.0)
     memory.fraction = 0.6
-    with pytest.raises(ValueError, match="has 600 B"):
+    with pytest.raises(ValueError, match="has only 600 B"):
         limit_of(GPU, 601, 0.0)
 
 
 def test_the_allocator_refuses_within_and_is_as_before_afterwards(memory):
     memory.fraction = 0.9
-    with pytest.raises(RuntimeError, match="stop"), held(Limit(300, "enforced"), GPU):
+    with pytest.raises(RuntimeError, match="stop"), enforced(Limit(300, "enforced"), GPU):
         assert memory.fraction == 0.3
         raise RuntimeError("stop")
     assert memory.fraction == 0.9
-    with held(Limit(300, "measured"), GPU), held(Limit(None, "raised"), GPU):
+    with enforced(Limit(300, "measured"), GPU), enforced(Limit(None, "raised"), GPU):
         assert memory.fraction == 0.9
 
 
@@ -86,7 +86,7 @@ def test_a_device_that_tells_nothing(monkeypatch):
     with PeakMemory(apple) as peak:
         pass
     assert peak.bytes is None
-    with pytest.raises(ValueError, match="the memory of mps cannot be limited"):
+    with pytest.raises(ValueError, match="cannot limit the memory of mps"):
         limit_of(apple, 100, 0.0)
 
 

@@ -1,4 +1,4 @@
-"""People's own loops: the batch stays, the chunk and the number of micro-batches follow the memory, and training is the same."""
+"""`fitted` and `micro_batches`: the batch stays, the chunk follows the memory, and training is that of the whole batch."""
 
 from __future__ import annotations
 
@@ -117,10 +117,26 @@ def test_bad_batches_are_named():
 
 @pytest.mark.parametrize(
     "rows, chunk, sizes",
-    [(10, 4, [4, 4, 2]), (1000, 300, [250] * 4), (9, 8, [5, 4]), (8, 8, [8]), (3, 100, [3]), (5, 1, [1] * 5), (0, 4, [0])],
+    [
+        (10, 4, [4, 4, 2]),
+        (1000, 300, [250] * 4),
+        (9, 8, [5, 4]),
+        (8, 8, [8]),
+        (3, 100, [3]),
+        (5, 1, [1] * 5),
+        (0, 4, [0]),
+        (7, 3, [3, 2, 2]),
+    ],
 )
-def test_micro_batches_are_few_and_even(rows, chunk, sizes):
+def test_micro_batches_are_few_and_even_and_have_no_single_row_where_possible(rows, chunk, sizes):
     pieces = list(micro_batches({"x": torch.zeros(rows, 2), "y": [torch.zeros(rows)]}, chunk))
     assert [len(piece["x"]) for piece, _ in pieces] == [len(piece["y"][0]) for piece, _ in pieces] == sizes
     assert sum(share for _, share in pieces) == pytest.approx(1.0 if rows else 0.0)
     assert [share for _, share in pieces] == [size / max(1, rows) for size in sizes]
+
+
+def test_batch_norm_gets_no_micro_batch_of_one_row():
+    model = nn.BatchNorm1d(6).train()
+    for x, _ in micro_batches(torch.randn(7, 6), 3):
+        # A single row raises ValueError here.
+        model(x)

@@ -84,7 +84,7 @@ def broken(rank: int, size: int) -> str:
 
 def test_an_error_on_one_rank_ends_the_search_on_all(world):
     first, second = world.run(2, broken)
-    assert first == "RuntimeError: rank 1 failed in a trial, and says there why; this one stops with it"
+    assert first.startswith("RuntimeError: rank 1 failed in a trial")
     assert second == "KeyError: 'labels'"
 
 

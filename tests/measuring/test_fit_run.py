@@ -22,11 +22,12 @@ from test_fit_finder import uncollecting
 from torch import Tensor, nn
 
 from megabatch import config, measurements
+from megabatch.measuring.fit import fit_report
 from megabatch.measuring.fit import fit_run as fitting
-from megabatch.measuring.fit import show
 from megabatch.measuring.fit.memory import Limit
-from megabatch.measuring.fit.show import sentences, ticks
-from megabatch.towers.tower import Tower
+from megabatch.measuring.fit.report import sentences, ticks
+from megabatch.reporting.terminal import print_report
+from megabatch.towers.tower import BuiltTower
 from megabatch.training.distributed import ranks
 from megabatch.training.objective import Classification, Contrastive
 
@@ -52,8 +53,8 @@ class Wide(Bytes):
         return found + wide.mean(1, keepdim=True)
 
 
-def wide(dim: int = 8) -> Tower:
-    return Tower(Wide(dim), prepare, "text")
+def wide(dim: int = 8) -> BuiltTower:
+    return BuiltTower(Wide(dim), prepare, "text")
 
 
 class Secretive(Bytes):
@@ -63,8 +64,8 @@ class Secretive(Bytes):
         return super().forward(codes) * (1.0 if int(codes.sum()) else 0.0)
 
 
-def secretive(dim: int = 8) -> Tower:
-    return Tower(Secretive(dim), prepare, "text")
+def secretive(dim: int = 8) -> BuiltTower:
+    return BuiltTower(Secretive(dim), prepare, "text")
 
 
 def foretold(row: int, constant: int = 0) -> Any:
@@ -106,7 +107,7 @@ def run_of(pairs: Path, *overrides: str, tower: str = "small_towers:text") -> co
 
 def printed(result: measurements.Measured) -> str:
     text = io.StringIO()
-    show(result, Console(file=text, width=200))
+    print_report(fit_report(result), Console(file=text, width=200))
     return text.getvalue()
 
 
@@ -218,7 +219,7 @@ def test_the_cap_and_the_batch_bound_what_is_tried(quick, pairs, tmp_path):
 
 @uncollecting()
 def test_where_nothing_can_be_predicted_the_search_begins_at_the_runs_chunk(pairs, tmp_path):
-    with pytest.warns(UserWarning, match="nothing is predicted, so that the search begins at batch.chunk"):
+    with pytest.warns(UserWarning, match="starting the search at batch.chunk"):
         result = fit(run_of(pairs, tower="test_fit_run:secretive"), out=tmp_path)
     assert result.found.trials[0]["size"] == 8 and result.found.chunk == ROWS
     assert all(trial["predicted_bytes"] is None for trial in result.found.trials)
@@ -272,8 +273,8 @@ def test_what_is_said_of_failures_and_margins():
         result, found=replace(result.found, limit_bytes=None, trials=tuple({**t, "peak_bytes": None} for t in trials))
     )
     assert sentences(unknown) == ["chunk 30 ran on a device, 31 did not; 7 trials."]
-    with pytest.raises(ValueError, match="a measurement of sweep"):
-        show(replace(result, found=measurements.Sweep(64, 0.1, "samples")))
+    with pytest.raises(ValueError, match="a measurement of 'sweep'"):
+        fit_report(replace(result, found=measurements.Sweep(64, 0.1, "samples")))
 
 
 def test_sizes_that_would_overlap_are_not_written():

@@ -7,7 +7,14 @@ from collections.abc import Callable
 
 import pytest
 
-from megabatch.measuring.fit.search import carefully, in_proportion, largest, lasting, on_the_line, with_margin
+from megabatch.measuring.fit.search import (
+    extrapolated,
+    in_proportion,
+    largest,
+    largest_confirmed,
+    largest_without_failing,
+    with_margin,
+)
 
 LIMITS = range(1, 301)
 STARTS = (1, 3, 64, 300, 1000)
@@ -31,7 +38,7 @@ class Device:
         return size in self.asked
 
 
-@pytest.mark.parametrize("search", [largest, lasting])
+@pytest.mark.parametrize("search", [largest, largest_confirmed])
 @pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize("share", [None, 8])
 def test_every_limit_is_found(search, start, share):
@@ -42,13 +49,13 @@ def test_every_limit_is_found(search, start, share):
             assert found == (limit if cap is None else min(limit, cap)), (limit, cap)
             assert device.ran(found)
             assert cap is None or max(device.asked) <= cap, "a cap holds for what is tried too"
-            assert len(device.asked) <= 22 and (search is lasting or len(set(device.asked)) == len(device.asked))
+            assert len(device.asked) <= 22 and (search is largest_confirmed or len(set(device.asked)) == len(device.asked))
 
 
 @pytest.mark.parametrize("start", STARTS)
 def test_where_nothing_runs_there_is_no_answer(start):
     device = Device(0)
-    assert lasting(device, start) is None
+    assert largest_confirmed(device, start) is None
     assert device.asked[-1] == 1
 
 
@@ -82,7 +89,7 @@ def test_what_need_not_be_exact_is_cheaper(within):
 
 def line_through(device: Device, limit: int) -> Callable[[], int | None]:
     """A hint from peaks of 100 bytes and 7 a row, seen for the sizes that ran."""
-    return lambda: on_the_line({size: 100 + 7 * size for size in device.asked if size <= device.limit}, 100 + 7 * limit)
+    return lambda: extrapolated({size: 100 + 7 * size for size in device.asked if size <= device.limit}, 100 + 7 * limit)
 
 
 @pytest.mark.parametrize("start", STARTS)
@@ -108,7 +115,7 @@ def test_wrong_hints_do_no_harm():
 def test_after_a_leak_the_answer_still_runs(leak):
     for limit in LIMITS:
         device = Device(limit, leak)
-        found = lasting(device, 16)
+        found = largest_confirmed(device, 16)
         assert len(device.asked) <= 26
         if found is None:
             assert device.limit < 1
@@ -129,9 +136,9 @@ def test_the_margin_is_taken_off_the_size():
 
 
 def test_a_line_that_does_not_rise_says_nothing():
-    assert on_the_line({}, 100) is on_the_line({4: 10}, 100) is on_the_line({4: 10, 8: 10}, 100) is None
-    assert on_the_line({4: 14, 8: 18}, 110) == 100
-    assert on_the_line({4: 400, 8: 800}, 100) == 1, "below all sizes that were seen"
+    assert extrapolated({}, 100) is extrapolated({4: 10}, 100) is extrapolated({4: 10, 8: 10}, 100) is None
+    assert extrapolated({4: 14, 8: 18}, 110) == 100
+    assert extrapolated({4: 400, 8: 800}, 100) == 1, "below all sizes that were seen"
     assert in_proportion({}, 100) == 1 and in_proportion({10: 50, 4: 49}, 100) == 20
 
 
@@ -144,19 +151,19 @@ def test_carefully_nothing_too_large_is_tried(start):
 
         def ceiling(device: Device = device, allowed: int = allowed) -> int:
             peaks = {size: constant + row * size for size in device.asked}
-            return on_the_line(peaks, allowed) or in_proportion(peaks, allowed)
+            return extrapolated(peaks, allowed) or in_proportion(peaks, allowed)
 
         for cap in (10**6, limit - limit // 3):
             device.asked.clear()
-            found = carefully(device, start, cap, ceiling)
+            found = largest_without_failing(device, start, cap, ceiling)
             assert max(device.asked) <= min(limit, cap) and device.ran(found)
             assert found >= min(cap, limit) * (1 - 1 / 32), (limit, cap)
 
 
 def test_carefully_goes_down_where_the_start_was_too_large():
     device = Device(5)
-    assert carefully(device, 64, 100, lambda: 0) == 4
-    assert carefully(Device(0), 64, 100, lambda: 0) is None
+    assert largest_without_failing(device, 64, 100, lambda: 0) == 4
+    assert largest_without_failing(Device(0), 64, 100, lambda: 0) is None
     # A ceiling that promised too much: back to what ran, which is looked at again.
     device = Device(10)
-    assert carefully(device, 4, 100, lambda: 40) == 8 and device.asked == [4, 8, 16, 8]
+    assert largest_without_failing(device, 4, 100, lambda: 40) == 8 and device.asked == [4, 8, 16, 8]

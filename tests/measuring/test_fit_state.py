@@ -225,7 +225,7 @@ def test_the_copies_are_counted():
     "part, words",
     [
         (object(), r"state\[0\] is a object: must be a module, an optimizer"),
-        (nn.LazyLinear(3), "run one forward before"),
+        (nn.LazyLinear(3), "run one forward pass first"),
         (iter([1]), r"state_dict\(\)"),
     ],
 )

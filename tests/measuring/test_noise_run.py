@@ -16,10 +16,11 @@ from small_runs import PAIRS, assert_equal, final, log_of, run_of, train, write_
 from small_towers import Bytes, prepare
 
 from megabatch import config, measurements
-from megabatch.measuring.noise import noise_run, show
-from megabatch.measuring.noise.branch import branch
+from megabatch.measuring.noise import noise_report, noise_run
+from megabatch.measuring.noise.branch import BranchOptions, branch
 from megabatch.measuring.noise.probes import BATCHES, Probes
-from megabatch.towers.tower import Tower
+from megabatch.reporting.terminal import print_report
+from megabatch.towers.tower import BuiltTower
 from megabatch.training import checkpoint
 from megabatch.training.build import assemble
 from megabatch.training.distributed import ranks
@@ -185,7 +186,7 @@ class Tired(Bytes):
 
 
 def tired(dim=8):
-    return Tower(Tired(dim), prepare, "text")
+    return BuiltTower(Tired(dim), prepare, "text")
 
 
 def test_of_a_step_that_is_repeated_only_the_last_attempt_counts(pairs, tmp_path):
@@ -316,8 +317,8 @@ def test_a_branch_starts_from_the_checkpoint_each_time(pairs, tmp_path):
     with ranks(run.compute) as here:
         training = training_of(run, tmp_path / "other", here)
         saved = checkpoint.available(tmp_path / "run" / "checkpoints")[0]
-        found = branch(training, saved, [16], updates=2, repeats=2)
-        again = branch(training, saved, [16], updates=2, repeats=2)
+        found = branch(training, saved, BranchOptions((16,), updates=2, repeats=2))
+        again = branch(training, saved, BranchOptions((16,), updates=2, repeats=2))
     assert found == again and [row.batch for row in found] == [8, 16] and found[0].loss != found[1].loss
 
 
@@ -334,13 +335,13 @@ def test_a_checkpoint_is_gone_on_from(pairs, tmp_path):
 @pytest.mark.parametrize(
     ("options", "arguments", "words"),
     [
-        ([], {"steps": 3}, "at least 4 are needed, and the run has 6 left"),
+        ([], {"steps": 3}, "must be at least 4, and the run has 6 left"),
         ([], {"steps": 7}, "the run has 6 left"),
-        ([], {"steps": 6, "branch": [48]}, "branches need the rate of one more"),
+        ([], {"steps": 6, "branch": [48]}, "one of which branches need"),
         (["data.held_out=0"], {"steps": 4, "branch": [48]}, "compared by held-out loss"),
         ([], {"steps": 4, "branch": [0]}, "batches of at least 1"),
-        ([], {"steps": 4, "branch": [48], "updates": 0}, "updates is 0 and repeats is 3: must be at least 1"),
-        ([], {"steps": 4, "branch": [48], "tolerance": -0.1}, "tolerance is -0.1: held-out loss that may be lost, from 0 up"),
+        ([], {"steps": 4, "branch": [48], "updates": 0}, "updates is 0 and repeats is 3: both must be at least 1"),
+        ([], {"steps": 4, "branch": [48], "tolerance": -0.1}, "tolerance is -0.1"),
         (["batch.size=1", *CLASSIFY], {}, "only 0 steps could be measured"),
     ],
 )
@@ -351,8 +352,8 @@ def test_what_cannot_be_measured_is_refused(pairs, tmp_path, options, arguments,
 
 def test_another_measurement_is_not_shown_as_noise():
     other = measurements.Measured(measurements.Fit(4, None), {}, "cpu", "2")
-    with pytest.raises(ValueError, match="a measurement of fit"):
-        show(other)
+    with pytest.raises(ValueError, match="a measurement of 'fit'"):
+        noise_report(other)
 
 
 def _measured_as_rank(rank, size, pairs, out, options):
@@ -380,10 +381,10 @@ def test_the_embedded_default_in_small_settings(tmp_path):
     for name in ("noise.png", "branches.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     page = (tmp_path / "report.html").read_text()
-    assert "nothing of what more negatives would gain" in page and "Branches" in page
+    assert "what more negatives would gain" in page and "Branches" in page
     assert "<script" not in page and 'src="http' not in page
     from rich.console import Console
 
     shown = io.StringIO()
-    show(result, Console(file=shown, width=200))
+    print_report(noise_report(result), Console(file=shown, width=200))
     assert "ritical batch" in shown.getvalue() and "lost nothing" in shown.getvalue()

@@ -12,11 +12,14 @@ import torch
 
 from megabatch import config, measurements
 from megabatch.measuring.predictions import StepPrediction
-from megabatch.measuring.profile import curve as knee
-from megabatch.measuring.profile import profile_run, show
-from megabatch.measuring.profile.page import page, sentences
-from megabatch.measuring.profile.profile_run import Size, curve, judge, point, sizes_of
-from megabatch.measuring.profile.steps import ProfileBench, Timed, median_and_spread, time_steps
+from megabatch.measuring.profile import curve, profile_report, profile_run
+from megabatch.measuring.profile.curve import Size, judge, point
+from megabatch.measuring.profile.profile_run import sizes_of, time_sizes
+from megabatch.measuring.profile.quantities import Timed, median_and_spread
+from megabatch.measuring.profile.report import sentences
+from megabatch.measuring.profile.steps import ProfileBench, time_steps
+from megabatch.reporting.html import as_html
+from megabatch.reporting.terminal import print_report
 from megabatch.training.distributed import Ranks, ranks
 
 # The runs here name towers of the tests: they are trusted.
@@ -27,31 +30,31 @@ RISING = [(64, 100.0), (128, 180.0), (256, 195.0), (512, 200.0), (1024, 190.0)]
 
 
 def test_best_is_the_highest_rate_and_of_equal_ones_the_smallest():
-    assert knee.best(RISING) == 512
-    assert knee.best([(64, 5.0), (128, 5.0)]) == 64
+    assert curve.best(RISING) == 512
+    assert curve.best([(64, 5.0), (128, 5.0)]) == 64
 
 
 def test_enough_is_the_smallest_within_five_per_cent_of_the_best():
     # 0.95 · 200 = 190: 195 at 256 is enough, 180 at 128 is not.
-    assert knee.enough(RISING) == 256
-    assert knee.enough([(64, 190.0), (128, 200.0)]) == 64
-    assert knee.enough([(64, 189.9), (128, 200.0)]) == 128
+    assert curve.enough(RISING) == 256
+    assert curve.enough([(64, 190.0), (128, 200.0)]) == 64
+    assert curve.enough([(64, 189.9), (128, 200.0)]) == 128
 
 
 def test_the_knee_is_where_the_curve_is_highest_above_its_chord():
     # From (64, 100) to the best, (512, 200), over three doublings: 128 is at 1/3 and 0.8 (0.47 above), 256 at 2/3 and 0.95 (0.28).
-    assert knee.knee(RISING) == 128
+    assert curve.knee(RISING) == 128
     # A straight line has none, nor has a curve that only falls, nor one of two points.
-    assert knee.knee([(64, 100.0), (128, 150.0), (256, 200.0)]) is None
-    assert knee.knee([(64, 200.0), (128, 150.0), (256, 100.0)]) is None
-    assert knee.knee([(64, 100.0), (128, 200.0)]) is None
+    assert curve.knee([(64, 100.0), (128, 150.0), (256, 200.0)]) is None
+    assert curve.knee([(64, 200.0), (128, 150.0), (256, 100.0)]) is None
+    assert curve.knee([(64, 100.0), (128, 200.0)]) is None
 
 
 def test_the_soonest_batch_by_hand():
     # (1 + C/B)(a + bB) is least at √(C·a/b): C = 4,096, a = 0.25 s, b = 1/64 s gives √(4,096 · 16) = 256.
     seconds = [(size, 0.25 + size / 64) for size in (32, 64, 128, 256, 512, 1024)]
-    assert knee.soonest(seconds, 4096) == 256
-    assert knee.soonest(seconds, 1) == 32
+    assert curve.soonest(seconds, 4096) == 256
+    assert curve.soonest(seconds, 1) == 32
 
 
 def test_median_and_spread_by_hand():
@@ -81,7 +84,7 @@ def steps_of(size: Size) -> Timed | None:
 
 
 def test_a_curve_ends_where_memory_does_with_a_row_that_says_so():
-    timed = curve([Size(2**power, 256) for power in range(4, 14)], steps_of)
+    timed = time_sizes([Size(2**power, 256) for power in range(4, 14)], steps_of)
     assert [size.batch for size, _ in timed] == [16, 32, 64, 128, 256, 512, 1024, 2048, 4096]
     points = [point(size, steps, 1, None) for size, steps in timed]
     assert points[-1] == {"batch": 4096, "chunk": 256, "ranks": 1, "out_of_memory": True}
@@ -90,8 +93,8 @@ def test_a_curve_ends_where_memory_does_with_a_row_that_says_so():
     assert (found.best, found.enough, found.soonest) == (2048, 512, 256)
     assert points[0]["pairs_per_s"] == 16 / 0.5
     assert points[0]["spread"] == pytest.approx(0.025)
-    with pytest.raises(ValueError, match="even that ran out of memory; start with smaller sizes"):
-        curve([Size(4096, 256)], steps_of)
+    with pytest.raises(ValueError, match="ran out of memory; start with smaller sizes"):
+        time_sizes([Size(4096, 256)], steps_of)
 
 
 def test_sizes_are_around_the_runs_batch_and_no_larger_than_the_data():
@@ -106,7 +109,11 @@ def test_sizes_are_around_the_runs_batch_and_no_larger_than_the_data():
 
 @pytest.mark.parametrize(
     ("reading", "workers", "words"),
-    [(50.0, 2, "bottleneck: 50 samples/s are read and 100"), (50.0, 0, "workers that read ahead"), (300.0, 0, "75 samples/s with")],
+    [
+        (50.0, 2, "bottleneck: the loader reads 50 samples/s"),
+        (50.0, 0, "workers that read ahead"),
+        (300.0, 0, "75 samples/s, reading included"),
+    ],
 )
 def test_slow_reading_is_said(reading, workers, words):
     # 100 samples/s of steps and 300 of reading, one after the other: 1 / (1/100 + 1/300) = 75.
@@ -176,7 +183,7 @@ def test_chunks_vary_at_the_runs_batch_and_memory_grows_with_them(pairs, tmp_pat
     assert [(row["batch"], row["chunk"], row["keep"]) for row in found.points] == [(512, 32, 0), (512, 512, 0)]
     assert found.points[0]["peak_bytes"] < found.points[1]["peak_bytes"]
     assert "predicted_seconds" not in found.points[0]
-    assert "nothing is predicted: what comes out depends on numbers" in found.notes
+    assert "No predictions: what comes out depends on numbers" in found.notes
 
 
 def test_a_classifier_is_profiled_too(pairs, tmp_path):
@@ -191,16 +198,16 @@ def test_a_chunk_that_does_not_fit_is_none(options, pairs, tmp_path):
     # The tower has room for 20 rows: at 32 the step would go on in halves, which is not what was asked for.
     run = run_of(pairs, "x.name=small_towers:greedy", 'x.options={"limit": 20}', *options)
     bench = ProfileBench(run, Ranks(torch.device("cpu")), tmp_path)
-    assert bench.measure(64, 16, 1) is not None
-    assert bench.measure(64, 32, 1) is None
+    assert bench.measure(Size(64, 16), 1) is not None
+    assert bench.measure(Size(64, 32), 1) is None
     # What is left of it does not hinder the next one.
-    assert bench.measure(64, 16, 1) is not None
+    assert bench.measure(Size(64, 16), 1) is not None
 
 
 def test_steps_leave_the_weights_as_they_are(pairs, tmp_path):
     bench = ProfileBench(run_of(pairs), Ranks(torch.device("cpu")), tmp_path)
     before = {name: tensor.clone() for name, tensor in bench.parts.model.state_dict().items()}
-    assert bench.measure(64, 16, 2) is not None
+    assert bench.measure(Size(64, 16), 2) is not None
     assert all(torch.equal(before[name], tensor) for name, tensor in bench.parts.model.state_dict().items())
 
 
@@ -208,7 +215,7 @@ def measure_as_rank(rank, size, pairs, limit):
     run = run_of(pairs, "x.name=small_towers:greedy", f'x.options={{"limit": {limit if rank else 1000}}}')
     with ranks(run.compute) as here:
         bench = ProfileBench(run, here, "nowhere")
-        return [bench.measure(batch, chunk, 2) for batch, chunk in ((32, 8), (64, 16))]
+        return [bench.measure(size, 2) for size in (Size(32, 8), Size(64, 16))]
 
 
 def test_ranks_share_a_batch_and_agree_on_its_time_and_its_end(world, pairs):
@@ -232,11 +239,11 @@ def curve_of_a_gpu():
 def test_terminal_and_page_show_what_was_measured_and_escape_it():
     from rich.console import Console
 
-    out = io.StringIO()
-    show(curve_of_a_gpu(), Console(file=out, width=120))
+    out, report = io.StringIO(), profile_report(curve_of_a_gpu())
+    print_report(report, Console(file=out, width=120))
     assert "batch 128 ran out of memory: the curve ends there" in sentences(curve_of_a_gpu())
     assert "3 GiB" in out.getvalue() and "no memory" in out.getvalue() and "−10.0 %" in out.getvalue()
-    text = page(curve_of_a_gpu())
+    text = as_html(report)
     assert "<script" not in text and "&lt;script&gt;GPU" in text
     assert text.count("data:image/png;base64,") == 2
 
@@ -244,7 +251,7 @@ def test_terminal_and_page_show_what_was_measured_and_escape_it():
 @pytest.mark.parametrize(
     ("asked", "complaint"),
     [
-        ({"batches": [64], "chunks": [8]}, "give one of them"),
+        ({"batches": [64], "chunks": [8]}, "omit the other"),
         ({"batches": [64, 0]}, "batches has 0"),
         ({"chunks": [-8]}, "chunks has -8"),
         ({"steps": 0}, "steps is 0"),

@@ -23,27 +23,28 @@ from megabatch import config, measurements
 from megabatch.data.sampler import Order
 from megabatch.data.source import Sample
 from megabatch.data.split import Part
-from megabatch.measuring.sweep import show, sweep
+from megabatch.measuring.sweep import sweep, sweep_report
 from megabatch.measuring.sweep import sweep_runs as results
 from megabatch.measuring.sweep.cases import (
     FAILED,
     Case,
     ChosenRate,
     Space,
-    choice,
-    derived,
-    left,
+    chosen_rate,
     length_of,
     middle_rate,
+    needed_cases,
+    remaining,
     rule_in_words,
-    wanted,
+    run_of,
 )
 from megabatch.measuring.sweep.outcome import RunOutcome, halves, seen
-from megabatch.measuring.sweep.page import page
-from megabatch.measuring.sweep.picture import picture
 from megabatch.measuring.sweep.summary import Difference, Summary, difference, from_row, pareto, t_quantile
-from megabatch.measuring.sweep.sweep_runs import requested
+from megabatch.measuring.sweep.sweep_runs import checked_request
 from megabatch.measuring.sweep.verdict import verdict
+from megabatch.reporting.figures import save
+from megabatch.reporting.html import as_html
+from megabatch.reporting.terminal import print_report
 from megabatch.training.run_folder import MARK
 from megabatch.training.signals import Stopped
 
@@ -53,8 +54,7 @@ EVIL = "</ul><script>document.title='owned'</script>"
 @pytest.fixture(autouse=True)
 def undrawn(monkeypatch):
     """Figures take most of the time of a sweep of known numbers; the test of the files undoes this."""
-    monkeypatch.setattr(results, "picture", lambda subject, out: None)
-    monkeypatch.setattr(results, "page", lambda found, rows: "")
+    monkeypatch.setattr(results, "write_report", lambda report, out: None)
 
 
 def base_run(*overrides: str) -> config.Run:
@@ -141,26 +141,26 @@ def test_every_length_is_what_it_is_called():
 
 def test_what_follows_from_a_batch_follows():
     base = base_run("optimizer.ema=0.99", "batch.schedule=linear", "batch.start=64", "evaluate.every=9")
-    run = derived(base_run("schedule.warmup=0.1"), Case(1024, 4e-3, 0.05, 7), {"samples": 65536}, Path("a"))
+    run = run_of(base_run("schedule.warmup=0.1"), Case(1024, 4e-3, 0.05, 7), {"samples": 65536}, Path("a"))
     assert (run.batch.size, run.optimizer.lr, run.optimizer.weight_decay, run.seed) == (1024, 4e-3, 0.05, 7)
     assert run.schedule.warmup == 0.1 and run.schedule.samples == 65536 and run.out == "a/runs/1024-0.004-decay0.05-7"
     assert not run.watch.bar and not run.watch.report and run.evaluate.every is None
-    run = derived(base, Case(1024, 4e-3, 0.1, 0), {"samples": 65536}, Path("a"))
+    run = run_of(base, Case(1024, 4e-3, 0.1, 0), {"samples": 65536}, Path("a"))
     # The average reaches as far in samples; the ramp starts at the same share.
     assert run.optimizer.ema == pytest.approx(0.99**4) and run.batch.start == 256
     base = base_run("schedule.warmup=20")
     # Steps of Adam's warm-up stay, as far as they are a fifth of the run at most: of 64 steps, 12.
-    assert derived(base, Case(1024, 4e-3, 0.1, 0), {"samples": 65536}, Path("a")).schedule.warmup == 12
-    assert derived(base, Case(1024, 4e-3, 0.1, 0), {"steps": 256}, Path("a")).schedule.warmup == 20
-    assert derived(base, Case(256, 1e-3, 0.1, 0), {"samples": 65536}, Path("a")).schedule.warmup == 20
+    assert run_of(base, Case(1024, 4e-3, 0.1, 0), {"samples": 65536}, Path("a")).schedule.warmup == 12
+    assert run_of(base, Case(1024, 4e-3, 0.1, 0), {"steps": 256}, Path("a")).schedule.warmup == 20
+    assert run_of(base, Case(256, 1e-3, 0.1, 0), {"samples": 65536}, Path("a")).schedule.warmup == 20
     # SGD warms up over samples: 20 steps of 256 are 5 of 1,024.
     sgd = base_run("schedule.warmup=20", "optimizer.name=sgd")
-    assert derived(sgd, Case(1024, 4e-3, 0.1, 0), {"samples": 65536}, Path("a")).schedule.warmup == 5
+    assert run_of(sgd, Case(1024, 4e-3, 0.1, 0), {"samples": 65536}, Path("a")).schedule.warmup == 5
 
 
 def searched(space: Space, score) -> dict[Case, float]:
     scores: dict[Case, float] = {}
-    while missing := wanted(space, scores):
+    while missing := needed_cases(space, scores):
         scores[missing[0]] = score(missing[0])
     return scores
 
@@ -169,16 +169,16 @@ SPACE = Space({64: 1e-3, 256: 2e-3}, (0.5, 1, 2), (0.1,), (0, 1, 2), extend=2)
 
 
 def test_middle_rates_come_first_and_seeds_are_spent_on_the_best_alone():
-    assert wanted(SPACE, {})[:2] == [Case(64, 1e-3, 0.1, 0), Case(256, 2e-3, 0.1, 0)]
-    assert left(SPACE, {}) == 2 * 3 + 2 * 2
+    assert needed_cases(SPACE, {})[:2] == [Case(64, 1e-3, 0.1, 0), Case(256, 2e-3, 0.1, 0)]
+    assert remaining(SPACE, {}) == 2 * 3 + 2 * 2
     best = {64: 1e-3, 256: 2e-3}
     scores = searched(SPACE, lambda case: -abs(math.log(case.lr / best[case.batch])))
     assert len(scores) == 2 * 3 + 2 * 2
     assert [case for case in scores if case.seed] == [Case(b, best[b], 0.1, seed) for b in (64, 256) for seed in (1, 2)]
-    assert choice(SPACE, scores, 256) == ChosenRate(2e-3, 0.1, None, 0)
+    assert chosen_rate(SPACE, scores, 256) == ChosenRate(2e-3, 0.1, None, 0)
     # No seed is spent before every batch has its rates.
     known = {case: scores[case] for case in scores if case.seed == 0 and case != Case(256, 4e-3, 0.1, 0)}
-    assert wanted(SPACE, known) == [Case(256, 4e-3, 0.1, 0), Case(64, 1e-3, 0.1, 1), Case(64, 1e-3, 0.1, 2)]
+    assert needed_cases(SPACE, known) == [Case(256, 4e-3, 0.1, 0), Case(64, 1e-3, 0.1, 1), Case(64, 1e-3, 0.1, 2)]
     # The middle rates of both batches came first.
     assert {case.batch for case in list(scores)[:2]} == {64, 256} and {case.lr for case in list(scores)[:2]} == {1e-3, 2e-3}
 
@@ -196,34 +196,36 @@ def test_middle_rates_come_first_and_seeds_are_spent_on_the_best_alone():
 def test_the_search_goes_on_beyond_an_edge_and_says_when_it_gave_up_there(factor, found):
     space = dataclasses.replace(SPACE, middles={64: 1e-3})
     scores = searched(space, lambda case: -abs(math.log2(case.lr / (1e-3 * factor))))
-    assert choice(space, scores, 64) == found
+    assert chosen_rate(space, scores, 64) == found
     assert len([case for case in scores if case.seed == 0]) == 3 + found.extended
 
 
 def test_a_single_rate_has_no_edge_and_no_extension():
     space = Space({64: 1e-3}, (1,), (0.1,), (0,), extend=2)
     scores = searched(space, lambda case: 0.5)
-    assert len(scores) == 1 and choice(space, scores, 64) == ChosenRate(1e-3, 0.1, None, 0)
+    assert len(scores) == 1 and chosen_rate(space, scores, 64) == ChosenRate(1e-3, 0.1, None, 0)
 
 
 def test_a_rate_that_fails_is_not_taken_and_is_an_edge_that_was_crossed():
     scores = searched(SPACE, lambda case: FAILED if case.lr > 1.5 * SPACE.middles[case.batch] else case.lr)
-    assert choice(SPACE, scores, 64) == ChosenRate(1e-3, 0.1, None, 0)
-    assert choice(SPACE, searched(SPACE, lambda case: FAILED), 64) is None
+    assert chosen_rate(SPACE, scores, 64) == ChosenRate(1e-3, 0.1, None, 0)
+    assert chosen_rate(SPACE, searched(SPACE, lambda case: FAILED), 64) is None
     assert len(searched(SPACE, lambda case: FAILED)) == 2 * 3
 
 
 def test_equal_scores_leave_the_rule_as_it_is():
     scores = searched(SPACE, lambda case: 0.0)
-    assert choice(SPACE, scores, 64) == ChosenRate(1e-3, 0.1, None, 0)
+    assert chosen_rate(SPACE, scores, 64) == ChosenRate(1e-3, 0.1, None, 0)
 
 
 def test_other_decays_are_tried_at_the_best_rate():
-    space = requested(base_run(), [64], (0.5, 1, 2), 2, "samples", (1, 0, 3), 0, None).space
+    space = checked_request(
+        base_run(), batches=[64], rates=(0.5, 1, 2), seeds=2, same="samples", decays=(1, 0, 3), extend=0, seconds=None
+    ).space
     assert space.decays == (0.1, 0.0, 0.3)
     space = Space({64: 1e-3}, (0.5, 1, 2), (0.1, 0.0, 0.2), (0, 1), extend=0)
     scores = searched(space, lambda case: case.weight_decay - abs(math.log(case.lr / 1e-3)))
-    assert choice(space, scores, 64) == ChosenRate(1e-3, 0.2, None, 0)
+    assert chosen_rate(space, scores, 64) == ChosenRate(1e-3, 0.2, None, 0)
     assert len(scores) == 3 + 2 + 1 and Case(64, 1e-3, 0.2, 1) in scores
 
 
@@ -245,9 +247,9 @@ def test_within_the_noise_the_fastest_is_taken_and_nothing_is_claimed():
     told = verdict([small, large], "samples", "accuracy")
     # 2.776 · √(0.09/3 + 0.09/3) = 0.68 points; 0.2 lower on average, so up to 0.88 may be lost.
     assert told.batch == 1024
-    assert told.headline.endswith("cannot be told from the best, that of 256, and it is 2.1× faster.")
+    assert told.headline.endswith("the best, that of 256, and it is 2.1× faster.")
     assert told.sentences[0] == "Batch 1,024 instead of 256 may lose up to 0.9 points."
-    assert "Batch 1,024 cannot be told from 256 (0.2 points lower, ± 0.7) and is 2.1× faster." in told.sentences
+    assert "Batch 1,024 does not differ significantly from 256 (0.2 points lower, ± 0.7) and is 2.1× faster." in told.sentences
     assert not re.search("loses|gains", " ".join(told.sentences))
     # What is slower and no better is not taken.
     assert verdict([small, of(4.2, *large.qualities, batch=64)], "samples").batch == 256
@@ -258,7 +260,7 @@ def test_within_the_noise_the_fastest_is_taken_and_nothing_is_claimed():
 def test_one_seed_says_that_no_spread_is_known():
     told = verdict([of(2.0, 0.30, batch=256), of(1.0, 0.29, batch=1024)], "samples")
     words = " ".join(told.sentences)
-    assert told.batch == 256 and "no spread is known" in words and "±" not in words + told.headline
+    assert told.batch == 256 and "spread is unknown" in words and "±" not in words + told.headline
     assert "Batch 1,024 comes out 1.0 points lower than 256 and is 2.0× faster." in words
 
 
@@ -273,7 +275,7 @@ def test_doubts_are_told():
     worse = of(1.0, 0.10, batch=128, failed=1)
     words = " ".join(verdict([edge, worse], "samples").sentences)
     assert "2 further rates were tried" in words and "still the highest that was tried; a higher one may be better" in words
-    assert "No run came to its end at batch 4,096" in words and "Batch 128: 1 of 2 seeds failed" in words
+    assert "No run finished at batch 4,096" in words and "Batch 128: 1 of 2 seeds failed" in words
     assert "One rate was tried at each batch" in " ".join(verdict([of(1.0, 0.3, tried=1)], "samples").sentences)
     assert "2 runs at a time shared the machine" in words and "the same 500 held-out pairs" in words
 
@@ -382,7 +384,7 @@ def test_the_planted_batch_is_found(best, tmp_path):
 
 def test_every_file_is_written_and_read_back(tmp_path, monkeypatch):
     monkeypatch.undo()
-    monkeypatch.setattr("megabatch.reporting.drawing.DPI", 40)
+    monkeypatch.setattr("megabatch.reporting.figures.DPI", 40)
     said = []
     fails = lambda run: run.batch.size == 4096 or run.optimizer.lr == 2e-3  # noqa: E731
     result = sweep(base_run(), batches=[64, 256, 4096], out=tmp_path, train=Planted(fails=fails), say=said.append)
@@ -400,7 +402,7 @@ def test_every_file_is_written_and_read_back(tmp_path, monkeypatch):
     assert "No run came to its end at batch 4,096" in shown(read) and "Take batch 256 at a learning rate of 0.001" in shown(read)
     html = (tmp_path / "report.html").read_text()
     assert "<script>" not in html and "&lt;script&gt;" in html and "http" not in html.replace("http-equiv", "")
-    assert page(read, rows) == html
+    assert as_html(sweep_report(read, rows)) == html
     with Image.open(tmp_path / "sweep.png") as drawn:
         assert drawn.width == 480 and len(drawn.getcolors(2**20)) > 50
 
@@ -409,7 +411,7 @@ def shown(result: measurements.Measured) -> str:
     from rich.console import Console
 
     console = Console(width=200, file=io.StringIO())
-    show(result, console)
+    print_report(sweep_report(result), console)
     return console.file.getvalue()
 
 
@@ -446,7 +448,8 @@ def test_the_same_time_is_what_the_pilots_measured(tmp_path):
     assert result.found.rows[0]["lost"] == [8192]
     assert (tmp_path / "pilots" / "256" / "outcome.json").exists()
     rows, drawn = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()], io.BytesIO()
-    picture((result, rows), drawn)
+    (figure,) = sweep_report(result, rows).figures()
+    save(figure, drawn)
     assert Image.open(drawn).width == 1920
     # Pilots are not repeated either: their speed would come out otherwise, and with it the length of every run.
     before = len(train.runs)
@@ -510,7 +513,7 @@ def test_a_signal_stops_the_sweep_and_what_it_runs(tmp_path, monkeypatch):
     signs: list[StopSign] = []
     enter = StopSign.__enter__
     monkeypatch.setattr(StopSign, "__enter__", lambda self: signs.append(self) or enter(self))
-    with pytest.raises(Stopped, match="the same command goes on from here") as stopped:
+    with pytest.raises(Stopped, match="the same command continues from here") as stopped:
         sweep(base_run(), batches=[64], out=tmp_path, train=Train(), say=lambda line: None)
     assert stopped.value.status == 143 and not (tmp_path / "rows.jsonl").exists()
 
@@ -553,5 +556,5 @@ def test_a_file_that_is_no_outcome_is_named(tmp_path):
 
 
 def test_only_a_sweep_is_shown():
-    with pytest.raises(ValueError, match="of 'fit': must be of 'sweep'"):
-        show(measurements.Measured(measurements.Fit(8, None), {}, "cpu", "2"))
+    with pytest.raises(ValueError, match="of 'fit', not of 'sweep'"):
+        sweep_report(measurements.Measured(measurements.Fit(8, None), {}, "cpu", "2"))

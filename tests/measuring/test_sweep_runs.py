@@ -17,7 +17,7 @@ from PIL import Image
 from megabatch import config, measurements
 from megabatch.measuring.sweep import sweep
 from megabatch.measuring.sweep import sweep_runs as results
-from megabatch.measuring.sweep.show import verdict_of
+from megabatch.measuring.sweep.report import verdict_of
 from megabatch.training import run_folder
 
 SMALL = ["x.options.width=4", "x.options.hidden=32", "y.options.width=16", "y.options.buckets=512", "loss.dim=16", "data.workers=0"]
@@ -25,7 +25,7 @@ SMALL += ["evaluate.limit=200", "batch.size=32", "batch.chunk=64", "optimizer.lr
 # A tower that takes its time as long as a file says so.
 TOWER = """
 import os, time
-from small_towers import Bytes, Tower, prepare
+from small_towers import Bytes, BuiltTower, prepare
 
 class Slow(Bytes):
     def forward(self, codes):
@@ -33,7 +33,7 @@ class Slow(Bytes):
         return super().forward(codes)
 
 def text(dim=8):
-    return Tower(Slow(dim), prepare, "text")
+    return BuiltTower(Slow(dim), prepare, "text")
 """
 SWEEP = """
 import sys
@@ -128,8 +128,7 @@ def test_killed_in_the_middle_it_goes_on_without_repeating_what_was_finished(tmp
 
     slow.unlink()
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    monkeypatch.setattr(results, "picture", lambda subject, out: None)
-    monkeypatch.setattr(results, "page", lambda found, rows: "")
+    monkeypatch.setattr(results, "write_report", lambda report, out: None)
     said = []
     result = sweep(run, batches=[8], rates=(1,), seeds=2, out=out, say=said.append, trust_code=True)
     assert kept == {name: (first / name).stat().st_mtime_ns for name in kept}

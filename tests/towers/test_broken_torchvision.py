@@ -22,8 +22,8 @@ BERT = {
 PROGRAM = """
 import sys
 from megabatch import config
-from megabatch.planning.models import sides
-from megabatch.training.towers import build_tower
+from megabatch.costs.models import sides
+from megabatch.towers import build_tower
 
 print([name for name in ("torchvision", "timm", "open_clip", "transformers") if name in sys.modules])
 plan = config.build({{"x": {{"name": "open_clip:ViT-L-14"}}, "y": {{"name": "open_clip:ViT-L-14"}}, "schedule": {{"steps": 1}}}})

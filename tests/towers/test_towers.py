@@ -11,10 +11,9 @@ from PIL import Image
 from torch import Tensor, nn
 
 from megabatch.config import Tower as Config
-from megabatch.towers import Tower, build_tower, load_weights
-from megabatch.towers.image_transform import Pixels, PrepareImage
-from megabatch.towers.text import hashes
-from megabatch.towers.tokenizer import END, PADDING, ByteTokenizer
+from megabatch.towers import BuiltTower, build_tower, load_weights
+from megabatch.towers.built_in import ngram_buckets
+from megabatch.towers.inputs import END, PADDING, ByteTokenizer, NormalizePixels, PrepareImage
 
 DIM = 12
 BUILT_IN = {
@@ -29,7 +28,7 @@ BUILT_IN = {
 CAPTIONS = ("greek small letter alpha with tonos, serif bold", "", "ы", "x" * 10_000, "👩‍🚀 naïve", "latin capital letter a")
 
 
-def build(config: Config, side: str = "x") -> Tower:
+def build(config: Config, side: str = "x") -> BuiltTower:
     torch.manual_seed(0)
     return build_tower(config, DIM, side=side)
 
@@ -39,7 +38,7 @@ def image(seed: int, width: int = 40, height: int = 32) -> Image.Image:
     return Image.frombytes("RGB", (width, height), bytes(noise.tolist()))
 
 
-def rows(tower: Tower, seed: int | None = None) -> Tensor:
+def rows(tower: BuiltTower, seed: int | None = None) -> Tensor:
     raw = CAPTIONS if tower.kind == "text" else [image(i) for i in range(len(CAPTIONS))]
     return torch.stack([tower.prepare(entry, seed) for entry in raw])
 
@@ -122,9 +121,9 @@ class Payload:
 @pytest.mark.parametrize(
     ("write", "complaint"),
     [
-        (lambda path: torch.save({"head.weight": torch.zeros(1)}, path), "missing: .* and .* more; of another shape: head.weight"),
-        (lambda path: torch.save({"nonsense": torch.zeros(1)}, path), "unexpected: nonsense. Give the name and the options"),
-        (lambda path: torch.save([1, 2], path), "holds no state dict"),
+        (lambda path: torch.save({"head.weight": torch.zeros(1)}, path), "missing: .* and .* more; different shape: head.weight"),
+        (lambda path: torch.save({"nonsense": torch.zeros(1)}, path), "unexpected: nonsense. Give the name and options"),
+        (lambda path: torch.save([1, 2], path), "does not hold a state dict"),
         (lambda path: torch.save({"head.weight": Payload()}, path), "could execute code"),
         (lambda path: path.write_bytes(b"PK\x03\x04 cut off"), "cannot be read"),
         (lambda path: path.write_bytes(b""), "cannot be read"),
@@ -208,7 +207,7 @@ def test_half_the_images_are_mirrored():
 
 
 def test_bytes_become_numbers_of_the_given_mean_and_deviation():
-    pixels = Pixels((0.5, 0.4, 0.3), (0.1, 0.2, 0.3))
+    pixels = NormalizePixels((0.5, 0.4, 0.3), (0.1, 0.2, 0.3))
     values = torch.tensor([0, 255], dtype=torch.uint8).view(1, 1, 1, 2).expand(1, 3, 1, 2)
     expected = torch.tensor([[-5, 5], [-2, 3], [-1, 7 / 3]])
     assert torch.allclose(pixels(values)[0, :, 0], expected, atol=1e-6)
@@ -259,7 +258,7 @@ def test_texts_do_not_depend_on_their_padding(depth):
 
 def test_a_word_has_the_same_n_grams_wherever_it_stands():
     tokenizer, sizes = ByteTokenizer(40), [2, 4]
-    buckets = {text: hashes(tokenizer(text, None).long()[None], sizes, 10_000)[0] for text in ("alpha beta", "greek alpha")}
+    buckets = {text: ngram_buckets(tokenizer(text, None).long()[None], sizes, 10_000)[0] for text in ("alpha beta", "greek alpha")}
     assert torch.equal(buckets["alpha beta"][:2], buckets["greek alpha"][6:8])
     assert not torch.equal(buckets["alpha beta"][:2], buckets["alpha beta"][2:4])
     assert (buckets["alpha beta"][:11] > 0).all() and not buckets["alpha beta"][11:].any()
@@ -269,7 +268,7 @@ def test_a_dropped_byte_begins_no_n_gram_but_stays_part_of_others():
     tokens = ByteTokenizer(40)("alpha beta", None).long()[None]
     dropped = tokens.clone()
     dropped[:, 3] *= -1
-    plain, found = hashes(tokens, [2, 4], 10_000), hashes(dropped, [2, 4], 10_000)
+    plain, found = ngram_buckets(tokens, [2, 4], 10_000), ngram_buckets(dropped, [2, 4], 10_000)
     assert not found[:, 3].any() and plain[:, 3].all()
     plain[:, 3] = 0
     assert torch.equal(found, plain)
@@ -278,7 +277,7 @@ def test_a_dropped_byte_begins_no_n_gram_but_stays_part_of_others():
 def test_hashes_spread_over_all_buckets():
     every = torch.arange(2, 258)
     pairs = torch.cartesian_prod(every, every)
-    counts = hashes(pairs, [2], 1025)[:, 0, 0].bincount(minlength=1025)
+    counts = ngram_buckets(pairs, [2], 1025)[:, 0, 0].bincount(minlength=1025)
     assert counts[0] == 0
     # 65,536 pairs in 1,024 buckets, 64 each: thrown at random they would deviate by 8.
     assert counts[1:].float().std() < 16
@@ -294,22 +293,22 @@ def test_texts_for_images_and_images_for_texts_are_refused():
 @pytest.mark.parametrize(
     ("config", "complaint"),
     [
-        (Config("resnet"), "tower x: there is no tower 'resnet': name one of vit, cnn, text; timm:NAME"),
+        (Config("resnet"), "tower x: there is no tower 'resnet'; towers are named vit, cnn, text, timm:NAME"),
         (Config("timm:"), "there is no tower"),
-        (Config("cnn", {"widht": 3}), "cnn has no option 'widht'; known are size, channels, width"),
+        (Config("cnn", {"widht": 3}), "cnn has no option 'widht'; its options are size, channels, width"),
         (Config("cnn", {"checkpointing": True}), "cnn has no option 'checkpointing'"),
-        (Config("cnn", {"width": "32"}), "option width is '32': must be like its default, 32"),
+        (Config("cnn", {"width": "32"}), "option width is '32': must be of the type of its default, 32"),
         (Config("cnn", {"width": True}), "option width is True"),
         (Config("cnn", {"width": 0}), "option width is 0: must be at least 1"),
         (Config("text", {"depth": -1}), "option depth is -1: must be at least 0"),
         (Config("cnn", {"size": 30}), "patch must be even and divide size"),
-        (Config("vit", {"size": 30}), "a whole number of patches"),
-        (Config("vit", {"heads": 5}), "equal share of the width"),
+        (Config("vit", {"size": 30}), "patch must divide size"),
+        (Config("vit", {"heads": 5}), "divide width"),
         (Config("vit", {"pool": "max"}), "must be one of mean, class, flat"),
         (Config("vit", {"channels": 4}), "must be 1 .grey. or 3"),
-        (Config("vit", {"crop": 0.0}), "share of the area"),
+        (Config("vit", {"crop": 0.0}), "fraction of the area"),
         (Config("text", {"length": 1}), "at least 2 bytes"),
-        (Config("text", {"drop": 1.0}), r"lies in \[0, 1\)"),
+        (Config("text", {"drop": 1.0}), r"in \[0, 1\)"),
         (Config("text", {"ngrams": [0]}), "each at least 1"),
         (Config("text", {"ngrams": 3}), "option ngrams is 3"),
         (Config("text", {"buckets": 1}), "one of them for padding"),
@@ -349,8 +348,8 @@ def flat() -> nn.Module:
     return nn.Identity()
 
 
-def whole(width: int) -> Tower:
-    return Tower(nn.Sequential(nn.Embedding(258, width), nn.Flatten(), nn.Linear(8 * width, DIM)), Long(8), "text")
+def whole(width: int) -> BuiltTower:
+    return BuiltTower(nn.Sequential(nn.Embedding(258, width), nn.Flatten(), nn.Linear(8 * width, DIM)), Long(8), "text")
 
 
 class Long(ByteTokenizer):
@@ -426,9 +425,9 @@ def test_checkpointing_inside_transformers_is_their_own(bert):
 
 def test_a_vocabulary_too_small_for_bytes_is_refused(bert):
     (bert / "config.json").write_text((bert / "config.json").read_text("utf-8").replace("258", "257"), "utf-8")
-    with pytest.raises(ValueError, match="vocabulary of 257 is too small for bytes, which take 258"):
+    with pytest.raises(ValueError, match="vocabulary of 257 is too small for bytes, which need 258"):
         build(Config(f"transformers:{bert}"))
-    with pytest.raises(ValueError, match="has no option 'size'; known are pool, length"):
+    with pytest.raises(ValueError, match="has no option 'size'; its options are pool, length"):
         build(Config(f"transformers:{bert}", {"size": 3}))
 
 

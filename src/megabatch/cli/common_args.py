@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .. import config
 from ..files import check_file
-from ..terminal import visible
+from ..reporting.terminal import visible
 
 SETTINGS_HELP = (
     "The TOML file of a run and settings as section.key=value, in any order; settings replace those of the file."

@@ -1,4 +1,4 @@
-"""CHOOSE, by running: the largest chunk, the throughput curve, the noise of the gradient, the sweep over batches."""
+"""Choose a batch by running: the largest chunk, the fastest size, the gradient noise, and trainings at several batches."""
 
 from ..training.noise.collect import NoiseScale
 from .fit import find_chunk, fitted, micro_batches

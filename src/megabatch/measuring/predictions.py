@@ -1,4 +1,4 @@
-"""What a plan predicts for the sizes that a profile measures."""
+"""Predicted time and memory of a run's step at other batches and chunks, to compare with what is measured."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..training.distributed import Ranks
 
 
 class StepPrediction(NamedTuple):
-    """Of one size: seconds of a step, the peak of tensors, what the allocator asks of the device for it."""
+    """One step: its seconds, the peak of its tensors, and what the allocator reserves of the device for them."""
 
     seconds: float
     peak_bytes: int
@@ -25,8 +25,11 @@ Predict = Callable[[int, int, int], StepPrediction]
 
 
 def predictions(run: config.Run, here: Ranks, samples: int, classes: int) -> Predict:
-    """Predictions by batch, chunk and kept chunks, for this machine. A ValueError where the model cannot be predicted."""
-    question = Request(
+    """Return a function that predicts a step on this machine from its batch, chunk and number of kept chunks.
+
+    Raises ValueError if the run's model cannot be predicted.
+    """
+    request = Request(
         run,
         data=samples,
         gpu="cpu" if here.device.type == "cpu" else None,
@@ -36,7 +39,7 @@ def predictions(run: config.Run, here: Ranks, samples: int, classes: int) -> Pre
         ema=None if run.optimizer.ema is None else (run.optimizer.ema, run.batch.size),
         classes=max(1, classes),
     )
-    planner = Planner(question, Tools())
+    planner = Planner(request, Tools())
 
     def predict(batch: int, chunk: int, keep: int) -> StepPrediction:
         strategy = strategy_of(run, here.size, batch, chunk, keep)

@@ -131,7 +131,15 @@ class Tiles(Protocol):
     def positives(self, x_MD: Tensor, y_ND: Tensor, compute: ComputeOptions) -> Tensor: ...
 
     def softmax_stats(
-        self, x_MD: Tensor, y_ND: Tensor, scale: Tensor, pairs: Pairs, *, columns: bool, compute: ComputeOptions, save_exp: bool = False
+        self,
+        x_MD: Tensor,
+        y_ND: Tensor,
+        scale: Tensor,
+        pairs: Pairs,
+        *,
+        columns: bool,
+        compute: ComputeOptions,
+        save_exp: bool = False,
     ) -> SoftmaxPass: ...
 
     def normalise(

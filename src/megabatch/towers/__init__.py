@@ -1,38 +1,69 @@
-"""Encoders by name: small ones that need nothing, those of other packages, your own."""
+"""Encoders by name: built in, from timm, OpenCLIP or transformers, or from a function of the user.
+
+`LIBRARIES` holds one record for each source of towers. A new one is a file with its record and a line here.
+"""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
-from typing import Any
+import re
 
 from megabatch import config
 
-from .cnn import cnn
-from .huggingface import from_transformers
-from .library import from_function, from_open_clip, from_timm
-from .text import text
-from .tower import Tower
-from .vit import vit
+from .built_in import CNN, TEXT, VIT
+from .function import FUNCTION
+from .library import TowerLibrary, TowerRequest
+from .open_clip import OPEN_CLIP
+from .timm import TIMM
+from .tower import BuiltTower
+from .transformers import TRANSFORMERS
 from .weights import load_weights
 
-__all__ = ["Tower", "build_tower", "load_weights"]
+__all__ = ["LIBRARIES", "BuiltTower", "TowerLibrary", "build_tower", "find_library", "full_name", "load_weights", "names_code"]
 
-# Numbers of layers that a tower can do without.
-MAY_BE_NONE = ("depth", "layers")
-BUILT_IN: dict[str, Callable[..., Tower]] = {"vit": vit, "cnn": cnn, "text": text}
+# By a tower's name, or by the part of it before the colon. Any other name with a colon is that of a function.
+LIBRARIES = {
+    "vit": VIT,
+    "cnn": CNN,
+    "text": TEXT,
+    "timm": TIMM,
+    "open_clip": OPEN_CLIP,
+    "transformers": TRANSFORMERS,
+}
 
 
-def build_tower(tower: config.Tower, dim: int, *, side: str) -> Tower:
-    """The encoder that the configuration names, for `side` "x" or "y", with the weights of `tower.weights`.
+def names_code(name: str) -> bool:
+    """Return whether a tower's name is that of a function to import and call, "package.module:function".
 
-    Its module returns (rows, dim), not normalised. `tower.locked` is the model's business.
+    >>> names_code("timm:vit_tiny_patch16_224"), names_code("my.towers:small")
+    (False, True)
+    """
+    prefix, colon, _ = name.partition(":")
+    library = LIBRARIES.get(prefix)
+    return bool(colon) and (library is None or not library.takes_model)
+
+
+def find_library(name: str) -> TowerLibrary:
+    """Return the record of the library that a tower's name belongs to."""
+    prefix, _, model = name.partition(":")
+    library = FUNCTION if names_code(name) else LIBRARIES.get(prefix)
+    if library is None or (library.takes_model and not (prefix and model)):
+        forms = ", ".join(record.form for record in LIBRARIES.values())
+        raise ValueError(f"there is no tower {name!r}; towers are named {forms} or {FUNCTION.form}")
+    return library
+
+
+def build_tower(tower: config.Tower, dim: int, *, side: str) -> BuiltTower:
+    """Return the encoder that the configuration names, for side "x" or "y", with the weights of `tower.weights`.
+
+    Its module returns (rows, dim), not normalised. `tower.locked` is left to the caller.
 
     >>> build_tower(config.Tower("cnn", {"channels": 1}), 256, side="x").prepare.size
     32
     """
     try:
-        built = _build(tower, dim, side)
+        library = find_library(tower.name)
+        model = tower.name if library is FUNCTION else tower.name.partition(":")[2]
+        built = library.build(TowerRequest(model, dim, tower.options, side, tower.checkpointing))
         if tower.weights is not None:
             load_weights(built.module, tower.weights)
     except ValueError as error:
@@ -40,44 +71,14 @@ def build_tower(tower: config.Tower, dim: int, *, side: str) -> Tower:
     return built
 
 
-def _build(tower: config.Tower, dim: int, side: str) -> Tower:
-    library, _, name = tower.name.partition(":")
-    if tower.name in BUILT_IN:
-        builder = BUILT_IN[tower.name]
-        return builder(dim, **_checked(tower.name, builder, tower.options), checkpointing=tower.checkpointing)
-    if not library or not name:
-        raise ValueError(
-            f"there is no tower {tower.name!r}: name one of {', '.join(BUILT_IN)}; timm:NAME, open_clip:NAME, transformers:FOLDER;"
-            " or package.module:function"
-        )
-    if library == "timm":
-        return from_timm(name, dim, tower.options, checkpointing=tower.checkpointing)
-    if library == "open_clip":
-        return from_open_clip(name, dim, tower.options, side=side, checkpointing=tower.checkpointing)
-    if library == "transformers":
-        return from_transformers(name, dim, tower.options, checkpointing=tower.checkpointing)
-    return from_function(tower.name, dim, tower.options, checkpointing=tower.checkpointing)
+def full_name(name: str) -> str:
+    """Return the name of a tower with its library, also for model names as papers write them.
 
-
-def _checked(name: str, builder: Callable[..., Tower], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options, each known and of its default's type."""
-    known = {key: entry.default for key, entry in inspect.signature(builder).parameters.items()}
-    del known["dim"], known["checkpointing"]
-    checked = {}
-    for key, value in options.items():
-        if key not in known:
-            raise ValueError(f"{name} has no option {key!r}; known are {', '.join(known)}")
-        checked[key] = _as_default(key, value, known[key])
-        least = 0 if key in MAY_BE_NONE else 1
-        if type(known[key]) is int and value < least:
-            raise ValueError(f"option {key} is {value!r}: must be at least {least}")
-    return checked
-
-
-def _as_default(key: str, value: Any, default: Any) -> Any:
-    if isinstance(default, tuple) and isinstance(value, (list, tuple)):
-        return tuple(_as_default(key, entry, default[0]) for entry in value)
-    # True is an int to Python, but no number to a reader.
-    if type(value) is type(default) or (isinstance(default, float) and type(value) is int):
-        return type(default)(value)
-    raise ValueError(f"option {key} is {value!r}: must be like its default, {default!r}")
+    >>> full_name("ViT-L/14"), full_name("vit")
+    ('open_clip:ViT-L-14', 'vit')
+    """
+    name = name.strip()
+    for prefix, library in LIBRARIES.items():
+        if library.alias is not None and re.fullmatch(library.alias, name):
+            return f"{prefix}:{name.replace('/', '-')}"
+    return name

@@ -1,4 +1,4 @@
-"""Two towers and the logits' scale and bias, as one module: what a run trains, saves and evaluates."""
+"""The model that a run trains, saves and evaluates: two towers with a logit scale and bias, or one tower with a classifier."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from torch import Tensor, nn
 from ..config import Run
 from ..objectives import OBJECTIVES
 from . import build_tower
-from .projection import Fitted
-from .tower import Tower
+from .tower import BuiltTower, ProjectedEncoder
 
-# As y's name: one tower for both sides.
+# The name of y that shares the tower of x.
 SHARED = "x"
 
 
 class Encoder(nn.Module):
-    """A tower whose embeddings have length one. A locked one stays in evaluation mode."""
+    """A tower with normalised embeddings. A locked tower stays in evaluation mode."""
 
     def __init__(self, tower: nn.Module, *, locked: bool = False) -> None:
         super().__init__()
@@ -38,7 +37,7 @@ class Encoder(nn.Module):
 
 
 class Pair(nn.Module):
-    """Encoders of both sides, and a learnable scale (as its logarithm) and bias. `y` is None where x serves both sides."""
+    """The encoders of both sides with a learnable logit scale (stored as its logarithm) and bias. `y` is None if both share x."""
 
     def __init__(self, x: Encoder, y: Encoder | None, scale: float, bias: float | None) -> None:
         super().__init__()
@@ -56,7 +55,7 @@ class Pair(nn.Module):
 
 
 class Classifier(nn.Module):
-    """The tower of x with one logit for each class. A locked tower stays in evaluation mode."""
+    """The tower of x with one logit per class. A locked tower stays in evaluation mode."""
 
     def __init__(self, tower: nn.Module, dim: int, classes: int, *, locked: bool = False) -> None:
         super().__init__()
@@ -74,8 +73,8 @@ class Classifier(nn.Module):
         return self
 
 
-def build_towers(run: Run) -> tuple[Tower, Tower]:
-    """The towers of x and y, with the weights they start from; one and the same where y's name is "x"."""
+def build_towers(run: Run) -> tuple[BuiltTower, BuiltTower]:
+    """Return the towers of x and y with their initial weights; the same tower twice if the name of y is "x"."""
     x = build_tower(run.x, run.loss.dim, side="x")
     y = x if run.y.name == SHARED else build_tower(run.y, run.loss.dim, side="y")
     for tower, options in ((x, run.x), (y, run.y)):
@@ -84,8 +83,8 @@ def build_towers(run: Run) -> tuple[Tower, Tower]:
     return x, y
 
 
-def build_pair(run: Run, x: Tower, y: Tower) -> Pair:
-    """The model of a contrastive run. The scale starts where its loss's paper lets it start."""
+def build_pair(run: Run, x: BuiltTower, y: BuiltTower) -> Pair:
+    """Return the model of a contrastive run. The default initial scale is that of the paper of its loss."""
     objective = OBJECTIVES[run.loss.objective]
     scale = run.loss.scale if run.loss.scale is not None else objective.scale
     second = None if y.module is x.module else Encoder(y.module, locked=run.y.locked)
@@ -95,7 +94,7 @@ def build_pair(run: Run, x: Tower, y: Tower) -> Pair:
 
 
 def _lock(module: nn.Module) -> None:
-    """Takes a tower out of the training, but for a projection that was put behind somebody else's encoder and knows nothing yet."""
+    """Freeze a tower, except for a projection after an encoder from elsewhere, which starts from random weights."""
     module.requires_grad_(False)
-    if isinstance(module, Fitted):
+    if isinstance(module, ProjectedEncoder):
         module.head.requires_grad_(True)

@@ -1,10 +1,10 @@
-"""Imports of timm, OpenCLIP and transformers beside a torchvision that cannot be imported.
+"""Import timm, OpenCLIP and transformers although torchvision cannot be imported.
 
-torchvision's operators are compiled for one build of torch. Beside another one its import raises ("operator torchvision::nms does
-not exist"), and so does the import of every library that imports it. Towers need nothing of it: `PrepareImage` prepares images,
-and a model's layers are those of torch. So where torchvision fails, transformers is told that it is not installed, which it
-supports; timm and OpenCLIP, which need it, are imported with placeholders for what they take from it. A working torchvision is left
-alone.
+torchvision's operators are compiled for one build of torch. With another build its import raises ("operator torchvision::nms does
+not exist"), and so does the import of every library that imports it. Towers do not use torchvision: `PrepareImage` prepares images,
+and the layers of the models are those of torch. If the import of torchvision fails, transformers sees it as not installed, which it
+supports; timm and OpenCLIP, which import it unconditionally, get placeholders for the names they import from it. A working
+torchvision is not touched.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def import_timm() -> Any:
 
 def import_open_clip() -> Any:
     """Return the module open_clip."""
-    # It imports transformers, which asks for torchvision once and remembers the answer.
+    # OpenCLIP imports transformers, which looks for torchvision once and caches the result.
     with suppress(ModuleNotFoundError), hidden():
         pass
     with placeholders():
@@ -42,10 +42,10 @@ def import_open_clip() -> Any:
 
 
 def error_of_import() -> Exception | None:
-    """Return what `import torchvision` raises; None where it works."""
+    """Return what `import torchvision` raises, or None if it works."""
     try:
         import torchvision  # type: ignore[import-untyped]  # noqa: F401
-    # Anything: OSError where its library does not load, RuntimeError where an operator is missing.
+    # OSError if its shared library does not load, RuntimeError if an operator is missing, and others.
     except Exception as error:
         return error
     return None
@@ -53,12 +53,12 @@ def error_of_import() -> Exception | None:
 
 @contextmanager
 def hidden() -> Iterator[None]:
-    """Make a torchvision that cannot be imported look as if it was not installed, to transformers too, which remembers it."""
+    """Make a torchvision that cannot be imported look as if it were not installed, also to transformers, which caches this."""
     if error_of_import() is None:
         yield
         return
     with _removed():
-        # None is how Python marks a module that is not to be imported.
+        # Python raises ModuleNotFoundError for a module that is None here.
         sys.modules["torchvision"] = None  # type: ignore[assignment]
         from transformers.utils.import_utils import is_torchvision_available
 
@@ -68,7 +68,7 @@ def hidden() -> Iterator[None]:
 
 @contextmanager
 def placeholders() -> Iterator[None]:
-    """Replace a torchvision that cannot be imported by placeholders, which can be imported and subclassed, and raise if used."""
+    """Replace a torchvision that cannot be imported by placeholders, which can be imported and subclassed but not called."""
     error = error_of_import()
     if error is None:
         yield
@@ -83,19 +83,19 @@ def placeholders() -> Iterator[None]:
 
 
 def remedy() -> str:
-    """Return the sentence that says how to install the torchvision that belongs to the installed torch."""
+    """Return the sentence that tells how to install the torchvision that matches the installed torch."""
     version, _, build = str(torch.__version__).partition("+")
     match = re.match(r"2\.(\d+)\.", version)
     if match is None:
         return f"Install the torchvision that was released with torch {version}"
-    # Builds for CUDA, ROCm and CPUs have package indexes of their own.
+    # Builds for CUDA, ROCm and CPUs are in separate package indexes.
     index = f" --index-url https://download.pytorch.org/whl/{build}" if re.fullmatch(r"cpu|cu\d+|rocm[\d.]+|xpu", build) else ""
-    return f"Install the one that was built for this torch: pip install 'torchvision==0.{int(match[1]) + OFFSET}.*'{index}"
+    return f"Install the one built for this torch: pip install 'torchvision==0.{int(match[1]) + OFFSET}.*'{index}"
 
 
 @contextmanager
 def _removed() -> Iterator[None]:
-    """Take torchvision out of the imported modules, with what a failed import has left of it, and put it back afterwards."""
+    """Remove torchvision and the remains of a failed import from sys.modules, and restore them afterwards."""
     before = {name: module for name, module in sys.modules.items() if _is_torchvision(name)}
     for name in before:
         del sys.modules[name]
@@ -112,7 +112,7 @@ def _is_torchvision(name: str) -> bool:
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Imports torchvision and everything inside it as modules of placeholders."""
+    """Imports torchvision and its submodules as modules of placeholders."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
@@ -139,7 +139,7 @@ class _Module(ModuleType):
 
 
 class _Placeholder(type):
-    """A class that can be named and subclassed, with placeholders as attributes, as of an enumeration; calling it raises."""
+    """A class that can be subclassed and whose attributes are placeholders too, as in an enumeration; calling it raises."""
 
     error: Exception
 
@@ -148,14 +148,14 @@ class _Placeholder(type):
 
     def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
         raise ImportError(
-            f"{cls.__module__}.{cls.__name__} is needed, and torchvision cannot be imported ({cls.error}). {remedy()}"
+            f"{cls.__module__}.{cls.__name__} is called, but torchvision cannot be imported ({cls.error}). {remedy()}"
         )
 
 
 def _placeholder(owner: Any, name: str, prefix: str, error: Exception) -> type:
-    """Return the attribute `name` of a module or a class, from now on always the same."""
+    """Set and return a placeholder as the attribute `name` of a module or class."""
     if name.startswith("_"):
         raise AttributeError(f"{prefix} has no attribute {name!r}")
-    made = _Placeholder(name, (), {"__module__": prefix, "error": error})
-    setattr(owner, name, made)
-    return made
+    placeholder = _Placeholder(name, (), {"__module__": prefix, "error": error})
+    setattr(owner, name, placeholder)
+    return placeholder

@@ -16,7 +16,7 @@ from ..data.source import Damage, Kind, Source
 from ..data.split import split
 from ..objectives import OBJECTIVES
 from ..towers.model import Classifier, build_pair, build_towers
-from ..towers.tower import Tower
+from ..towers.tower import BuiltTower
 from .distributed import Ranks
 from .objective import Classification, Contrastive
 
@@ -29,8 +29,8 @@ class Assembly:
     ranks: Ranks
     training: Source
     held_out: Source
-    x: Tower
-    y: Tower
+    x: BuiltTower
+    y: BuiltTower
     model: nn.Module
     objective: Contrastive | Classification
     classes: dict[str, int]

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import config, packages
+from .. import config, packages, trust
 from ..data.images import decode
 from ..data.source import BadSample
 from ..files import check_file, replacing
@@ -40,7 +40,7 @@ class Answer(NamedTuple):
 def opened(folder: str | Path, device: str | None = None, *, trust_code: bool = False) -> Iterator[Assembly]:
     """Yield the parts of a run in evaluation mode, with the weights of its newest checkpoint, the averaged ones if it has them.
 
-    trust_code: whether code that the run names (`config.callables`) may be imported and called.
+    trust_code: whether code that the run names (`trust.callables`) may be imported and called.
     """
     run, path = _stored(Path(folder), trust_code)
     # The checkpoint has the weights, and the files that the towers started from may be gone. Hard negatives are not used here.
@@ -70,7 +70,7 @@ def _stored(folder: Path, trust_code: bool) -> tuple[config.Run, Path]:
     if path is None:
         raise ValueError(f"{folder}: has no checkpoint yet; train it first: megabatch train {folder / 'run.toml'}")
     run = config.read(folder / "run.toml")
-    config.require_trust(run, trust_code)
+    trust.require_trust(run, trust_code)
     return run, path
 
 

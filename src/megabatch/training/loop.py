@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import config, environment, host_memory, packages
+from .. import config, environment, host_memory, packages, trust
 from ..chunks.keep import can_read_free_bytes
 from ..data.loader import Batch
 from ..files import write_text
@@ -44,11 +44,11 @@ def train(run: config.Run, *, fresh: bool = False, trust_code: bool = False) -> 
     """Train to the end, from the newest checkpoint in the run's folder if there is one, and return the folder.
 
     fresh: start over and delete what an earlier run wrote into the folder. A folder that holds anything else is refused.
-    trust_code: whether code that the run names (`config.callables`) may be imported and called.
+    trust_code: whether code that the run names (`trust.callables`) may be imported and called.
     """
     # A run that was built by hand has not been checked yet.
     config.check(run)
-    config.require_trust(run, trust_code)
+    trust.require_trust(run, trust_code)
     # Packages that the end of the run needs are checked for before anything is deleted, written or trained.
     packages.require(*packages.of_run(run, terminal=sys.stderr.isatty()))
     with ranks(run.compute) as here, contextlib.ExitStack() as held:

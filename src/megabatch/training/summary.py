@@ -16,10 +16,10 @@ from ..config import Run
 from ..data.source import Sample
 from ..files import replacing, write_text
 from ..recall import chance
-from ..reporting import write_report
 from ..reporting.contact import contact_sheet, read_contact
-from ..reporting.figures import curves
-from ..reporting.wording import bytes_text, percent_text, seconds_text
+from ..reporting.figures import save
+from ..reporting.format import bytes_text, percent_text, seconds_text
+from ..reporting.run_report import curves_figure, write_run_report
 from .build import Assembly
 from .evaluate import Embedded, evaluate_and_log, nearest
 from .memory import peak, peak_of_tensors, reset_peak
@@ -80,8 +80,8 @@ def finish(
     if embedded is not None:
         _write_contact(parts, embedded, folder)
         contact_sheet(read_contact(folder), folder / "contact.png")
-    curves(folder / "log.jsonl", folder / "curves.png")
-    write_report(folder)
+    save(curves_figure(folder / "log.jsonl"), folder / "curves.png")
+    write_run_report(folder)
 
 
 def sentences(result: Mapping[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""`megabatch fit`: the largest chunk with which the steps of a run really fit, searched from where it is predicted."""
+"""`megabatch fit`: find the largest chunk at which the steps of a run fit, starting from the predicted one."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from ... import config, measurements, packages
+from ... import config, measurements, packages, trust
 from ...data.loader import Batch
+from ...reporting.html import write_report
 from ...ring import Ring
 from ...training.build import assemble
 from ...training.distributed import Ranks, ranks
@@ -21,12 +22,12 @@ from ...training.schedules import Step
 from ...training.signals import Stopped
 from ..predictions import Predict, StepPrediction, predictions
 from . import search
-from .finder import ChunkResult, SearchOptions, as_measured, seek
+from .finder import ChunkResult, SearchOptions, as_measured, search_chunk
 from .memory import Limit, limit_of, resident_bytes
-from .show import draw
+from .report import fit_report
 from .snapshot import Snapshot
 
-# Shares of the size: how exact the answer is, and how exact the prediction that it starts from.
+# How exact the result is, and how exact the prediction that the search starts from, as fractions of the size.
 WITHIN, ROUGH = 1 / 32, 1 / 8
 
 
@@ -40,44 +41,45 @@ def fit(
     out: Path,
     trust_code: bool = False,
 ) -> measurements.Measured:
-    """The largest chunk with which a run's steps fit: measured, at its own batch, on its own data; measured.json and fit.png in
-    `out` say so. The run itself is not touched.
+    """Return the largest chunk at which a run's steps fit, measured at its own batch on its own data.
 
-    budget: bytes that may be used; on a CPU by the whole process. margin: share of them that is left free. cap: as in
-    `find_chunk`; the rows of a rank are one anyway. start: the first chunk tried; None is what is predicted to fit.
-    No chunk is kept while it is searched: `keep="auto"` fills what is left.
-    trust_code: whether code that the run names (`config.callables`) may be imported and called.
+    Writes measured.json, fit.png and report.html into `out`. The run itself is not changed. No chunk is kept during the search:
+    afterwards `keep="auto"` uses the memory that is left.
+
+    budget: bytes that may be used; on a CPU by the whole process. margin: fraction of the budget that stays free. cap: as in
+    `find_chunk`; the rows of a rank are always a cap. start: the first chunk to try; None is the one that is predicted to fit.
+    trust_code: whether code that the run names (`trust.callables`) may be imported and called.
     """
-    config.require_trust(run, trust_code)
-    packages.require(packages.FIGURES)
+    trust.require_trust(run, trust_code)
+    packages.require(packages.HTML)
     with ranks(run.compute) as here, claimed_by_ranks(out, "fit", here.first):
         bench = FitBench(run, here, out)
         limit = limit_of(here.device, budget, margin, here.size)
         cap = bench.rows if cap is None else min(cap, bench.rows)
-        foresight = PredictedPeaks(run, bench)
-        first = foresight.start(cap, limit) if start is None else start
-        asked = SearchOptions(first or run.batch.chunk, cap, WITHIN, margin)
-        found = seek(bench.step, Snapshot(bench.state), limit, Ring(here.group), asked)
-        result = as_measured(_as_fit(found, foresight), config.as_table(run), here.device)
+        predicted = PredictedPeaks(run, bench)
+        first = predicted.start(cap, limit) if start is None else start
+        options = SearchOptions(first or run.batch.chunk, cap, WITHIN, margin)
+        found = search_chunk(bench.step, Snapshot(bench.state), limit, Ring(here.group), options)
+        result = as_measured(_as_fit(found, predicted), config.as_table(run), here.device)
         if here.first:
             measurements.write(result, out / "measured.json")
-            draw(result, out / "fit.png")
+            write_report(fit_report(result), out)
     return result
 
 
 class FitBench:
-    """A run set up for trials: its largest step, at any chunk."""
+    """A run that is prepared for trials of its largest step at any chunk."""
 
     def __init__(self, run: config.Run, here: Ranks, folder: Path) -> None:
-        # What is kept instead of recomputed fills memory whatever the chunk.
+        # Kept chunks would fill the memory whatever the chunk size is.
         self.training = Training(assemble(replace(run, batch=replace(run.batch, keep=0)), here), folder)
-        # A trial that runs out of memory has its answer: it does not go on in smaller chunks.
+        # A trial must fail when memory runs out, and not continue in smaller chunks.
         self.training.step_fn = self.training.parts.objective.step
         self.here = here
-        self.at: Step = self.training.schedule.largest()
-        self.rows = -(-self.at.pairs // here.size)
+        self.largest: Step = self.training.schedule.largest()
+        self.rows = -(-self.largest.pairs // here.size)
         self.training.parts.model.train()
-        with contextlib.closing(self.training.parts.shuffled().batches([(self.at.first, self.at.pairs)])) as batches:
+        with contextlib.closing(self.training.parts.shuffled().batches([(self.largest.first, self.largest.pairs)])) as batches:
             self.batch: Batch = next(batches)
 
     @property
@@ -86,76 +88,78 @@ class FitBench:
         return [parts.model, self.training.optimizer, parts.objective.scaler]
 
     def step(self, chunk: int) -> None:
-        """One step as training takes it; where that has to go on in smaller chunks, it has run out of memory."""
+        """Take one training step; a step that continues in smaller chunks raises OutOfMemoryError."""
         chunked = self.training.parts.objective.chunked
         for each in chunked:
             each.chunk = chunk
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "out of memory", UserWarning)
             try:
-                self.training.step(self.at, self.batch)
+                self.training.step(self.largest, self.batch)
             except Stopped as stopped:
                 raise ValueError(str(stopped)) from None
         if any(each.chunk < chunk for each in chunked):
-            raise torch.OutOfMemoryError(f"out of memory: the step went on in chunks of {min(each.chunk for each in chunked)}")
+            smallest = min(each.chunk for each in chunked)
+            raise torch.OutOfMemoryError(f"out of memory: the step continued in chunks of {smallest}")
 
 
 class PredictedPeaks:
-    """What is predicted for the chunks of a run; nothing where its model cannot be predicted, which is said once."""
+    """Predicted memory of a run's chunks. If its model cannot be predicted, every prediction is None and one warning says why."""
 
     def __init__(self, run: config.Run, bench: FitBench) -> None:
         parts = bench.training.parts
-        self._pairs, self._rest = bench.at.pairs, 0
-        self._known: dict[int, StepPrediction] = {}
+        # _beyond_tensors: what the process uses beside tensors; only on a CPU, where the whole process is measured.
+        self._pairs, self._beyond_tensors = bench.largest.pairs, 0
+        self._by_chunk: dict[int, StepPrediction] = {}
         self._predict: Predict | None = None
         try:
             self._predict = predictions(run, bench.here, sum(parts.training.lengths), len(parts.classes))
-        # The models are anyone's, and can fail to be traced in any way; a search does without.
+        # A user's model can fail to be traced in any way; the search works without a prediction.
         except Exception as error:
             self._give_up(error)
         if self._at(1) is not None and bench.here.device.type == "cpu":
-            # A process takes more than its tensors; the weights are in both numbers.
+            # The weights are part of both numbers.
             weights = (*parts.model.parameters(), *parts.model.buffers())
-            self._rest = resident_bytes() - sum(t.numel() * t.element_size() for t in weights)
+            self._beyond_tensors = resident_bytes() - sum(t.numel() * t.element_size() for t in weights)
 
     def peak(self, chunk: int) -> int | None:
-        """Bytes at a chunk, as they are measured."""
+        """Return the predicted peak in bytes at a chunk, comparable with a measured one."""
         predicted = self._at(chunk)
-        return None if predicted is None else predicted.peak_bytes + self._rest
+        return None if predicted is None else predicted.peak_bytes + self._beyond_tensors
 
     def start(self, cap: int, limit: Limit) -> int | None:
-        """The largest chunk that is predicted to fit, roughly; None where none is, or nothing is known."""
+        """Return the largest chunk that is predicted to fit, roughly; None if there is none or nothing can be predicted."""
         if self._predict is None or limit.bytes is None:
             return None
-        room = limit.bytes - self._rest
+        allowed = limit.bytes - self._beyond_tensors
 
         def hint() -> int | None:
-            return search.on_the_line({chunk: each.reserved_bytes for chunk, each in self._known.items()}, room)
+            return search.extrapolated({chunk: each.reserved_bytes for chunk, each in self._by_chunk.items()}, allowed)
 
         def fits(chunk: int) -> bool:
             predicted = self._at(chunk)
-            return predicted is not None and predicted.reserved_bytes <= room
+            return predicted is not None and predicted.reserved_bytes <= allowed
 
-        found = search.largest(fits, cap, cap=cap, within=ROUGH, hint=hint)
-        return None if self._predict is None else found
+        chunk = search.largest(fits, cap, cap=cap, within=ROUGH, hint=hint)
+        return None if self._predict is None else chunk
 
     def _at(self, chunk: int) -> StepPrediction | None:
-        if self._predict is not None and chunk not in self._known:
+        if self._predict is not None and chunk not in self._by_chunk:
             try:
-                self._known[chunk] = self._predict(self._pairs, chunk, 0)
+                self._by_chunk[chunk] = self._predict(self._pairs, chunk, 0)
             except Exception as error:
                 self._give_up(error)
-        return self._known.get(chunk)
+        return self._by_chunk.get(chunk)
 
     def _give_up(self, error: Exception) -> None:
         self._predict = None
-        self._known.clear()
-        warnings.warn(f"nothing is predicted, so that the search begins at batch.chunk: {error}", stacklevel=2)
+        self._by_chunk.clear()
+        warnings.warn(f"Memory prediction failed; starting the search at batch.chunk: {error}", stacklevel=2)
 
 
-def _as_fit(found: ChunkResult, foresight: PredictedPeaks) -> measurements.Fit:
-    """The result; the smallest, the largest and the chosen size have what was predicted for them."""
+def _as_fit(found: ChunkResult, predicted: PredictedPeaks) -> measurements.Fit:
+    """Return the result, with predictions for the smallest, the largest and the chosen size."""
     sizes = sorted(trial.size for trial in found.trials)
-    beside = {size: foresight.peak(size) for size in (sizes[0], found.size, sizes[-1])}
-    trials = [trial._asdict() | {"predicted_bytes": beside.get(trial.size)} for trial in found.trials]
+    peaks = {size: predicted.peak(size) for size in (sizes[0], found.size, sizes[-1])}
+    trials = [trial._asdict() | {"predicted_bytes": peaks.get(trial.size)} for trial in found.trials]
     return measurements.Fit(found.size, found.limit_bytes, tuple(trials))

@@ -1,4 +1,4 @@
-"""People's own loops: a step that is given a chunk which fits, whatever the batch, and a batch in micro-batches of that size."""
+"""`fitted` and `micro_batches`, for your own training loop: the batch stays, the chunk follows the available memory."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from .finder import ChunkResult, find_chunk
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
+# BatchNorm in training mode cannot normalise a single row. `cached` and `accumulate` avoid such chunks in the same way.
+LEAST_ROWS = 2
 
 
 def fitted(
@@ -26,13 +28,13 @@ def fitted(
     group: Group = ...,
     file: str | Path | None = None,
 ) -> Callable[[Callable[Concatenate[int, Args], Result]], FittedStep[Args, Result]]:
-    """A decorator for a training step whose first argument is the chunk: it is called without it, and is given one that fits.
+    """Return a decorator for a training step whose first argument is the chunk: callers omit it, and it is one that fits.
 
-    The batch stays what it is; the chunk alone follows the memory, and with it the number of micro-batches. The first call finds
-    the chunk with `find_chunk`, whose arguments these are, on the rows that it was given; the state is then as before, and the
-    step is taken. Later calls use the chunk that was found.
+    The batch stays as it is; only the chunk, and with it the number of micro-batches, follows the available memory. The first call
+    finds the chunk with `find_chunk`, which documents the other arguments, on the rows that it was given. The state is then
+    restored, and the step is taken. Later calls use the chunk that was found.
 
-    batch: rows of a step over all ranks, for a step that is not given its rows as tensors; None counts those of the arguments.
+    batch: rows of a step over all ranks, for a step that does not receive its rows as tensors; None counts those of the arguments.
 
     >>> import torch
     >>> model = torch.nn.Linear(64, 8)
@@ -54,7 +56,7 @@ def fitted(
 
 
 class FittedStep(Generic[Args, Result]):
-    """What `fitted` makes of a step. `found` is None until the first call."""
+    """A step decorated with `fitted`. `found` is the result of the search, None before the first call."""
 
     def __init__(
         self, step: Callable[Concatenate[int, Args], Result], state: Sequence[Any], batch: int | None, options: dict[str, Any]
@@ -71,32 +73,32 @@ class FittedStep(Generic[Args, Result]):
 
     @property
     def chunk(self) -> int | None:
-        """Rows that go through at once, once they are known."""
+        """The rows that are processed at once; None before the first call."""
         return None if self.found is None else self.found.size
 
     def micro_batches(self, rows: int) -> int | None:
-        """Into how many a batch of so many rows is split, once that is known."""
+        """Return the number of micro-batches that so many rows are split into; None before the first call."""
         return None if self.found is None else math.ceil(rows / self.found.size)
 
     def forget(self) -> None:
-        """The next call searches anew, from where the first one did: for longer sequences, for example."""
+        """Make the next call search again, from the same start as the first one: for longer sequences, for example."""
         self.found = None
         if self._options["file"] is not None:
             Path(self._options["file"]).unlink(missing_ok=True)
 
     def _rows(self, args: Any, kwargs: Any) -> int:
-        """The rows of this rank, beyond which no chunk is larger."""
+        """Return the rows of this rank, the largest chunk that makes sense."""
         if self._batch is not None:
             return math.ceil(self._batch / Ring.of(self._options["group"]).size)
         return rows_of((args, kwargs))
 
 
 def micro_batches(batch: Any, chunk: int) -> Iterator[tuple[Any, float]]:
-    """The batch, a tree of tensors, in micro-batches of at most `chunk` rows, each with its share of the rows.
+    """Yield the batch, a tree of tensors, in micro-batches of at most `chunk` rows, each with its share of the rows.
 
-    There are no more of them than it takes, and they are no larger than that takes. Losses that are means over rows, each times its
-    share, add up to the mean over the batch, also where the last one is smaller. (Over ranks whose rows differ in number, only
-    `accumulate` gives the mean over all.)
+    There are as few micro-batches as possible, of nearly equal size, and none of a single row where that can be avoided, because
+    BatchNorm needs two. Losses that are means over rows, each multiplied by its share, add up to the mean over the batch, also when
+    the last micro-batch is smaller. (If ranks have different numbers of rows, only `accumulate` gives the mean over all of them.)
 
     >>> import torch
     >>> [(len(x), share) for x, share in micro_batches(torch.zeros(10), 4)]
@@ -104,5 +106,5 @@ def micro_batches(batch: Any, chunk: int) -> Iterator[tuple[Any, float]]:
     """
     rows = rows_of(batch)
     count = max(1, math.ceil(rows / chunk))
-    for piece in split(batch, max(1, math.ceil(rows / count))):
+    for piece in split(batch, max(1, math.ceil(rows / count)), LEAST_ROWS):
         yield piece, rows_of(piece) / max(1, rows)

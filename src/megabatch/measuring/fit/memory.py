@@ -1,4 +1,8 @@
-"""How much memory a step may take, and how that is held: measured on a CPU, enforced on a GPU, else whatever the device refuses."""
+"""The memory limit that a trial step must respect, and the peak memory that it reaches.
+
+On a CPU the resident set of the process is measured and compared with the limit. On a GPU the caching allocator enforces the limit.
+On devices that report no memory (MPS), a size fails when the device itself runs out.
+"""
 
 from __future__ import annotations
 
@@ -16,49 +20,58 @@ import torch
 
 from ... import host_memory
 from ...chunks.oom import release
-from ...reporting.wording import bytes_text
+from ...reporting.format import bytes_text
+
+# Seconds between two samples of the resident set, where the kernel's peak cannot be reset.
+SAMPLE_S = 0.002
+# mimalloc returns freed pages after this delay, and only when it is called: an allocation of each size makes it look for them.
+MIMALLOC_DELAY_S, MIMALLOC_SIZES = 0.11, (2**18, 2**22, 2**26)
 
 
 class Limit(NamedTuple):
-    """What a step is held to, in bytes, the margin taken off.
+    """The bytes that a step may use, margin already subtracted, and what happens beyond them.
 
-    how: "measured": the resident set of the process is compared with it; "enforced": the device's allocator refuses what goes
-    beyond; "raised": there is no number, and the step fails where the device says that it has no more.
+    mode: "measured": the peak resident set of the process is compared with the limit afterwards; "enforced": the device's allocator
+    raises beyond it; "raised": there is no number, and the step fails when the device runs out of memory.
     """
 
     bytes: int | None
-    how: Literal["measured", "enforced", "raised"]
+    mode: Literal["measured", "enforced", "raised"]
 
 
 def limit_of(device: torch.device, budget: int | None, margin: float, ranks: int = 1) -> Limit:
-    """The limit of a device.
+    """Return the memory limit of a device.
 
-    budget: bytes, of the whole process on a CPU, of tensors on a GPU; None is what the GPU has free, or half of what the host has,
-        shared among the ranks, since others live on that too and nothing stops a process that takes more.
+    budget: bytes: of the whole process on a CPU, of tensors on a GPU. None means the free memory of a GPU. On a CPU it means this
+        rank's share of half of the memory that is available on the host, because other programs need memory too and nothing stops a
+        process that takes more.
+    margin: fraction of the budget that stays free.
     """
     if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool) or budget < 1):
-        raise ValueError(f"budget is {budget!r}: must be a number of bytes above 0")
+        raise ValueError(f"budget is {budget!r}: must be a positive number of bytes")
     if not 0 <= margin < 1:
-        raise ValueError(f"margin is {margin!r}: a share of the memory that is left free, from 0 up and below 1")
+        raise ValueError(f"margin is {margin!r}: must be a fraction of the memory, at least 0 and below 1")
     if device.type == "cpu":
-        there = _host_bytes()
-        holds = resident_bytes()
-        usual = holds + (there - holds) // (2 * ranks)
+        used = resident_bytes()
+        available = used + _known(host_memory.available())
+        default = used + (available - used) // (2 * ranks)
     elif _is_enforceable(device):
-        usual = there = _device_bytes(device)
+        default = available = _device_bytes(device)
     elif budget is not None:
-        raise ValueError(f"budget is {bytes_text(budget)}: the memory of {device.type} cannot be limited from here; leave it out")
+        raise ValueError(f"budget is {bytes_text(budget)}: PyTorch cannot limit the memory of {device.type}; omit the budget")
     else:
         return Limit(None, "raised")
-    if budget is not None and budget > there:
-        raise ValueError(f"budget is {bytes_text(budget)}: {device} has {bytes_text(there)} for this process; ask for no more")
-    return Limit(int((budget or usual) * (1 - margin)), "measured" if device.type == "cpu" else "enforced")
+    if budget is not None and budget > available:
+        raise ValueError(
+            f"budget is {bytes_text(budget)}: {device} has only {bytes_text(available)} for this process; choose a smaller budget"
+        )
+    return Limit(int((budget or default) * (1 - margin)), "measured" if device.type == "cpu" else "enforced")
 
 
 @contextmanager
-def held(limit: Limit, device: torch.device) -> Iterator[None]:
-    """Lets the device's allocator refuse what goes beyond an enforced limit."""
-    if limit.how != "enforced":
+def enforced(limit: Limit, device: torch.device) -> Iterator[None]:
+    """Make the device's allocator raise beyond the limit inside this context, if the limit is an enforced one."""
+    if limit.mode != "enforced":
         yield
         return
     assert limit.bytes is not None
@@ -72,7 +85,7 @@ def held(limit: Limit, device: torch.device) -> Iterator[None]:
 
 
 class PeakMemory:
-    """A context; afterwards `bytes` is the highest use within it, None where the device does not tell."""
+    """A context manager; afterwards `bytes` is the peak memory inside it, None on a device that does not report its memory."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -95,9 +108,62 @@ class PeakMemory:
             self.bytes = self._module.max_memory_allocated(self.device)
 
 
-def _host_bytes() -> int:
-    """What this process has and may still take."""
-    return resident_bytes() + known(host_memory.available())
+class PeakResident:
+    """A context manager; afterwards `bytes` is the highest resident set of this process inside it.
+
+    It uses the kernel's own peak where that can be reset, and samples every two milliseconds elsewhere.
+    """
+
+    def __enter__(self) -> PeakResident:
+        self.bytes = 0
+        self._done = threading.Event()
+        self._sampler: threading.Thread | None = None
+        return_freed_pages()
+        if not host_memory.reset_peak():
+            self._sampler = threading.Thread(target=self._sample, daemon=True)
+            self._sampler.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.bytes = max(self.bytes, resident_bytes())
+        if self._sampler is None:
+            self.bytes = max(self.bytes, host_memory.peak_resident() or 0)
+            return
+        self._done.set()
+        self._sampler.join()
+
+    def _sample(self) -> None:
+        while not self._done.wait(SAMPLE_S):
+            self.bytes = max(self.bytes, resident_bytes())
+
+
+def resident_bytes() -> int:
+    """Return the resident set size of this process, or raise ValueError on a system that does not report it."""
+    return _known(host_memory.resident())
+
+
+def return_freed_pages() -> None:
+    """Make the allocators return freed pages to the system: pages that they keep would count as memory of the next trial."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
+    # mimalloc, which PyTorch uses on ARM, returns pages only after a delay, inside a later call.
+    before, now = sys.maxsize, resident_bytes()
+    while now < before - host_memory.INEXACT:
+        time.sleep(MIMALLOC_DELAY_S)
+        for size in MIMALLOC_SIZES:
+            # If even this fails, there is little to return.
+            with contextlib.suppress(RuntimeError, MemoryError):
+                torch.empty(size, dtype=torch.uint8)
+        before, now = now, resident_bytes()
+
+
+def _known(size: int | None) -> int:
+    """Return the size, or raise ValueError if the system did not report it (None)."""
+    if size is None:
+        raise ValueError(f"memory cannot be measured on this CPU, since {host_memory.REMEDY}, or use an accelerator")
+    return size
 
 
 def _is_enforceable(device: torch.device) -> bool:
@@ -106,7 +172,7 @@ def _is_enforceable(device: torch.device) -> bool:
 
 
 def _device_bytes(device: torch.device) -> int:
-    """What tensors of this process may take of the device, those there are included."""
+    """Return the bytes of device memory that this process may use, those that it already uses included."""
     release()
     module = torch.get_device_module(device)
     free, total = module.mem_get_info(device)
@@ -114,69 +180,6 @@ def _device_bytes(device: torch.device) -> int:
 
 
 def _fraction(device: torch.device) -> float:
-    """The share of the device's memory that the process has allowed itself."""
+    """Return the fraction of the device's memory that this process has limited itself to."""
     read = getattr(torch.get_device_module(device), "get_per_process_memory_fraction", None)
     return 1.0 if read is None else float(read(device))
-
-
-SAMPLE_S = 0.002
-# What mimalloc waits before it returns pages, and sizes at which it looks for them; nothing of them is written to.
-DELAY_S, SIZES = 0.11, (2**18, 2**22, 2**26)
-
-
-def resident_bytes() -> int:
-    """Return the resident set size of this process; ValueError where this system does not tell it."""
-    return known(host_memory.resident())
-
-
-def known(size: int | None) -> int:
-    """Return a size that the system told; ValueError where it did not."""
-    if size is None:
-        raise ValueError(f"what fits on this CPU cannot be measured, since {host_memory.REMEDY}, or use an accelerator")
-    return size
-
-
-def give_back() -> None:
-    """Lets allocators return what was freed: pages that they keep would be counted to the next piece of work."""
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
-    # mimalloc, which PyTorch brings along on ARM, does so in its own time, and only when it is called.
-    before, now = sys.maxsize, resident_bytes()
-    while now < before - host_memory.INEXACT:
-        time.sleep(DELAY_S)
-        for size in SIZES:
-            # Where not even that is to be had, there is little to give back.
-            with contextlib.suppress(RuntimeError, MemoryError):
-                torch.empty(size, dtype=torch.uint8)
-        before, now = now, resident_bytes()
-
-
-class PeakResident:
-    """A context; afterwards `bytes` is the highest resident set within it.
-
-    The kernel's own mark where it can be reset, else samples of every two milliseconds.
-    """
-
-    def __enter__(self) -> PeakResident:
-        self.bytes = 0
-        self._done = threading.Event()
-        self._watcher: threading.Thread | None = None
-        give_back()
-        if not host_memory.reset_peak():
-            self._watcher = threading.Thread(target=self._watch, daemon=True)
-            self._watcher.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.bytes = max(self.bytes, resident_bytes())
-        if self._watcher is None:
-            self.bytes = max(self.bytes, host_memory.peak_resident() or 0)
-            return
-        self._done.set()
-        self._watcher.join()
-
-    def _watch(self) -> None:
-        while not self._done.wait(SAMPLE_S):
-            self.bytes = max(self.bytes, resident_bytes())

@@ -1,4 +1,7 @@
-"""The largest size that runs: doubling, then bisection. Pure: answers in, a size out; nothing here runs anything itself."""
+"""Search for the largest size that runs: doubling, then bisection.
+
+Pure: `runs` answers whether a size runs, and everything here only chooses the next size to ask about.
+"""
 
 from __future__ import annotations
 
@@ -6,54 +9,56 @@ from collections.abc import Callable, Mapping
 
 Runs = Callable[[int], bool]
 Hint = Callable[[], int | None]
-# Beyond a size that a hint names as the last one, the next step is this share of it.
+# The step beyond a size that a hint predicts to be the largest is 1/FINE of that size.
 FINE = 32
 
 
 def largest(
     runs: Runs, start: int, *, cap: int | None = None, stride: int | None = None, within: float = 0.0, hint: Hint | None = None
 ) -> int | None:
-    """The largest size for which `runs` has answered yes; None where not even 1 runs.
+    """Return the largest size for which `runs` returned True; None if not even 1 runs.
 
-    runs: yes up to some size, no beyond it. It is never asked beyond `cap`, and never twice about a size.
-    start: the first size asked about. stride: from there, steps double beginning with this one; None doubles the size. A small one
-        is for a start that is trusted.
-    within: of the size, how far below the first that fails the answer may lie; 0 is exact.
-    hint: a guess of the answer from what was seen so far, or None; wrong ones cost time and nothing else.
+    runs: True up to some size, False beyond it. It is never called beyond `cap`, and never twice with one size.
+    start: the first size to try. stride: the first step from there, doubled with every further step; None doubles the size itself.
+        Use a small stride if the start is a good prediction.
+    within: how far the result may lie below the smallest size that failed, as a fraction of the size; 0 is exact.
+    hint: returns a guess of the result from what was seen so far, or None. Wrong guesses cost time and nothing else.
 
     >>> largest(lambda size: size <= 300, 64)
     300
     """
     low, high, step = 0, None, max(1, stride or start)
     size = start if cap is None else min(start, cap)
-    guessing, guessed = True, False
+    may_guess, has_guessed = True, False
     while True:
         if runs(size):
             low = size
         else:
             high = size
-        if _is_found(low, high, cap, within):
+        if _is_done(low, high, cap, within):
             return low or None
-        guess = hint() if hint is not None and guessing else None
+        guess = hint() if hint is not None and may_guess else None
         if guess is not None and high is None and guess > 2 * low:
-            # Nothing was seen so far that says anything of sizes this large.
+            # What was seen so far says little about sizes this large.
             size = 2 * low
         elif guess is None:
-            size, step, guessing = _without_hint(low, high, step), 2 * step, True
+            size, step, may_guess = _next_without_hint(low, high, step), 2 * step, True
         else:
-            size = _with_hint(guess, low, high, within)
-            # Beyond a guess the limit should be near, if there is anything to it.
-            step, guessed = step if guessed else max(1, size // FINE), True
-            # The next question does without: hints that are wrong cannot keep the search going.
-            guessing = False
+            size = _next_with_hint(guess, low, high, within)
+            # If the guess is any good, the limit is near it.
+            step, has_guessed = step if has_guessed else max(1, size // FINE), True
+            # The next size ignores the hint, so wrong hints cannot keep the search going forever.
+            may_guess = False
         size = size if cap is None else min(size, cap)
 
 
-def lasting(
+def largest_confirmed(
     runs: Runs, start: int, *, cap: int | None = None, stride: int | None = None, within: float = 0.0, hint: Hint | None = None
 ) -> int | None:
-    """As `largest`, and the size has run after every failure, so that what failures leave behind (a leak) does not matter; after
-    one, it may be somewhat smaller than the largest."""
+    """Return a size as `largest` does, that has also run after the last failure.
+
+    A failure may leave memory behind (a leak), after which the largest size no longer runs: the result is then somewhat smaller.
+    """
     answers: list[tuple[int, bool]] = []
 
     def ask(size: int) -> bool:
@@ -61,18 +66,19 @@ def lasting(
         return answers[-1][1]
 
     size = largest(ask, start, cap=cap, stride=stride, within=within, hint=hint)
-    less = max(1, (size or 0) // FINE)
-    while size is not None and not _ran_last(answers, size) and not ask(size):
-        # Down in growing steps, and not up again: where every failure leaks, a close search would fail again and again.
-        size, less = max(size - less, size // 2) or None, 2 * less
+    decrement = max(1, (size or 0) // FINE)
+    while size is not None and not _ran_since_last_failure(answers, size) and not ask(size):
+        # Go down in growing steps and never up again: if every failure leaks, a fine search would fail again and again.
+        size, decrement = max(size - decrement, size // 2) or None, 2 * decrement
     return size
 
 
-def carefully(runs: Runs, start: int, cap: int, ceiling: Callable[[], int]) -> int | None:
-    """As `lasting`, for where a failure may not be survived: sizes grow no further than they are expected to run.
+def largest_without_failing(runs: Runs, start: int, cap: int, ceiling: Callable[[], int]) -> int | None:
+    """Return a size as `largest_confirmed` does, trying only sizes that are expected to run, because a failure could be fatal.
 
-    start: well below what is expected to run, so that twice as much can be trusted to.
-    ceiling: the largest size that, by what was seen of two others, can be expected to. It is followed until it hardly rises.
+    start: well below what is expected to run, so that twice as much can be expected to run too.
+    ceiling: returns the largest size that can be expected to run, by what was seen of two others. The search follows it until it
+        hardly rises.
     """
     size = min(start, cap)
     while not runs(size):
@@ -82,14 +88,14 @@ def carefully(runs: Runs, start: int, cap: int, ceiling: Callable[[], int]) -> i
     further = min(cap, 2 * size)
     while further > size and further >= min(cap, size + size // FINE):
         if not runs(further):
-            return lasting(runs, size, cap=size)
+            return largest_confirmed(runs, size, cap=size)
         size = further
         further = min(cap, 2 * size, ceiling())
     return size
 
 
 def with_margin(size: int, margin: float) -> int:
-    """The size less the margin, at least 1.
+    """Return the size less the margin, at least 1.
 
     >>> with_margin(300, 0.05), with_margin(20, 0.05), with_margin(1, 0.5)
     (285, 19, 1)
@@ -97,10 +103,10 @@ def with_margin(size: int, margin: float) -> int:
     return max(1, int(size * (1 - margin) + 1e-9))
 
 
-def on_the_line(peaks: Mapping[int, int], limit: int) -> int | None:
-    """The size at which the line through the peaks of the two largest sizes comes to the limit; None where it never does.
+def extrapolated(peaks: Mapping[int, int], limit: int) -> int | None:
+    """Return the size at which the line through the peaks of the two largest sizes reaches the limit; None if it never does.
 
-    >>> on_the_line({10: 200, 20: 300, 40: 500}, 1000)
+    >>> extrapolated({10: 200, 20: 300, 40: 500}, 1000)
     90
     """
     if len(peaks) < 2:
@@ -111,7 +117,7 @@ def on_the_line(peaks: Mapping[int, int], limit: int) -> int | None:
 
 
 def in_proportion(peaks: Mapping[int, int], limit: int) -> int:
-    """A size that keeps within the limit even if all of the largest size's peak grew with it; 1 where nothing is known.
+    """Return a size that respects the limit even if the whole peak of the largest size grew in proportion to it; 1 without peaks.
 
     >>> in_proportion({10: 200, 20: 300}, 900)
     60
@@ -122,13 +128,13 @@ def in_proportion(peaks: Mapping[int, int], limit: int) -> int:
     return max(1, size * limit // max(1, peaks[size]))
 
 
-def _is_found(low: int, high: int | None, cap: int | None, within: float) -> bool:
+def _is_done(low: int, high: int | None, cap: int | None, within: float) -> bool:
     if high is None:
         return cap is not None and low >= cap
     return high - low <= max(1, int(within * low))
 
 
-def _without_hint(low: int, high: int | None, step: int) -> int:
+def _next_without_hint(low: int, high: int | None, step: int) -> int:
     if high is None:
         return low + step
     if low == 0:
@@ -136,8 +142,8 @@ def _without_hint(low: int, high: int | None, step: int) -> int:
     return (low + high) // 2
 
 
-def _with_hint(guess: int, low: int, high: int | None, within: float) -> int:
-    """The guess, or next to what ran where it lies no higher; the middle where it is known to be wrong."""
+def _next_with_hint(guess: int, low: int, high: int | None, within: float) -> int:
+    """Return the guess; a size just above what ran if the guess is lower; the middle if the guess is known to be wrong."""
     near = max(1, int(within * low))
     if high is None:
         return max(guess, low + max(near, low // FINE))
@@ -146,8 +152,7 @@ def _with_hint(guess: int, low: int, high: int | None, within: float) -> int:
     return max(guess, low + near)
 
 
-def _ran_last(answers: list[tuple[int, bool]], size: int) -> bool:
-    """Whether nothing failed after the size ran the last time."""
+def _ran_since_last_failure(answers: list[tuple[int, bool]], size: int) -> bool:
     for asked, ran in reversed(answers):
         if not ran:
             return False

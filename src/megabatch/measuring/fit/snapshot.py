@@ -1,4 +1,4 @@
-"""All that a step changes, copied before it and put back after it, to the bit: weights, gradients, optimizer, generators, data."""
+"""Snapshot and bit-exact restore of all that a step changes: weights, gradients, optimizer, generators, data position."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Restore = Callable[[], Any]
 
 
 class Snapshot:
-    """The present state of `parts`, and of every generator that is not one of them.
+    """A copy of the present state of `parts`, and of the global generators.
 
-    parts: modules, optimizers, generators, and whatever has state_dict() and load_state_dict(): gradient scalers, schedulers, data
+    parts: modules, optimizers, generators, and objects with state_dict() and load_state_dict(): gradient scalers, schedulers, data
         loaders that know their position.
 
-    Copies lie in host memory, so that a device has as much room as without them; `bytes` says how much they take.
+    The copies are in host memory, so they take none of the device's; `bytes` is their size.
     """
 
     def __init__(self, parts: Iterable[Any]) -> None:
@@ -39,33 +39,33 @@ class Snapshot:
                 parameters |= {id(p): p for group in part.param_groups for p in group["params"]}
         self.parameters = list(parameters.values())
         self._restores += [self._parameter(p) for p in self.parameters]
-        self._restores += [self._part(part, place) for place, part in enumerate(parts) if not isinstance(part, nn.Module)]
+        self._restores += [self._part(part, index) for index, part in enumerate(parts) if not isinstance(part, nn.Module)]
         self.device = next((p.device for p in self.parameters), (current_accelerator() or [torch.device("cpu")])[0])
         devices = dict.fromkeys([torch.device("cpu"), *current_accelerator(), *(p.device for p in self.parameters)])
         self._restores += [ForwardState(devices, []).restore, *_host_generators()]
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Makes it the present state again. Tensors that were there stay the same objects, those that came since are let go."""
+        """Restore the state. Tensors that existed stay the same objects; those that were created since are dropped."""
         for restore in self._restores:
             restore()
 
-    def _part(self, part: Any, place: int) -> Restore:
+    def _part(self, part: Any, index: int) -> Restore:
         if isinstance(part, torch.optim.Optimizer):
             return self._optimizer(part)
         if isinstance(part, torch.Generator):
-            drawn = part.get_state()
-            return lambda: part.set_state(drawn)
+            generator_state = part.get_state()
+            return lambda: part.set_state(generator_state)
         if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
             raise ValueError(
-                f"state[{place}] is a {type(part).__name__}: must be a module, an optimizer, a generator, or have state_dict() and "
-                "load_state_dict(); leave it out if no step changes it"
+                f"state[{index}] is a {type(part).__name__}: must be a module, an optimizer, a generator, or have state_dict() and "
+                "load_state_dict(); omit it if no step changes it"
             )
         saved = copy.deepcopy(part.state_dict())
 
         def restore() -> None:
             if isinstance(part, torch.amp.GradScaler) and part.is_enabled():
-                # A step that ended between unscale_() and update() has left its mark here.
+                # A step that failed between unscale_() and update() has left its state here.
                 part._per_optimizer_states.clear()
             part.load_state_dict(copy.deepcopy(saved))
 
@@ -83,7 +83,9 @@ class Snapshot:
 
     def _parameter(self, parameter: nn.Parameter) -> Restore:
         if nn.parameter.is_lazy(parameter):
-            raise ValueError("a parameter has no shape yet (a lazy module): run one forward before its state can be kept")
+            raise ValueError(
+                "a parameter of a lazy module has no shape yet, so its state cannot be copied; run one forward pass first"
+            )
         value, gradient = self._value(parameter), self._gradient(parameter.grad)
 
         def restore() -> None:
@@ -93,7 +95,7 @@ class Snapshot:
         return restore
 
     def _gradient(self, gradient: Tensor | None) -> Restore:
-        """As `_value`, but a gradient that the step lets go is not kept alive: it would take memory that a real step has."""
+        """Do as `_value`, but do not keep a gradient alive that the step frees: a real step would have its memory."""
         if gradient is None or _local(gradient) is not gradient:
             return self._value(gradient)
         saved = gradient.detach().to("cpu", copy=True)
@@ -101,9 +103,9 @@ class Snapshot:
         device, original = gradient.device, TensorWeakRef(gradient)
 
         def restore() -> Tensor:
-            # Into the same tensor where there still is one: DDP may have its buckets there.
-            there = original()
-            return saved.to(device, copy=True) if there is None else there.copy_(saved)
+            # Write into the same tensor if it still exists: it may be a view of a DDP bucket.
+            tensor = original()
+            return saved.to(device, copy=True) if tensor is None else tensor.copy_(saved)
 
         return restore
 
@@ -122,15 +124,15 @@ class Snapshot:
         return restore
 
     def _value(self, value: Any) -> Restore:
-        """What gives the value back: tensors are written to, in any nesting, everything else is copied."""
+        """Return a function that restores the value: tensors at any depth are written to, everything else is copied."""
         leaves, shape = tree_flatten(value)
         saved = [self._leaf(leaf) for leaf in leaves]
         return lambda: tree_unflatten([leaf() for leaf in saved], shape)
 
     def _leaf(self, leaf: Any) -> Restore:
         if not isinstance(leaf, Tensor):
-            kept = copy.deepcopy(leaf)
-            return lambda: copy.deepcopy(kept)
+            copied = copy.deepcopy(leaf)
+            return lambda: copy.deepcopy(copied)
         local = _local(leaf)
         saved = local.detach().to("cpu", copy=True)
         self.bytes += saved.untyped_storage().nbytes()
@@ -143,7 +145,7 @@ class Snapshot:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """The tensor, of a distributed one its part on this rank."""
+    """Return the tensor itself, or this rank's part of a distributed one."""
     part: Tensor = getattr(tensor, "_local_tensor", tensor)
     return part
 
@@ -154,11 +156,11 @@ def _refill(table: dict[str, Any], values: dict[str, Any]) -> None:
 
 
 def _host_generators() -> list[Restore]:
-    """Python's own, and NumPy's where the program uses it."""
-    drawn = random.getstate()
-    restores: list[Restore] = [lambda: random.setstate(drawn)]
+    """Return functions that restore Python's generator, and NumPy's if the program has imported NumPy."""
+    python_state = random.getstate()
+    restores: list[Restore] = [lambda: random.setstate(python_state)]
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        states = numpy.random.get_state()
-        restores.append(lambda: numpy.random.set_state(states))
+        numpy_state = numpy.random.get_state()
+        restores.append(lambda: numpy.random.set_state(numpy_state))
     return restores

@@ -1,10 +1,10 @@
-"""The noise of the gradient measured while a run trains, the critical batch that it implies, and that batch tried directly.
+"""The gradient noise of a run, the critical batch that it implies, and that batch measured directly by branching.
 
-For loops of one's own there is `NoiseScale`; how it estimates is in training/noise/.
+`NoiseScale` is for your own training loop; training/noise/ has the estimator.
 """
 
 from ...training.noise.collect import NoiseScale
 from .noise_run import noise
-from .show import show
+from .report import noise_report
 
-__all__ = ["NoiseScale", "noise", "show"]
+__all__ = ["NoiseScale", "noise", "noise_report"]

@@ -1,4 +1,4 @@
-"""The noise of a run's gradient while it trains: `megabatch noise`."""
+"""`megabatch noise`: the gradient noise of a run while it trains, and the critical batch that it implies."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from pathlib import Path
 
 import torch
 
-from ... import config, packages
+from ... import config, packages, trust
 from ...environment import device_name
 from ...files import write_text
 from ...measurements import Measured, Noise, write
+from ...reporting.html import write_report
 from ...training.build import assemble
 from ...training.checkpoint.folder import place
 from ...training.distributed import ranks
@@ -27,12 +28,11 @@ from ...training.run_folder import claimed_by_ranks
 from ...training.run_logger import RunLogger
 from ...training.signals import StopSign
 from . import branch as branching
-from .branch import TOLERANCE, Branch, largest
-from .page import page
-from .pictures import branch_picture, course_picture
+from .branch import REPEATS, TOLERANCE, UPDATES, Branch, BranchOptions, largest
 from .probes import Probes
+from .report import noise_report
 
-# Points of the course that are kept, at most.
+# The most estimates over training that are stored.
 POINTS = 200
 
 
@@ -42,27 +42,26 @@ def noise(
     steps: int | None = None,
     window: int = WINDOW,
     branch: Sequence[int] | None = None,
-    updates: int = branching.UPDATES,
-    repeats: int = branching.REPEATS,
+    updates: int = UPDATES,
+    repeats: int = REPEATS,
     tolerance: float = TOLERANCE,
     checkpoint: Path | None = None,
     out: Path,
     trust_code: bool = False,
 ) -> Measured:
-    """The critical batch that the noise of the run's gradient implies, after `steps` steps and on the way there.
+    """Train the run for `steps` steps and return the critical batch that its gradient noise implies, also during training.
 
-    steps: how many the run trains; None: all that it has, or half of them where branches follow.
-    window: steps that each estimate looks back on.
-    branch: batches to branch to afterwards, beside the run's own, to see which of them lose nothing: no more than `tolerance` of
+    steps: None means all steps of the run, or half of them if branches follow. window: steps that each estimate averages over.
+    branch: batches to branch to afterwards, besides the run's own: the result is the largest that loses no more than `tolerance` of
         held-out loss, after `updates` of the largest batch and as many samples at the others, `repeats` times.
-    checkpoint: of this run or a like one, to begin with.
+    checkpoint: where to start, a checkpoint of this run or of one with the same model.
     out: the folder for measured.json, noise.png, report.html, log.jsonl and the last checkpoint; branches.json and branches.png.
-    trust_code: whether code that the run names (`config.callables`) may be imported and called.
+    trust_code: whether code that the run names (`trust.callables`) may be imported and called.
     """
-    config.require_trust(run, trust_code)
+    trust.require_trust(run, trust_code)
     if checkpoint is not None and checkpoint.resolve().is_relative_to(out.resolve()):
         raise ValueError(
-            f"checkpoint is {str(checkpoint)!r}, inside out: the next one that is saved would replace it; choose another out"
+            f"checkpoint is {str(checkpoint)!r}, inside out, where the next checkpoint would replace it; choose another out"
         )
     run = replace(
         run,
@@ -71,19 +70,20 @@ def noise(
         evaluate=replace(run.evaluate, every=None, large=()),
         watch=replace(run.watch, report=False),
     )
-    packages.require(packages.FIGURES)
+    packages.require(packages.HTML)
     with ranks(run.compute) as here, claimed_by_ranks(out, "noise", here.first):
         training = Training(assemble(run, here), out)
         if checkpoint is not None:
             training.load(checkpoint)
-        last = _last(training, steps, branches=branch is not None)
+        last = _last_step(training, steps, branches=branch is not None)
+        options = None
         if branch is not None:
-            branching.check(training, branch, updates, repeats, tolerance)
+            options = BranchOptions(tuple(branch), updates, repeats, tolerance)
+            branching.check(training)
         found = _measured(training, window, last)
         branches: list[Branch] = []
-        if branch is not None:
-            begin = place(out / "checkpoints", last)
-            branches = branching.branch(training, begin, branch, updates=updates, repeats=repeats, tolerance=tolerance)
+        if options is not None:
+            branches = branching.branch(training, place(out / "checkpoints", last), options)
             found = replace(found, branch=largest(branches))
         today = date.today().isoformat()
         result = Measured(found, config.as_table(run), device_name(here.device), str(torch.__version__), today)
@@ -93,7 +93,7 @@ def noise(
 
 
 class NoiseHistory:
-    """A callback of a run: the estimate after each step that was measured."""
+    """A callback of a run that estimates the noise after every step that was measured."""
 
     def __init__(self, training: Training, steps: deque[Moments]) -> None:
         self.training = training
@@ -109,45 +109,47 @@ class NoiseHistory:
         self.points.append({"step": self.training.number, "critical": found.critical, "low": found.low, "high": found.high})
 
 
-def _last(training: Training, steps: int | None, *, branches: bool) -> int:
-    """The step that the measurement ends after."""
+def _last_step(training: Training, steps: int | None, *, branches: bool) -> int:
+    """Return the number of the step after which the measurement ends."""
     left = len(training.schedule) - training.number
     wanted = steps if steps is not None else left // 2 if branches else left
     if not LEAST <= wanted <= left - branches:
-        why = ", and branches need the rate of one more" if branches else ""
+        reason = ", one of which branches need for its learning rate" if branches else ""
         raise ValueError(
-            f"steps is {wanted}: at least {LEAST} are needed, and the run has {left} left{why}; choose between, or train longer"
+            f"steps is {wanted}: must be at least {LEAST}, and the run has {left} left{reason}; choose a number in between, or a"
+            " longer run"
         )
     return training.number + wanted
 
 
 def _measured(training: Training, window: int, last: int) -> Noise:
-    """Trains up to step `last`, and what that showed."""
-    ends = training.schedule[last - 1]
+    """Train up to step `last` and return the noise."""
+    end = training.schedule[last - 1]
     if training.ranks.first:
         training.folder.mkdir(parents=True, exist_ok=True)
         (training.folder / "log.jsonl").unlink(missing_ok=True)
     training.ranks.wait()
     with _collecting(training, min(window, last - training.number), last) as steps:
-        course = NoiseHistory(training, steps)
-        training.callbacks.append(course)
-        samples, silent = ends.first + ends.pairs, not training.ranks.first
-        with RunLogger(training.run, training.folder, samples, training.seen, silent=silent) as watch, StopSign() as sign:
-            training.run_steps(watch, sign, last)
-    if not course.points:
+        history = NoiseHistory(training, steps)
+        training.callbacks.append(history)
+        samples, silent = end.first + end.pairs, not training.ranks.first
+        with RunLogger(training.run, training.folder, samples, training.seen, silent=silent) as logger, StopSign() as sign:
+            training.run_steps(logger, sign, last)
+    if not history.points:
         raise ValueError(
-            f"only {len(steps)} steps could be measured, and {LEAST} are needed: a batch needs two rows or more, and gradients"
+            f"only {len(steps)} steps could be measured, and {LEAST} are needed: a batch needs at least two rows, and gradients"
             " must not overflow; measure more steps"
         )
-    at = course.points[-1]
+    newest = history.points[-1]
     coupled = not isinstance(training.parts.objective, Classification)
-    stride = -(-len(course.points) // POINTS)
-    return Noise(at["critical"], at["low"], at["high"], ends.pairs, coupled, tuple(course.points[::-stride][::-1]))
+    stride = -(-len(history.points) // POINTS)
+    points = tuple(history.points[::-stride][::-1])
+    return Noise(newest["critical"], newest["low"], newest["high"], end.pairs, coupled, points)
 
 
 @contextmanager
 def _collecting(training: Training, window: int, last: int) -> Iterator[deque[Moments]]:
-    """What the steps of the run tell, as they are taken: from their micro-batches or, where these tell nothing, from probes."""
+    """Provide the moments of the run's gradients as they come: from its micro-batches, or from probes where samples are coupled."""
     objective = training.parts.objective
     if isinstance(objective, Classification) and training.run.compute.sharding == "ddp":
         yield (objective.noise or objective.measure_noise(window)).steps
@@ -159,9 +161,7 @@ def _collecting(training: Training, window: int, last: int) -> Iterator[deque[Mo
 
 def _write(result: Measured, branches: Sequence[Branch], out: Path) -> None:
     write(result, out / "measured.json")
-    course_picture(result, out / "noise.png")
     if branches:
         rows = [each._asdict() for each in branches]
         write_text(out / "branches.json", json.dumps(rows, indent=1) + "\n")
-        branch_picture(branches, out / "branches.png")
-    write_text(out / "report.html", page(result, branches))
+    write_report(noise_report(result, branches), out)

@@ -1,7 +1,7 @@
-"""The noise between independent batches at the same weights: where parts of a batch tell nothing, whole batches do.
+"""Gradient noise between independent batches at the same weights, for losses that compare samples with each other.
 
-In a contrastive loss samples are compared with each other, so a part of a batch has another loss than the batch. Whole batches are
-independent: what their gradients vary by is the noise at that batch, and at no other.
+The micro-batches of a contrastive batch have fewer negatives and so a different loss. Whole batches are independent: the variance
+of their gradients is the noise at that batch, and at no other.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from ...training.noise.estimator import Micro, Moments, moments
 from ...training.optimizer import clip_gradients
 from ...training.run_logger import RunLogger
 
-# Batches whose gradients are compared at a time.
+# Batches whose gradients are compared in one probe.
 BATCHES = 4
-# Probes within the window of steps that an estimate looks back on.
+# Probes within the window of steps that an estimate averages over.
 PROBES = 8
 
 
 class Probes(AbstractContextManager["Probes"]):
-    """A callback of a run: every few steps, gradients of BATCHES independent batches of the run's size. The run goes on unchanged.
+    """A callback that every few steps computes the gradients of BATCHES independent batches of the run's size.
 
-    window: steps that `steps` looks back on. last: the step after which no probe is wanted. The batches lie behind the samples of
-    the run, in the endless stream that it reads from.
+    The training itself is not affected. window: steps that `steps` covers. last: the last step after which to probe. The batches
+    come after the samples of the run, in the endless stream that it reads from.
     """
 
     def __init__(self, training: Training, window: int, last: int) -> None:
@@ -47,9 +47,9 @@ class Probes(AbstractContextManager["Probes"]):
 
     def __call__(self, logger: RunLogger) -> None:
         if self.training.number in self._at:
-            found = self._probe()
-            if found is not None:
-                self.steps.append(found)
+            measured = self._probe()
+            if measured is not None:
+                self.steps.append(measured)
 
     def _positions(self) -> Iterator[tuple[int, int]]:
         first = self.training.samples
@@ -60,7 +60,7 @@ class Probes(AbstractContextManager["Probes"]):
                 first += pairs
 
     def _probe(self) -> Moments | None:
-        """What the batches of one probe tell; None where gradients overflowed, or where nothing of a batch could be read."""
+        """Return the moments of one probe; None if a gradient overflowed, or no sample of a batch could be read."""
         training = self.training
         parameters = [p for p in training.parts.model.parameters() if p.requires_grad]
         scaler, ranks = training.parts.objective.scaler, training.ranks

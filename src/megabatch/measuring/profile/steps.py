@@ -1,4 +1,4 @@
-"""Steps of a run at any size, timed: what is read before the clock starts, and what memory rises to meanwhile."""
+"""Steps of a run at any batch and chunk, timed on batches that were read before, with their peak memory."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import contextlib
 import itertools
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -22,28 +21,19 @@ from ...training.loop import Training
 from ...training.memory import peak, peak_of_tensors, reset_peak
 from ...training.objective import Contrastive
 from ...training.schedules import Step
+from .curve import Size
+from .quantities import Timed
 
-# The first step makes the optimizer's state and shows what a kept chunk takes, the second is the first that keeps them.
+# The first step creates the optimizer's state and shows what a kept chunk costs; the second is the first that keeps chunks.
 WARMUP = 2
-# How long the loader is watched.
+# Seconds for which the loader's speed is measured.
 READING_S = 1.0
-
-
-class Timed(NamedTuple):
-    """Steps at one size. seconds: of each, on the slowest rank. peak_bytes: of tensors; reserved_bytes: what the allocator has
-    asked of the device for them, None on a CPU; both are None on a device that does not tell. keep: chunks that were not computed
-    twice."""
-
-    seconds: tuple[float, ...]
-    peak_bytes: int | None
-    reserved_bytes: int | None
-    keep: int
 
 
 def time_steps(
     step: Callable[[], object], steps: int, *, wait: Callable[[], object], clock: Callable[[], float] = time.perf_counter
 ) -> tuple[float, ...]:
-    """Seconds of each of so many steps. `wait` returns when the device has done what it was given."""
+    """Return the seconds of each of so many steps. `wait` blocks until the device has finished its work."""
     seconds = []
     wait()
     for _ in range(steps):
@@ -55,10 +45,10 @@ def time_steps(
 
 
 class ProfileBench:
-    """A run whose steps are taken at any batch and chunk. The learning rate is 0: weights stay what they are."""
+    """A run whose steps can be timed at any batch and chunk. The learning rate is 0, so the weights do not change."""
 
     def __init__(self, run: config.Run, here: Ranks, folder: Path) -> None:
-        # How long the run would be does not matter, and a list of all of its steps could be long.
+        # The length of the run does not matter here, and the list of all its steps could be long.
         self.run = replace(run, schedule=replace(run.schedule, samples=None, epochs=None, steps=1))
         self.here = here
         self.folder = folder
@@ -67,28 +57,28 @@ class ProfileBench:
 
     @property
     def length(self) -> int:
-        """Samples that training has."""
+        """The number of training samples."""
         return sum(self.parts.training.lengths)
 
-    def measure(self, batch: int, chunk: int, steps: int) -> Timed | None:
-        """So many steps at a size, after some to warm up; None where memory ran out on any rank."""
+    def measure(self, size: Size, steps: int) -> Timed | None:
+        """Time so many steps at a size, after a warm-up; return None if any rank ran out of memory."""
         try:
-            return self._measure(batch, chunk, steps)
+            return self._measure(size, steps)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
         finally:
-            # Not in the except clause: while the exception lives, its frames hold the tensors that have to go.
+            # Not in the except clause: while the exception is alive, its frames hold the tensors that must be freed.
             self.parts.model.zero_grad()
             release()
         return None
 
     def reading_per_s(self, clock: Callable[[], float] = time.perf_counter) -> float:
-        """Samples a second that the run's loader reads while nothing else is computed, of all ranks together."""
+        """Return the samples per second that the loaders of all ranks read together while nothing else is computed."""
         pairs = PIECE * self.here.size
         steps = ((number * pairs, pairs) for number in itertools.count())
         with contextlib.closing(self.parts.shuffled().batches(steps)) as batches:
-            # Workers start, and what they read ahead meanwhile goes.
+            # Skip what is read while workers start and fill their queues.
             for _ in range(3 + 3 * self.run.data.workers):
                 next(batches)
             began, read = clock(), 0
@@ -98,35 +88,36 @@ class ProfileBench:
             rate = read / (clock() - began)
         return min(self.here.gather(rate))
 
-    def _measure(self, batch: int, chunk: int, steps: int) -> Timed | None:
-        training = self._at(batch, chunk)
+    def _measure(self, size: Size, steps: int) -> Timed | None:
+        training = self._training_at(size)
         device = self.here.device
-        (rows,) = training.parts.shuffled().batches([(0, batch)])
-        planned = Step(0, batch, 0.0)
+        (rows,) = training.parts.shuffled().batches([(0, size.batch)])
+        planned = Step(0, size.batch, 0.0)
         reset_peak(device)
         with warnings.catch_warnings():
-            # That a chunk was halved is seen below, and said in the curve.
+            # A chunk that was halved is noticed below, and is part of the result.
             warnings.simplefilter("ignore", UserWarning)
             for _ in range(WARMUP):
                 training.step(planned, rows)
-                if _chunk(training) < chunk:
+                if _chunk(training) < size.chunk:
                     return None
             tensors = 0
             if device.type == "cpu":
                 tensors = peak_of_tensors(lambda: training.step(planned, rows), training.tensors().values())
-            seconds = time_steps(lambda: training.step(planned, rows), steps, wait=lambda: wait_for(device))
-        if _chunk(training) < chunk:
+            seconds = time_steps(lambda: training.step(planned, rows), steps, wait=lambda: synchronize(device))
+        if _chunk(training) < size.chunk:
             return None
         slowest = tuple(max(each) for each in zip(*self.here.gather(seconds), strict=True))
         read = None if device.type == "cpu" else getattr(torch.get_device_module(device), "max_memory_reserved", None)
         reserved = None if read is None else read(device)
         return Timed(slowest, tensors or peak(device), reserved, _kept(training))
 
-    def _at(self, batch: int, chunk: int) -> Training:
-        """The run at another size, with an optimizer of its own."""
-        run = replace(self.run, batch=replace(self.run.batch, size=batch, chunk=chunk, schedule="constant", start=None))
+    def _training_at(self, size: Size) -> Training:
+        """Return the run at another size, with a new optimizer."""
+        batch = replace(self.run.batch, size=size.batch, chunk=size.chunk, schedule="constant", start=None)
+        run = replace(self.run, batch=batch)
         if self.here.group is not None and run.compute.sharding == "fsdp2":
-            # Weights can be sharded once only.
+            # Weights can be sharded only once.
             self.parts = assemble(run, self.here)
             self.parts.model.train()
             return Training(self.parts, self.folder)
@@ -134,31 +125,14 @@ class ProfileBench:
         return Training(replace(self.parts, run=run, objective=objective), self.folder)
 
 
-def wait_for(device: torch.device) -> None:
-    """Returns when the device has nothing left to do."""
+def synchronize(device: torch.device) -> None:
+    """Block until the device has finished its work."""
     if device.type != "cpu":
         torch.get_device_module(device).synchronize(device)
 
 
-def median_and_spread(values: Sequence[float]) -> tuple[float, float]:
-    """The median, and half of the range that the middle half of the values takes.
-
-    >>> median_and_spread([5.0, 1.0, 2.0, 3.0, 4.0])
-    (3.0, 1.0)
-    """
-    ordered = sorted(values)
-
-    def at(share: float) -> float:
-        place = share * (len(ordered) - 1)
-        low = int(place)
-        high = min(low + 1, len(ordered) - 1)
-        return ordered[low] + (place - low) * (ordered[high] - ordered[low])
-
-    return at(0.5), (at(0.75) - at(0.25)) / 2
-
-
 def _chunk(training: Training) -> int:
-    """The rows that really go through at once: out of memory, there are fewer than asked for."""
+    """Return the rows that are really processed at once: fewer than requested after running out of memory."""
     return min(each.chunk for each in training.parts.objective.chunked)
 
 

@@ -1,4 +1,4 @@
-"""Runs side by side: each in a process of its own, on a device of its own, and none that has come to its end before."""
+"""Runs in parallel, each in its own worker process on its own device; runs that finished earlier are not repeated."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from typing import IO, NamedTuple, TypeVar
 from ... import config
 from ...training import run_folder
 from ...training.signals import Stopped, StopSign
-from .outcome import RunOutcome, finished, record
+from .outcome import RunOutcome, read_outcome, write_outcome
 
 Key = TypeVar("Key")
 Train = Callable[[config.Run], RunOutcome]
-# Seconds between two looks at whether somebody wants the sweep to stop.
-LOOK = 0.2
+# Seconds between two checks for a signal.
+POLL_S = 0.2
 
 
 class WorkerSlot(NamedTuple):
-    """Where one run at a time is computed. None leaves it as the run has it."""
+    """The device and the threads of one worker process. None leaves the run's own."""
 
     device: str | None
     threads: int | None
 
 
 class Processes:
-    """Trains a run in a process of its own, from its checkpoint if it has one; whatever happens there comes back as an outcome.
+    """A callable that trains a run in a worker process, from its checkpoint if there is one. A failure is an outcome too.
 
-    trust_code: whether the processes may import and call code that the run names.
+    trust_code: whether the workers may import and call code that the run names.
     """
 
     def __init__(self, *, trust_code: bool = False) -> None:
@@ -50,7 +50,7 @@ class Processes:
         with open(folder / "stderr.txt", "w", encoding="utf-8") as errors:
             process = self._start(folder, errors)
             assert process.stdin is not None and process.stdout is not None
-            # Not communicate(): that would close the pipe whose end tells the worker that we are gone.
+            # Not communicate(), which closes standard input: its end tells the worker that this process is gone.
             with process.stdin, process.stdout:
                 printed = process.stdout.read()
                 status = process.wait()
@@ -60,14 +60,14 @@ class Processes:
         return RunOutcome(**json.loads(printed.splitlines()[-1]))
 
     def stop(self) -> None:
-        """Asks what is running to end with a checkpoint; nothing goes on afterwards."""
+        """Ask the running workers to save a checkpoint and exit; workers that start later exit at once."""
         self._stopped = True
         for process in tuple(self._running):
             process.terminate()
 
     def _start(self, folder: Path, errors: IO[str]) -> subprocess.Popen[str]:
-        # The worker imports from where this process does, and from nowhere else: towers may lie beside the script that called, but
-        # `python -m` alone would put the current folder first, whoever wrote what lies there.
+        # The worker has the import path of this process, because towers may be next to the calling script. `python -m` alone would
+        # put the current folder first, where anybody may have written a module.
         paths = [path or os.getcwd() for path in sys.path]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
         process = subprocess.Popen(
@@ -84,77 +84,79 @@ class Processes:
         return process
 
 
-def go_through(
-    wanted: Callable[[Mapping[Key, RunOutcome]], Sequence[Key]],
-    make: Callable[[Key], config.Run],
+def run_all(
+    needed: Callable[[Mapping[Key, RunOutcome]], Sequence[Key]],
+    run_of: Callable[[Key], config.Run],
     train: Train,
-    places: Sequence[WorkerSlot],
-    told: Callable[[Key, Mapping[Key, RunOutcome]], None],
+    slots: Sequence[WorkerSlot],
+    on_outcome: Callable[[Key, Mapping[Key, RunOutcome]], None],
 ) -> dict[Key, RunOutcome]:
-    """The outcomes of all keys that are wanted, until no more are: which ones may depend on the outcomes so far.
+    """Run what `needed` returns for the outcomes so far, until it returns nothing; return all outcomes.
 
-    told: is called with each key that has an outcome, and all outcomes so far. `Stopped` where a signal comes: what is running is
-    given the time to leave a checkpoint.
+    on_outcome: called with each key that has an outcome, and all outcomes so far. A signal raises `Stopped`, after the running
+    workers had the time to save a checkpoint.
     """
-    found: dict[Key, RunOutcome] = {}
+    outcomes: dict[Key, RunOutcome] = {}
     runs: dict[Key, config.Run] = {}
     running: dict[Future[RunOutcome], tuple[Key, WorkerSlot]] = {}
-    free = list(places)
-    with StopSign() as sign, ThreadPoolExecutor(len(places)) as pool:
+    free = list(slots)
+    with StopSign() as sign, ThreadPoolExecutor(len(slots)) as pool:
         try:
             while True:
-                under_way = [key for key, _ in running.values()]
-                ahead = [key for key in wanted(found) if key not in under_way]
-                news = _finished_before(ahead, make, runs)
+                in_progress = [key for key, _ in running.values()]
+                waiting = [key for key in needed(outcomes) if key not in in_progress]
+                new = _finished_earlier(waiting, run_of, runs)
                 for future in [future for future in running if future.done()]:
-                    key, place = running.pop(future)
-                    free.append(place)
-                    news[key] = future.result()
-                    if news[key].error is None:
-                        record(runs[key], news[key])
-                for key, outcome in news.items():
-                    found[key] = outcome
-                    told(key, found)
-                if news:
+                    key, slot = running.pop(future)
+                    free.append(slot)
+                    new[key] = future.result()
+                    if new[key].error is None:
+                        write_outcome(runs[key], new[key])
+                for key, outcome in new.items():
+                    outcomes[key] = outcome
+                    on_outcome(key, outcomes)
+                if new:
                     continue
-                while ahead and free:
-                    key, place = ahead.pop(0), free.pop(0)
-                    running[pool.submit(_tried, train, _placed(runs[key], place))] = (key, place)
+                while waiting and free:
+                    key, slot = waiting.pop(0), free.pop(0)
+                    running[pool.submit(_outcome_of, train, _in_slot(runs[key], slot))] = (key, slot)
                 if not running:
-                    return found
-                wait(running, timeout=LOOK, return_when=FIRST_COMPLETED)
+                    return outcomes
+                wait(running, timeout=POLL_S, return_when=FIRST_COMPLETED)
                 if sign.number:
-                    raise Stopped(f"stopped by signal {sign.number}; the same command goes on from here", 128 + sign.number)
+                    raise Stopped(f"stopped by signal {sign.number}; the same command continues from here", 128 + sign.number)
         except BaseException:
-            # Leaving the pool waits for what it runs.
+            # Leaving the pool waits for its threads, so their workers must stop.
             getattr(train, "stop", lambda: None)()
             raise
 
 
-def _finished_before(ahead: Sequence[Key], make: Callable[[Key], config.Run], runs: dict[Key, config.Run]) -> dict[Key, RunOutcome]:
-    """The outcomes that folders hold, of keys that come up for the first time; their runs are noted in `runs`."""
-    fresh = {key: make(key) for key in ahead if key not in runs}
+def _finished_earlier(
+    waiting: Sequence[Key], run_of: Callable[[Key], config.Run], runs: dict[Key, config.Run]
+) -> dict[Key, RunOutcome]:
+    """Add the runs of new keys to `runs`; return the outcomes of those that finished in an earlier sweep."""
+    fresh = {key: run_of(key) for key in waiting if key not in runs}
     runs |= fresh
-    return {key: outcome for key, run in fresh.items() if (outcome := finished(run)) is not None}
+    return {key: outcome for key, run in fresh.items() if (outcome := read_outcome(run)) is not None}
 
 
-def _tried(train: Train, run: config.Run) -> RunOutcome:
+def _outcome_of(train: Train, run: config.Run) -> RunOutcome:
     try:
         return train(run)
     except Exception as error:
         return RunOutcome(error=f"{type(error).__name__}: {error}")
 
 
-def _placed(run: config.Run, place: WorkerSlot) -> config.Run:
+def _in_slot(run: config.Run, slot: WorkerSlot) -> config.Run:
     compute = run.compute
-    return replace(run, compute=replace(compute, device=place.device or compute.device, threads=place.threads or compute.threads))
+    return replace(run, compute=replace(compute, device=slot.device or compute.device, threads=slot.threads or compute.threads))
 
 
 def _reason(status: int, errors: Path) -> str:
-    """Why a process has failed: its last words, or the signal that ended it."""
+    """Return why a worker has failed: the last line of its standard error, or the signal that ended it."""
     lines = [line for line in errors.read_text("utf-8", errors="replace").splitlines() if line.strip()]
     if status > 0:
-        return lines[-1] if lines else f"ended with status {status} and said nothing"
+        return lines[-1] if lines else f"the worker exited with status {status} and no message"
     name = signal.Signals(-status).name
-    hint = "; the system kills what takes too much memory" if name == "SIGKILL" else ""
-    return f"ended by {name}{hint}"
+    hint = "; the system kills processes that use too much memory" if name == "SIGKILL" else ""
+    return f"the worker was ended by {name}{hint}"

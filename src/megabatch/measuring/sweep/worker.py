@@ -1,8 +1,7 @@
-"""One run of a sweep in a process of its own: `python -m megabatch.measuring.sweep.worker [--trust-code] FOLDER` trains
-FOLDER/run.toml.
+"""The worker process of one run of a sweep: `python -m megabatch.measuring.sweep.worker [--trust-code] FOLDER`.
 
-The last line that it prints is the outcome as JSON. It ends when whoever started it does: a run must not go on in a folder in which
-the next sweep is going to take it up.
+It trains FOLDER/run.toml and prints the outcome as JSON in its last line. It exits when its parent does: the run must not continue
+in a folder in which the next sweep will resume it.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from .outcome import assess
 
 
 def main(folder: str, *, trust_code: bool = False) -> int:
-    """The exit status: 0; 128 and the signal's number where the run was stopped with a checkpoint; 1 where it failed."""
+    """Return the exit status: 0; 128 plus the signal's number if the run was stopped with a checkpoint; 1 if it failed."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         run = config.read(Path(folder) / "run.toml")
-        _take_device(run.compute.device)
+        _set_device(run.compute.device)
         train(run, trust_code=trust_code)
         outcome = assess(Path(folder), trust_code=trust_code)
     except Stopped as stopped:
@@ -43,15 +42,15 @@ def main(folder: str, *, trust_code: bool = False) -> int:
 
 
 def _end_with_parent() -> None:
-    """Standard input is a pipe that nobody writes to: it ends when the process at its other end does."""
-    # Not sys.stdin, whose lock a forked reader of data would find taken.
+    """Exit when the parent does: standard input is a pipe that nobody writes to, and ends with the process at its other end."""
+    # Not sys.stdin: a forked data worker would find its lock taken.
     while os.read(0, 1):
         continue
     os._exit(1)
 
 
-def _take_device(name: str | None) -> None:
-    """Makes a numbered device the current one, which kernels are launched on."""
+def _set_device(name: str | None) -> None:
+    """Make a device with an index the current one, on which kernels are launched."""
     device = torch.device("cpu" if name is None else name)
     if device.type != "cpu" and device.index is not None:
         torch.get_device_module(device).set_device(device)

@@ -1,0 +1,156 @@
+"""Prepare one raw sample for an encoder: images become uint8 tensors, texts become byte tokens.
+
+Preparation runs in worker processes. Images stay uint8 until they reach the module, which normalises them (`NormalizePixels`), so
+that four times fewer bytes travel between processes and to the device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+Kind = Literal["image", "text"]
+# prepare(raw, seed): a PIL image or a str becomes a tensor or a dict of tensors. seed is None for no augmentation.
+Prepare = Callable[[Any, int | None], Any]
+
+# The range of aspect ratios of random crops, as in torchvision and timm.
+RATIOS = (3 / 4, 4 / 3)
+# Attempts to find a crop of the drawn area and aspect ratio that fits into a narrow image.
+TRIES = 10
+# Pillow's constants, repeated so that a tower can be built without Pillow. Its filters antialias when they shrink an image.
+BICUBIC, MIRROR = 3, 0
+Box = tuple[float, float, float, float]
+
+PADDING, END = 0, 1
+FIRST_BYTE = 2
+VOCABULARY = FIRST_BYTE + 256
+
+
+@dataclass(frozen=True)
+class PrepareImage:
+    """Convert a PIL image to a uint8 tensor (channels, size, size): its central square, resized with antialiasing.
+
+    channels: 1 for grey, 3 for RGB.
+    crop: with a seed, a random rectangle of at least this fraction of the image's area replaces the central square. 1.0: no crop.
+    flip: with a seed, half of the images are mirrored. Do not use it for text or glyphs.
+    """
+
+    size: int = 32
+    channels: int = 3
+    crop: float = 1.0
+    flip: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.size, int) or self.size < 1:
+            raise ValueError(f"size is {self.size!r}: must be a number of pixels, at least 1")
+        if self.channels not in (1, 3):
+            raise ValueError(f"channels is {self.channels!r}: must be 1 (grey) or 3 (RGB)")
+        if not isinstance(self.crop, (int, float)) or not 0 < self.crop <= 1:
+            raise ValueError(f"crop is {self.crop!r}: must be a fraction of the area above 0 and at most 1.0, which does not crop")
+
+    def __call__(self, raw: Any, seed: int | None) -> Tensor:
+        if not hasattr(raw, "convert"):
+            raise ValueError(f"an image tower was given a {type(raw).__name__}: this side of the data does not hold images")
+        mode = "L" if self.channels == 1 else "RGB"
+        # Palette images must become colours before pixels are averaged.
+        image = raw if raw.mode == mode else raw.convert(mode)
+        rng = random.Random(seed) if seed is not None and (self.crop < 1 or self.flip) else None
+        box = _central_square(*image.size) if rng is None or self.crop == 1 else _random_box(image.size, self.crop, rng)
+        if image.size != (self.size, self.size) or box != (0, 0, self.size, self.size):
+            image = image.resize((self.size, self.size), BICUBIC, box=box)
+        if self.flip and rng is not None and rng.random() < 0.5:
+            image = image.transpose(MIRROR)
+        pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
+        if self.channels == 1:
+            return pixels.view(1, self.size, self.size)
+        return pixels.view(self.size, self.size, self.channels).permute(2, 0, 1).contiguous()
+
+
+def _central_square(width: int, height: int) -> Box:
+    edge = min(width, height)
+    left, top = (width - edge) / 2, (height - edge) / 2
+    return left, top, left + edge, top + edge
+
+
+def _random_box(size: tuple[int, int], smallest: float, rng: random.Random) -> Box:
+    width, height = size
+    for _ in range(TRIES):
+        area = width * height * rng.uniform(smallest, 1)
+        ratio = rng.uniform(*RATIOS)
+        crop_width, crop_height = (area * ratio) ** 0.5, (area / ratio) ** 0.5
+        if crop_width <= width and crop_height <= height:
+            left, top = rng.uniform(0, width - crop_width), rng.uniform(0, height - crop_height)
+            # The sums can exceed the edge by a rounding error.
+            return left, top, min(left + crop_width, width), min(top + crop_height, height)
+    return _central_square(width, height)
+
+
+class NormalizePixels(nn.Module):
+    """Convert uint8 pixels to floats, normalised by a mean and a standard deviation that are given for the range [0, 1]."""
+
+    scale: Tensor
+    offset: Tensor
+
+    def __init__(self, mean: Sequence[float] = (0.5,), std: Sequence[float] = (0.5,)) -> None:
+        super().__init__()
+        means, stds = (torch.tensor(values).view(-1, 1, 1) for values in (mean, std))
+        # Not persistent: the options of the tower decide them, not a file of weights.
+        self.register_buffer("scale", 1 / (255 * stds), persistent=False)
+        self.register_buffer("offset", -means / stds, persistent=False)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return pixels.to(self.scale.dtype) * self.scale + self.offset
+
+
+@dataclass(frozen=True)
+class ByteTokenizer:
+    """Convert a text to `length` int16 tokens: its UTF-8 bytes, an end token, padding. Needs no vocabulary and no download.
+
+    A longer text is cut between two characters, and also gets an end token.
+    drop: with a seed, this fraction of the bytes is negated, and `built_in.NGrams` skips the n-grams that begin there. The choice is
+        made here, by the seed of the sample, and not in the module, so that it does not depend on the chunk or the number of ranks.
+
+    >>> ByteTokenizer(6)("né", None)
+    tensor([112, 197, 171,   1,   0,   0], dtype=torch.int16)
+    """
+
+    length: int = 80
+    drop: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.length, int) or self.length < 2:
+            raise ValueError(f"length is {self.length!r}: must be at least 2 bytes, one of them for the end token")
+        if not 0 <= self.drop < 1:
+            raise ValueError(f"drop is {self.drop}: must be a fraction of the bytes in [0, 1)")
+
+    def __call__(self, raw: Any, seed: int | None) -> Tensor:
+        check_is_text(raw)
+        # Every character takes at least one byte. Lone surrogates become "?".
+        data = raw[: self.length].encode("utf-8", "replace")
+        if len(data) >= self.length:
+            data = data[: self.length - 1].decode("utf-8", "ignore").encode("utf-8")
+        tokens = [byte + FIRST_BYTE for byte in data]
+        if self.drop and seed is not None:
+            # Hashing the seed is faster than seeding a generator.
+            random_bytes = hashlib.shake_128(str(seed).encode()).digest(len(tokens))
+            limit = 256 * self.drop
+            tokens = [-token if byte < limit else token for token, byte in zip(tokens, random_bytes, strict=True)]
+        padding = [PADDING] * (self.length - len(tokens) - 1)
+        return torch.frombuffer(array("h", [*tokens, END, *padding]), dtype=torch.int16)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Return the text that the tokens encode."""
+        return bytes(abs(int(token)) - FIRST_BYTE for token in tokens if abs(token) >= FIRST_BYTE).decode("utf-8")
+
+
+def check_is_text(raw: Any) -> None:
+    """Raise ValueError if a sample for a text tower is not a str."""
+    if not isinstance(raw, str):
+        raise ValueError(f"a text tower was given a {type(raw).__name__}: this side of the data does not hold texts")

@@ -1,0 +1,96 @@
+"""Image and text towers of OpenCLIP models, by name. Nothing is downloaded."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from . import without_torchvision
+from .inputs import PrepareImage, check_is_text
+from .library import (
+    IMAGE_OPTIONS,
+    TowerLibrary,
+    TowerRequest,
+    enable_checkpointing,
+    import_failed,
+    normalization,
+    refuse_loading,
+    split_options,
+    unknown_model,
+)
+from .tower import BuiltTower, StateDict, as_tower
+
+
+def build(request: TowerRequest) -> BuiltTower:
+    """Return the image tower (side x) or the text tower (side y) of an OpenCLIP model, from its configuration.
+
+    Options: those of `PrepareImage`, and those of `open_clip.create_model`; part = "image" or "text" takes precedence over the side.
+    """
+    name = request.model
+    try:
+        open_clip = without_torchvision.import_open_clip()
+    except Exception as error:
+        raise import_failed("open_clip", "open_clip_torch", error) from error
+    if name not in open_clip.list_models():
+        raise unknown_model("open_clip", name, open_clip.list_models())
+    refuse_loading(f"open_clip:{name}", request.options)
+    image_options, model_options = split_options(request.options, (*IMAGE_OPTIONS, "part"))
+    part = image_options.pop("part", "image" if request.side == "x" else "text")
+    if part not in ("image", "text"):
+        raise ValueError(f"part is {part!r}: must be 'image' or 'text'")
+    text_config = open_clip.get_model_config(name)["text_cfg"]
+    if text_config.get("hf_model_name") or (part == "text" and text_config.get("hf_tokenizer_name")):
+        raise ValueError(f"open_clip:{name} would have to be downloaded in part; name a model whose text tower is OpenCLIP's own")
+    model = _create_model(open_clip.create_model, name, image_options.get("size"), model_options)
+    encoder = model.visual if part == "image" else model.text
+    if request.checkpointing:
+        enable_checkpointing(encoder, f"open_clip:{name}")
+    prefix = "visual." if part == "image" else "text."
+
+    def own_weights(state: StateDict) -> StateDict:
+        state = open_clip.model.convert_to_custom_text_state_dict(state)
+        return {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+
+    if part == "text":
+        return as_tower(encoder, OpenClipTokenizer(name), "text", request.dim, own_weights=own_weights)
+    if image_options.get("channels", 3) != 3:
+        raise ValueError(f"channels is {image_options['channels']}: open_clip:{name} takes RGB images, channels = 3")
+    image_options.setdefault("size", encoder.image_size if isinstance(encoder.image_size, int) else encoder.image_size[0])
+    pixels = normalization(encoder.image_mean, encoder.image_std, 3)
+    return as_tower(encoder, PrepareImage(**image_options), "image", request.dim, pixels=pixels, own_weights=own_weights)
+
+
+def _create_model(create: Callable[..., nn.Module], name: str, size: int | None, options: Mapping[str, Any]) -> Any:
+    # OpenCLIP warns that the weights are random, which is intended here; those of a file are loaded later.
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        return create(name, pretrained_text=False, force_custom_text=True, force_image_size=size, **options)
+    except Exception as error:
+        raise ValueError(f"open_clip:{name} cannot be built with the options {dict(options)!r} ({error})") from error
+    finally:
+        logging.disable(disabled)
+
+
+@functools.lru_cache(maxsize=2)
+def _tokenizer(name: str) -> Callable[[str], Tensor]:
+    return without_torchvision.import_open_clip().get_tokenizer(name)
+
+
+@dataclass(frozen=True)
+class OpenClipTokenizer:
+    """Convert a text to the tokens of an OpenCLIP model. Only the name is pickled for worker processes."""
+
+    name: str
+
+    def __call__(self, raw: Any, seed: int | None) -> Tensor:
+        check_is_text(raw)
+        return _tokenizer(self.name)(raw)[0]
+
+
+OPEN_CLIP = TowerLibrary("open_clip:NAME", build, both_sides=True, alias=r"(ViT|RN|coca)[\w/-]+")
