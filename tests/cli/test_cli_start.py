@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from commands import PATIENCE_S
 
 import megabatch
 from megabatch import cli, config
-from megabatch.cli.common_args import settings_of
+from megabatch.cli.arguments import settings_of
 
 RUN = "[batch]\nsize = 64\n[schedule]\nsteps = 1\n"
 # CPU seconds of a start without torch; importing torch takes two to four.
@@ -35,7 +36,7 @@ print("torch" in sys.modules, "rich" in sys.modules, time.process_time())
 
 def started(*arguments: str, program: str | None = IMPORTED, **options) -> subprocess.CompletedProcess[str]:
     command = ["-c", program] if program is not None else ["-m", "megabatch"]
-    return subprocess.run([sys.executable, *command, *arguments], capture_output=True, text=True, timeout=120, **options)
+    return subprocess.run([sys.executable, *command, *arguments], capture_output=True, text=True, timeout=PATIENCE_S, **options)
 
 
 @pytest.mark.parametrize(
@@ -319,7 +320,7 @@ def test_a_closed_pipe_ends_the_command_quietly(arguments, unbuffered, status):
     with open(writer, "wb") as closed:
         told = closed if status == 2 else subprocess.PIPE
         command = [sys.executable, "-m", "megabatch", *arguments.split()]
-        done = subprocess.run(command, stdout=closed, stderr=told, timeout=60, env=env)
+        done = subprocess.run(command, stdout=closed, stderr=told, timeout=PATIENCE_S, env=env)
     assert (done.returncode, done.stderr or b"") == (status, b"")
 
 
@@ -328,7 +329,11 @@ def test_a_full_disk_behind_standard_output_is_one_sentence():
         pytest.skip("there is no /dev/full here")
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "megabatch", "train", "--show"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
+            [sys.executable, "-m", "megabatch", "train", "--show"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=PATIENCE_S,
         )
     assert done.returncode == 1
     assert len(done.stderr.splitlines()) == 1 and "No space left" in done.stderr

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from commands import PATIENCE_S
 from world import fresh_processes
 
 from megabatch import config
@@ -120,7 +121,7 @@ class Process:
 
     def wait(self) -> tuple[int, str, list[str]]:
         """The exit status, what was printed, and the lines of standard error without those of progress."""
-        self.process.join(120)
+        self.process.join(PATIENCE_S)
         status = self.process.exitcode
         self.process.kill()
         out, err = (path.read_text("utf-8") for path in self.files)
@@ -178,13 +179,13 @@ def test_a_signal_while_modules_are_imported_is_one_sentence(delay, number):
     process = subprocess.Popen(
         [sys.executable, "-m", "megabatch", "plan"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    end = time.monotonic() + 60
+    end = time.monotonic() + PATIENCE_S
     while not has_handler(process.pid):
         assert process.poll() is None and time.monotonic() < end
         time.sleep(0.001)
     time.sleep(delay)
     process.send_signal(number)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=PATIENCE_S)
     name = signal.Signals(number).name
     assert (process.returncode, out, err) == (128 + number, "", f"megabatch: stopped by {name} before the command was finished\n")
 
@@ -225,7 +226,7 @@ def run_command(body: str, path: Path) -> subprocess.CompletedProcess[str]:
     program = PROGRAM.replace("BODY", body.replace("\n", "\n    "))
     (path / "swallowing.py").write_text("try:\n    interrupt()\nexcept BaseException:\n    pass\n")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(path), os.environ.get("PYTHONPATH", "")])}
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=env)
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_S, env=env)
 
 
 @pytest.mark.parametrize("manners", BAD_MANNERS)
@@ -258,7 +259,7 @@ def test_processes_started_for_reading_never_see_an_interrupt():
         with _interrupts_held():
             # To this thread: one that others of the process may take is not held.
             signal.raise_signal(signal.SIGINT)
-            found = subprocess.run(shown, capture_output=True, text=True, timeout=60).stdout
+            found = subprocess.run(shown, capture_output=True, text=True, timeout=PATIENCE_S).stdout
         pytest.fail("the interrupt was lost")
     assert found == "True\n"
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
@@ -308,7 +309,7 @@ def test_a_rank_whose_peer_dies_says_so_in_one_sentence(victim, tmp_path):
         Process(tmp_path / f"rank {n}", tmp_path, arguments, RANK=str(n), LOCAL_RANK=str(n), OMP_NUM_THREADS="1", **announced)
         for n in range(2)
     ]
-    end = time.monotonic() + 90
+    end = time.monotonic() + PATIENCE_S
     while not has_taken_a_step(tmp_path / "run"):
         assert all(rank.process.is_alive() for rank in ranks) and time.monotonic() < end
         time.sleep(0.02)
@@ -335,7 +336,7 @@ def test_no_rank_of_torchrun_prints_a_traceback_when_one_is_stopped(number, tmp_
     settings = ["schedule.steps=100000", "watch.report=false"]
     command = [*launcher, "-m", "megabatch", "train", "run.toml", *settings]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    end = time.monotonic() + 120
+    end = time.monotonic() + PATIENCE_S
     while not has_taken_a_step(tmp_path / "run"):
         assert process.poll() is None and time.monotonic() < end
         time.sleep(0.05)
