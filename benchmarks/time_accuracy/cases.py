@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from benchmarks.memory_accuracy.cases import Case
 
-# What the shares of `planning.devices.Shares` were found on; every other model is held back.
+# What the shares of `costs.devices.Efficiency` were found on; every other model is held back.
 CALIBRATION = ("resnet50", "vit_base_patch16_224", "bert-base", "gpt2", "clip-vit-b-32", "clip-vit-l-14")
 
 

@@ -13,9 +13,9 @@ from benchmarks.memory_accuracy.subjects import subject
 from megabatch.costs.counting import Work, count_work
 from megabatch.costs.hardware import find_machine
 from megabatch.costs.memory.step import default_loss
-from megabatch.costs.models import Uncomputed
+from megabatch.costs.models import SkipCompute
 from megabatch.costs.strategy import Strategy
-from megabatch.costs.time import StepTime, Task, step_time
+from megabatch.costs.time import StepTime, StepWork, step_time
 
 DIM = {"clip-vit-l-14": 768}
 # What a step does once, as far as these do it.
@@ -42,7 +42,7 @@ def predicted_rows(rows: Iterable[Row]) -> Iterator[Row]:
 def work_of(case: Case) -> tuple[Work, ...]:
     """The counted work of a case's model, of both towers where there are two."""
     made = subject(case.model)
-    with Uncomputed():
+    with SkipCompute():
         model = made.build()
     towers = model if isinstance(model, tuple) else (model,)
     inputs = made.inputs if isinstance(made.inputs, tuple) else (made.inputs,)
@@ -52,13 +52,13 @@ def work_of(case: Case) -> tuple[Work, ...]:
 def predict(case: Case, work: tuple[Work, ...]) -> StepTime:
     machine = find_machine("cpu" if case.device == "cpu" else "H200")
     # The steps of the cases are bare: no clipping, no average, no loss read back.
-    shares = replace(machine.device.shares, step_s=BARE_S)
-    machine = replace(machine, device=replace(machine.device, shares=shares))
+    efficiency = replace(machine.device.efficiency, step_s=BARE_S)
+    machine = replace(machine, device=replace(machine.device, efficiency=efficiency))
     options: dict[str, Any] = {"precision": case.precision, "checkpointing": case.checkpointing}
     if case.supervised:
-        task = Task(work, "mean")
+        task = StepWork(work, "supervised")
         return step_time(task, Strategy(1, case.rows, case.rows, accumulate=True, **options), machine)
-    task = Task(work, case.objective, DIM.get(case.model, 512))  # type: ignore[arg-type]
+    task = StepWork(work, case.objective, DIM.get(case.model, 512))  # type: ignore[arg-type]
     chunk = case.chunk or case.rows
     keep = case.keep if case.chunk else 1
     return step_time(task, Strategy(1, case.rows, chunk, keep, **options), machine)

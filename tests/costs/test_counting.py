@@ -26,7 +26,7 @@ def multiplying(costs: Pass) -> list[tuple[str, float]]:
 def test_products_are_counted_as_written_down() -> None:
     # 2·in·out for each row; (rows, 10) → (rows, 20).
     work = count_work(nn.Linear(10, 20), rows_of(10))
-    assert (work.forward.flops, work.parameters, work.learning, work.inputs) == (400, 220, 220, 40)
+    assert (work.forward.flops, work.parameters, work.trainable, work.inputs) == (400, 220, 220, 40)
     # Forward reads a row of 10 and writes one of 20, in fp32; the weights and the bias are read once.
     assert of_kind(work.forward, "product") == [Call("product", 400, 4 * 30, 4 * 220)]
     # The inputs need no gradient. That of the output is one number, repeated: it is read once, and a gradient of 200 is written.
@@ -244,11 +244,11 @@ def test_a_model_that_looks_at_its_inputs_is_refused() -> None:
 def test_frozen_weights_do_not_count_as_learning() -> None:
     model = nn.Sequential(nn.Linear(10, 20).requires_grad_(False), nn.Linear(20, 5))
     work = count_work(model, rows_of(10))
-    assert (work.parameters, work.learning) == (220 + 105, 105)
+    assert (work.parameters, work.trainable) == (220 + 105, 105)
     # Nor does anything go backward through them.
     assert work.forward.flops == 400 + 200 and work.backward.flops == 200
     locked = count_work(model.requires_grad_(False), rows_of(10))
-    assert (locked.learning, locked.backward) == (0, Pass()) and locked.forward == work.forward
+    assert (locked.trainable, locked.backward) == (0, Pass()) and locked.forward == work.forward
 
 
 def test_what_multiplies_has_a_share_of_the_rate() -> None:

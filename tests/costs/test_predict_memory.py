@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.encoders import model as clip
-from megabatch.costs.memory import MemoryModel, Prediction, Setup, memory_line, predict_memory
+from megabatch.costs.memory import MemoryCurve, Prediction, Setup, memory_curve, predict_memory
 from megabatch.costs.memory.allocator import CachingAllocator
 from megabatch.costs.memory.composition import Composition
 from megabatch.costs.memory.loss import LossMemory
@@ -324,7 +324,7 @@ def test_a_chunk_decides_about_activations_and_rows_about_embeddings() -> None:
 
 
 def test_kept_chunks_add_a_graph_each_and_the_first_is_free() -> None:
-    line = memory_line(pair, (sequences, sequences), Setup(objective="clip", chunk=64))
+    line = memory_curve(pair, (sequences, sequences), Setup(objective="clip", chunk=64))
     peaks = [line.peak(512, keep).peak_bytes for keep in (0, 1, 2, 3)]
     graph = peaks[3] - peaks[2]
     assert abs(peaks[1] - peaks[0]) < 0.5 * graph
@@ -402,15 +402,15 @@ def test_a_line_from_two_traces_says_what_a_trace_would(rows: int) -> None:
 
 
 def test_a_small_batch_is_ruled_by_the_optimizers_step() -> None:
-    line = memory_line(two_matrices, lambda rows: torch.zeros(rows, 1024))
+    line = memory_curve(two_matrices, lambda rows: torch.zeros(rows, 1024))
     assert line.peak(1).moment == "optimizer step" and line.peak(100_000).moment != "optimizer step"
 
 
 def test_curves_of_chunked_steps_need_no_further_trace() -> None:
-    line = memory_line(pair, (sequences, sequences), Setup(objective="clip", chunk=64))
+    line = memory_curve(pair, (sequences, sequences), Setup(objective="clip", chunk=64))
     assert line.peak(8192).peak_bytes == contrastive(8192, chunk=64).peak_bytes
     assert line.peak(512, keep=2).peak_bytes == contrastive(512, chunk=64, keep=2).peak_bytes
-    accumulated = memory_line(Transformer, sequences, Setup(chunk=32))
+    accumulated = memory_curve(Transformer, sequences, Setup(chunk=32))
     assert accumulated.peak(64) == accumulated.peak(4096)
     # The second chunk finds the gradients of the first.
     assert accumulated.peak(64).peak_bytes > accumulated.peak(32).peak_bytes
@@ -491,10 +491,10 @@ def test_wrong_rows_models_and_losses_are_named() -> None:
         predict_memory(lambda: Transformer().requires_grad_(False), sequences, 4)
 
 
-_lines: dict[str, MemoryModel] = {}
+_lines: dict[str, MemoryCurve] = {}
 
 
-def _line() -> MemoryModel:
+def _line() -> MemoryCurve:
     if "transformer" not in _lines:
-        _lines["transformer"] = memory_line(Transformer, sequences, rows=(256, 512))
+        _lines["transformer"] = memory_curve(Transformer, sequences, rows=(256, 512))
     return _lines["transformer"]

@@ -83,7 +83,7 @@ def test_a_file_that_does_not_know_the_host_is_still_read(tmp_path):
     assert read_rates(tmp_path / "rates.json") == H200 and H200.host is None
     assert "to call an operation" not in as_text(H200)
     # A step then takes the host's time by assumption.
-    assert find_machine(rates=tmp_path / "rates.json").device.shares.host_s == 42e-6
+    assert find_machine(rates=tmp_path / "rates.json").device.efficiency.host_s == 42e-6
 
 
 @pytest.mark.parametrize(
@@ -108,9 +108,9 @@ def test_a_machine_of_measured_rates():
     assert (machine.gpus, machine.device.name, machine.device.memory) == (8, "NVIDIA H200", 139 * 2**30)
     assert machine.device.source == "measured on NVIDIA H200, 2026-11-15"
     # Of a peak, large products reach 0.75 and those of a step 0.72, copies that are measured 0.88 and elementwise operations 0.8.
-    assert machine.device.rate("bf16") == pytest.approx(0.96 * 8e14)
-    assert machine.device.rate("bf16", "attention") == pytest.approx(0.2 / 0.75 * 8e14)
-    assert machine.device.moving("elementwise") == pytest.approx(0.8 / 0.88 * 4e12)
+    assert machine.device.flops_per_second("bf16") == pytest.approx(0.96 * 8e14)
+    assert machine.device.flops_per_second("bf16", "attention") == pytest.approx(0.2 / 0.75 * 8e14)
+    assert machine.device.bytes_per_second("elementwise") == pytest.approx(0.8 / 0.88 * 4e12)
     # Of a link it is all that was measured.
     assert machine.link == pytest.approx(3e11)
     # What was not measured is the data sheet's.
@@ -127,15 +127,15 @@ def test_a_plan_waits_for_the_host_that_was_measured():
     assert quick.seconds_per_step <= usual.seconds_per_step < slow.seconds_per_step
     # The towers' 1,800 operations, forward and backward, at 10 ms: the device computes in much less.
     assert slow.strategy.chunk == 1024 and slow.time["forward"] + slow.time["backward"] == pytest.approx(18.0)
-    assert find_machine(rates=dataclasses.replace(H200, host=10e-3)).device.shares.host_s == 10e-3
+    assert find_machine(rates=dataclasses.replace(H200, host=10e-3)).device.efficiency.host_s == 10e-3
 
 
 def test_rates_measured_on_an_h200_say_what_its_data_sheet_and_the_shares_say():
     measured, known = find_machine(rates=KEPT).device, find_machine("H200").device
-    assert measured.shares.host_s == pytest.approx(known.shares.host_s, rel=0.2)
+    assert measured.efficiency.host_s == pytest.approx(known.efficiency.host_s, rel=0.2)
     for precision in ("fp32", "bf16"):
-        assert measured.rate(precision) == pytest.approx(known.rate(precision), rel=0.1)
-    assert measured.moving("elementwise") == pytest.approx(known.moving("elementwise"), rel=0.1)
+        assert measured.flops_per_second(precision) == pytest.approx(known.flops_per_second(precision), rel=0.1)
+    assert measured.bytes_per_second("elementwise") == pytest.approx(known.bytes_per_second("elementwise"), rel=0.1)
     assert read_rates(KEPT).copy == pytest.approx(known.copy, rel=0.2)
 
 
@@ -147,10 +147,10 @@ def test_rates_of_another_device_are_refused():
 def test_a_cpu_with_a_slow_half_precision_trains_in_full():
     cpu = dataclasses.replace(H200, device="some CPU", kind="cpu", gpus=1, products={"fp32": 1e11, "bf16": 1e12}, copy=None)
     machine = find_machine(rates=cpu)
-    assert machine.device.name == "cpu" and machine.device.rate("fp32") == pytest.approx(0.75e11)
+    assert machine.device.name == "cpu" and machine.device.flops_per_second("fp32") == pytest.approx(0.75e11)
     # Its kernels are not those that the shares of kinds are of.
-    assert machine.device.rate("fp32", "depthwise convolution") == pytest.approx(0.75e11)
-    assert machine.device.moving("scattered") == pytest.approx(0.88 * 4e12)
-    assert (machine.device.shares.host_s, machine.device.shares.step_s) == (5e-6, 0.0)
+    assert machine.device.flops_per_second("fp32", "depthwise convolution") == pytest.approx(0.75e11)
+    assert machine.device.bytes_per_second("scattered") == pytest.approx(0.88 * 4e12)
+    assert (machine.device.efficiency.host_s, machine.device.efficiency.step_s) == (5e-6, 0.0)
     assert choose_precision(None, machine) == "fp32"
     assert choose_precision("bf16", machine) == "bf16"

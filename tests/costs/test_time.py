@@ -14,21 +14,21 @@ from hypothesis import strategies as st
 from small_works import small_work
 
 from megabatch.costs.counting import Call, Pass, count_work
-from megabatch.costs.devices import Shares, find_device
+from megabatch.costs.devices import Efficiency, find_device
 from megabatch.costs.hardware import find_machine
-from megabatch.costs.models import Uncomputed
+from megabatch.costs.models import SkipCompute
 from megabatch.costs.op_classes import Kind
 from megabatch.costs.op_efficiency import BYTES, FLOPS
 from megabatch.costs.strategy import Strategy
-from megabatch.costs.time import Task, seconds_of, step_time
+from megabatch.costs.time import StepWork, seconds_of, step_time
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 WORK = small_work(175e9, 0.83e9, 2.5e9, 1100, 428_000_000, inputs=150_000)
-TASK = Task((WORK,), "clip", 768)
+TASK = StepWork((WORK,), "clip", 768)
 H200 = find_machine("H200")
 
 
-def parts_of(strategy: Strategy, task: Task = TASK) -> dict[str, float]:
+def parts_of(strategy: Strategy, task: StepWork = TASK) -> dict[str, float]:
     return step_time(task, strategy, H200).parts
 
 
@@ -70,7 +70,7 @@ def test_a_cpu_computes_and_calls_one_after_the_other() -> None:
     cpu = dataclasses.replace(cpu, device=dataclasses.replace(cpu.device, rates={"fp32": 30e9}, bandwidth=8e9))
     small = small_work(3e9, 0.4e9, 0.4e9, 1000, 1_000_000, inputs=150_000)
     # 10 rows in two chunks: 1 s of products, 0.5 s for the rows' bytes and 0.1 s for the chunks', 2 · 1,000 operations at 5 µs.
-    parts = step_time(Task((small,), "supervised"), Strategy(1, 10, 5, 0), cpu).parts
+    parts = step_time(StepWork((small,), "supervised"), Strategy(1, 10, 5, 0), cpu).parts
     assert parts["recomputation"] == pytest.approx(1.6 + 0.010)
     assert parts["forward"] == pytest.approx(1.6 + 0.6 * 0.010)
     assert "inputs" not in parts and "once a step" not in parts
@@ -89,13 +89,13 @@ def test_every_kind_has_its_share_and_none_is_all_of_a_peak() -> None:
         kind for kind in BYTES if any(part in kind for part in ("product", "convolution", "gradient", "attention"))
     }
     assert all(0 < share < 1 for share in (*FLOPS.values(), *BYTES.values()))
-    doubled = Shares().scaled(2.0, 1.0)
-    assert (doubled.flops["product"], doubled.flops["odd product"]) == (1.0, 0.38) and doubled.bytes == Shares().bytes
+    doubled = Efficiency().scaled(2.0, 1.0)
+    assert (doubled.flops["product"], doubled.flops["odd product"]) == (1.0, 0.38) and doubled.bytes == Efficiency().bytes
 
 
 def test_kinds_below_the_bandwidth_of_an_h200_go_at_the_pace_of_other_devices() -> None:
-    shares = {name: find_device(name).shares.bytes for name in ("H200", "H100", "A100", "L40S")}
-    assert shares["H200"] == pytest.approx(dict(Shares().bytes))
+    shares = {name: find_device(name).efficiency.bytes for name in ("H200", "H100", "A100", "L40S")}
+    assert shares["H200"] == pytest.approx(dict(Efficiency().bytes))
     # The same multiprocessors and 3.35 of its 4.8 TB/s: as many bytes a second.
     assert shares["H100"]["normalisation"] * 3.35 == pytest.approx(0.34 * 4.8)
     # 108 multiprocessors of 64 units for 132 of 128, at 1.41 GHz for 1.98: 19.5 / 64 for 66.9 / 128.
@@ -107,19 +107,23 @@ def test_kinds_below_the_bandwidth_of_an_h200_go_at_the_pace_of_other_devices() 
 
 def test_convolutions_in_fp32_go_at_the_rate_of_tf32_and_products_do_not() -> None:
     device = H200.device
-    assert device.rate("fp32", "product") == pytest.approx(0.72 * 66.9e12)
-    assert device.rate("fp32", "convolution") == pytest.approx(0.45 * 494.7e12)
-    assert device.rate("fp32", "attention in fp32") == pytest.approx(0.35 * 66.9e12)
-    assert device.rate("bf16", "convolution") == pytest.approx(0.45 * 989.4e12)
+    assert device.flops_per_second("fp32", "product") == pytest.approx(0.72 * 66.9e12)
+    assert device.flops_per_second("fp32", "convolution") == pytest.approx(0.45 * 494.7e12)
+    assert device.flops_per_second("fp32", "attention in fp32") == pytest.approx(0.35 * 66.9e12)
+    assert device.flops_per_second("bf16", "convolution") == pytest.approx(0.45 * 989.4e12)
     # There is no TF32 on a V100.
-    assert find_device("V100").rate("fp32", "convolution") == pytest.approx(0.45 * 15.7e12)
+    assert find_device("V100").flops_per_second("fp32", "convolution") == pytest.approx(0.45 * 15.7e12)
 
 
 def test_convolutions_of_few_channels_do_without_tensor_cores_in_any_precision() -> None:
     for kind, share in (("thin convolution", 0.41), ("depthwise convolution", 0.045), ("depthwise gradient", 0.013)):
-        assert H200.device.rate("bf16", kind) == H200.device.rate("fp32", kind) == pytest.approx(share * 66.9e12)
+        assert (
+            H200.device.flops_per_second("bf16", kind)
+            == H200.device.flops_per_second("fp32", kind)
+            == pytest.approx(share * 66.9e12)
+        )
     with pytest.raises(ValueError, match="precision is 'bf16'"):
-        find_device("V100").rate("bf16", "thin convolution")
+        find_device("V100").flops_per_second("bf16", "thin convolution")
 
 
 def test_what_does_not_fill_a_gpu_takes_longer_there_and_a_cpu_just_as_long() -> None:
@@ -159,15 +163,15 @@ def test_kept_chunks_save_a_forward_checkpointing_costs_one_and_accumulation_non
 
 def test_a_locked_tower_goes_forward_once() -> None:
     locked = small_work(175e9, 0.83e9, 2.5e9, 1100, 428_000_000, locked=True, inputs=150_000)
-    parts = parts_of(Strategy(1, 1024, 256, 0, precision="bf16", checkpointing=True), Task((locked,), "clip", 768))
+    parts = parts_of(Strategy(1, 1024, 256, 0, precision="bf16", checkpointing=True), StepWork((locked,), "clip", 768))
     assert not {"backward", "recomputation", "optimizer", "gradients' exchange"} & set(parts)
     assert parts["inputs"] == pytest.approx(1024 * 150e3 / 50e9)
-    both = parts_of(Strategy(1, 1024, 256, 0, precision="bf16"), Task((locked, WORK), "clip", 768))
+    both = parts_of(Strategy(1, 1024, 256, 0, precision="bf16"), StepWork((locked, WORK), "clip", 768))
     assert both["backward"] == pytest.approx(parts_of(Strategy(1, 1024, 256, 0, precision="bf16"))["backward"])
 
 
 def test_siglip_takes_three_quarters_of_clips_products() -> None:
-    clip, siglip = (parts_of(Strategy(8, 4096, 256), Task((WORK,), loss, 768))["loss"] for loss in ("clip", "siglip"))
+    clip, siglip = (parts_of(Strategy(8, 4096, 256), StepWork((WORK,), loss, 768))["loss"] for loss in ("clip", "siglip"))
     assert siglip == pytest.approx(0.75 * clip)
 
 
@@ -217,19 +221,19 @@ def test_sharded_weights_are_gathered_behind_the_work_and_copied_for_every_chunk
 
 
 @pytest.fixture(scope="module")
-def vit_l_14() -> Task:
+def vit_l_14() -> StepWork:
     """The towers that benchmarks/encoders measured, built of nothing and counted."""
     pytest.importorskip("transformers")
     from benchmarks.encoders.model import VIT_L_14, Clip
 
-    with Uncomputed():
+    with SkipCompute():
         model = Clip(VIT_L_14, "cpu")
     images = count_work(model.image, lambda rows: torch.zeros(rows, 3, 224, 224, dtype=torch.uint8), "bf16")
     texts = count_work(model.text, lambda rows: torch.zeros(rows, 77, dtype=torch.int64), "bf16")
-    return Task((images, texts), "clip", 768)
+    return StepWork((images, texts), "clip", 768)
 
 
-def test_measured_steps_on_an_h200_are_predicted_within_a_fifth(vit_l_14: Task) -> None:
+def test_measured_steps_on_an_h200_are_predicted_within_a_fifth(vit_l_14: StepWork) -> None:
     rows = [json.loads(line) for line in (RESULTS / "encoders-cuda.jsonl").read_text("utf-8").splitlines()]
     ours = [row for row in rows if row["contestant"] in ("megabatch", "uncached") and row.get("seconds") and not row["compiled"]]
     assert len(ours) >= 12
@@ -247,7 +251,7 @@ def test_measured_steps_on_an_h200_are_predicted_within_a_fifth(vit_l_14: Task) 
 INF_CL = {32_768: 25.0, 65_536: 49.4, 131_072: 98.3, 262_144: 200.3}
 
 
-def test_the_published_steps_of_inf_cl_are_predicted_within_a_fifth(vit_l_14: Task) -> None:
+def test_the_published_steps_of_inf_cl_are_predicted_within_a_fifth(vit_l_14: StepWork) -> None:
     for pairs, published in INF_CL.items():
         predicted = step_time(vit_l_14, Strategy(8, pairs // 8, 128, 0, precision="fp16"), find_machine("8xA800")).seconds
         assert predicted == pytest.approx(published, rel=0.2)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megabatch.costs.devices import KNOWN, find_device
+from megabatch.costs.devices import DEVICES, find_device
 from megabatch.costs.hardware import find_machine, parse_bytes, with_rates
 from megabatch.objectives import saturation_of
 from megabatch.planning import batch, evidence
@@ -192,7 +192,7 @@ def test_devices_by_the_names_that_people_and_drivers_use(name, known):
 
 
 def test_every_known_device_finds_itself_and_has_a_source():
-    for device in KNOWN:
+    for device in DEVICES:
         assert find_device(device.name) is device
         assert device.source and device.memory > 10 * 2**30 and device.rates["fp32"] > 0
 
@@ -205,8 +205,8 @@ def test_machines_as_people_write_them():
     assert find_machine("64xA100").link < find_machine("8xA100").link
     # Large products reach 0.75 of a peak, those of a step 0.72; of a bandwidth that was not measured the shares stay.
     measured = with_rates(machine, {"bf16": 2.5e14}, host=1e-5).device
-    assert measured.rate("bf16") == pytest.approx(0.96 * 2.5e14)
-    assert measured.moving("elementwise") == pytest.approx(0.8 * 2.039e12) and measured.shares.host_s == 1e-5
+    assert measured.flops_per_second("bf16") == pytest.approx(0.96 * 2.5e14)
+    assert measured.bytes_per_second("elementwise") == pytest.approx(0.8 * 2.039e12) and measured.efficiency.host_s == 1e-5
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_machines_that_are_none(asked, complaint):
 
 def test_a_device_without_bf16_says_what_it_has():
     with pytest.raises(ValueError, match="V100-32GB has fp32, fp16"):
-        find_device("V100").rate("bf16")
+        find_device("V100").flops_per_second("bf16")
 
 
 def test_counts_and_bases_as_people_write_them():

@@ -14,7 +14,7 @@ from small_works import Stated, small_work
 from torch import nn
 
 from megabatch import config
-from megabatch.costs.peaks import Peaks
+from megabatch.costs.memory import PeakMemory
 from megabatch.costs.strategy import Strategy
 from megabatch.planning.plan import Plan
 from megabatch.planning.planner import Tools, plan
@@ -53,13 +53,13 @@ def test_where_the_optimizer_rules_at_few_rows_backward_is_still_seen_to_grow():
         phases = {"backward": 10**6 * strategy.chunk, "optimizer step": 10**11}
         return Stated(max(phases.values()), max(phases.values()), {}, "", phases)
 
-    peaks = Peaks(predicted)
+    peaks = PeakMemory(predicted)
     assert peaks(Strategy(1, 64, 64)) == 10**11
     assert peaks(Strategy(1, 10**6, 10**6)) == 10**12
 
 
 def test_lines_below_a_traced_step_are_raised_to_it():
-    peaks = Peaks(lambda strategy: Stated(strategy.chunk**2, strategy.chunk**2, {}, "", {"backward": strategy.chunk**2}))
+    peaks = PeakMemory(lambda strategy: Stated(strategy.chunk**2, strategy.chunk**2, {}, "", {"backward": strategy.chunk**2}))
     strategy = Strategy(1, 1024, 1024)
     assert peaks(strategy) < 1024**2
     assert peaks.correct(strategy, 1024**2)

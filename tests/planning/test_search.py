@@ -11,7 +11,7 @@ from small_works import small_work
 
 from megabatch.costs.hardware import find_machine
 from megabatch.costs.strategy import Strategy
-from megabatch.costs.time import Task, step_time
+from megabatch.costs.time import StepWork, step_time
 from megabatch.planning.search import all_ways, best_chunk, chunk_sizes, search
 
 GIB = 2**30
@@ -26,7 +26,7 @@ def memory(strategy: Strategy) -> int:
 
 
 def seconds(strategy: Strategy) -> float:
-    return step_time(Task((WORK,), "clip", 768), strategy, find_machine("H200", strategy.ranks)).seconds
+    return step_time(StepWork((WORK,), "clip", 768), strategy, find_machine("H200", strategy.ranks)).seconds
 
 
 @given(st.integers(1, 64), st.integers(0, 13), st.floats(7.3, 500))

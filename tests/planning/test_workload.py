@@ -61,7 +61,7 @@ def test_towers_are_counted_as_the_device_computes_them() -> None:
 def test_a_locked_tower_has_no_backward(work: Workload) -> None:
     run = config.build(config.EMBEDDED, ["compute.precision=bf16", "x.locked=true"])
     x, y = workload(Request(run, data=100_000), run, "bf16", find_machine("H200")).towers
-    assert not x.backward.calls and x.learning == 0 and x.parameters == work.towers[0].parameters
+    assert not x.backward.calls and x.trainable == 0 and x.parameters == work.towers[0].parameters
     assert y == work.towers[1] and y.backward.flops > y.forward.flops > 0
     # Pictures reach the device as bytes, texts as numbers: rows of some hundred bytes to some kB.
     assert all(100 <= tower.inputs <= 10_000 for tower in (x, y))

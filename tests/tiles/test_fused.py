@@ -20,7 +20,7 @@ from hypothesis import given, settings
 
 import megabatch
 from megabatch import tiles
-from megabatch.costs.memory.loss import BESIDE_KEPT, DEFAULT_TILE, KEPT_WIDTH
+from megabatch.costs.memory.loss import BESIDE_KEPT, DEFAULT_WORKSPACE, KEPT_WIDTH
 from megabatch.tiles import backend_for, backend_name, eager
 from megabatch.tiles.contract import ComputeOptions, NeedsGrad, Pairs, Softmax
 
@@ -585,7 +585,7 @@ def test_what_options_add_to_a_gradient_is_not_kept():
 
 def test_predicted_memory_keeps_where_the_kernels_do():
     assert {2: LEAST_WIDTH["bfloat16"], 4: LEAST_WIDTH["ieee"]} == KEPT_WIDTH
-    assert DEFAULT_TILE["cuda"] == fused.default_workspace(CUDA) and BESIDE_KEPT == launch.BESIDE_KEPT
+    assert DEFAULT_WORKSPACE["cuda"] == fused.default_workspace(CUDA) and BESIDE_KEPT == launch.BESIDE_KEPT
 
 
 def test_a_second_way_back_computes_again_what_the_first_used_up():

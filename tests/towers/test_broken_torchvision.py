@@ -22,7 +22,7 @@ BERT = {
 PROGRAM = """
 import sys
 from megabatch import config
-from megabatch.planning.models import sides
+from megabatch.costs.models import sides
 from megabatch.towers import build_tower
 
 print([name for name in ("torchvision", "timm", "open_clip", "transformers") if name in sys.modules])

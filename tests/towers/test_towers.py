@@ -121,9 +121,9 @@ class Payload:
 @pytest.mark.parametrize(
     ("write", "complaint"),
     [
-        (lambda path: torch.save({"head.weight": torch.zeros(1)}, path), "missing: .* and .* more; of another shape: head.weight"),
-        (lambda path: torch.save({"nonsense": torch.zeros(1)}, path), "unexpected: nonsense. Give the name and the options"),
-        (lambda path: torch.save([1, 2], path), "holds no state dict"),
+        (lambda path: torch.save({"head.weight": torch.zeros(1)}, path), "missing: .* and .* more; different shape: head.weight"),
+        (lambda path: torch.save({"nonsense": torch.zeros(1)}, path), "unexpected: nonsense. Give the name and options"),
+        (lambda path: torch.save([1, 2], path), "does not hold a state dict"),
         (lambda path: torch.save({"head.weight": Payload()}, path), "could execute code"),
         (lambda path: path.write_bytes(b"PK\x03\x04 cut off"), "cannot be read"),
         (lambda path: path.write_bytes(b""), "cannot be read"),
@@ -293,22 +293,22 @@ def test_texts_for_images_and_images_for_texts_are_refused():
 @pytest.mark.parametrize(
     ("config", "complaint"),
     [
-        (Config("resnet"), "tower x: there is no tower 'resnet': name one of vit, cnn, text; timm:NAME"),
+        (Config("resnet"), "tower x: there is no tower 'resnet'; towers are named vit, cnn, text, timm:NAME"),
         (Config("timm:"), "there is no tower"),
-        (Config("cnn", {"widht": 3}), "cnn has no option 'widht'; known are size, channels, width"),
+        (Config("cnn", {"widht": 3}), "cnn has no option 'widht'; its options are size, channels, width"),
         (Config("cnn", {"checkpointing": True}), "cnn has no option 'checkpointing'"),
-        (Config("cnn", {"width": "32"}), "option width is '32': must be like its default, 32"),
+        (Config("cnn", {"width": "32"}), "option width is '32': must be of the type of its default, 32"),
         (Config("cnn", {"width": True}), "option width is True"),
         (Config("cnn", {"width": 0}), "option width is 0: must be at least 1"),
         (Config("text", {"depth": -1}), "option depth is -1: must be at least 0"),
         (Config("cnn", {"size": 30}), "patch must be even and divide size"),
-        (Config("vit", {"size": 30}), "a whole number of patches"),
-        (Config("vit", {"heads": 5}), "equal share of the width"),
+        (Config("vit", {"size": 30}), "patch must divide size"),
+        (Config("vit", {"heads": 5}), "divide width"),
         (Config("vit", {"pool": "max"}), "must be one of mean, class, flat"),
         (Config("vit", {"channels": 4}), "must be 1 .grey. or 3"),
-        (Config("vit", {"crop": 0.0}), "share of the area"),
+        (Config("vit", {"crop": 0.0}), "fraction of the area"),
         (Config("text", {"length": 1}), "at least 2 bytes"),
-        (Config("text", {"drop": 1.0}), r"lies in \[0, 1\)"),
+        (Config("text", {"drop": 1.0}), r"in \[0, 1\)"),
         (Config("text", {"ngrams": [0]}), "each at least 1"),
         (Config("text", {"ngrams": 3}), "option ngrams is 3"),
         (Config("text", {"buckets": 1}), "one of them for padding"),
@@ -425,9 +425,9 @@ def test_checkpointing_inside_transformers_is_their_own(bert):
 
 def test_a_vocabulary_too_small_for_bytes_is_refused(bert):
     (bert / "config.json").write_text((bert / "config.json").read_text("utf-8").replace("258", "257"), "utf-8")
-    with pytest.raises(ValueError, match="vocabulary of 257 is too small for bytes, which take 258"):
+    with pytest.raises(ValueError, match="vocabulary of 257 is too small for bytes, which need 258"):
         build(Config(f"transformers:{bert}"))
-    with pytest.raises(ValueError, match="has no option 'size'; known are pool, length"):
+    with pytest.raises(ValueError, match="has no option 'size'; its options are pool, length"):
         build(Config(f"transformers:{bert}", {"size": 3}))
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from megabatch import cli, config, trust
+from megabatch import cli, config
 from megabatch.measuring.fit import fit
 from megabatch.measuring.noise import noise
 from megabatch.measuring.profile import profile
@@ -24,6 +24,7 @@ from megabatch.towers import build_tower
 from megabatch.training.inference import embed, evaluate, search
 from megabatch.training.loop import train
 from megabatch.training.optimizer import build_optimizer
+from megabatch.trust import callables
 
 # Leaves a mark when it is imported and another one when it is called, and then ends the command with a ValueError.
 HOSTILE = """
@@ -232,7 +233,7 @@ def test_the_current_folder_can_be_imported_from_only_with_the_switch(hostile, c
 )
 def test_models_of_libraries_are_no_code(name, is_code):
     run = config.build({"x": {"name": name}, "schedule": {"steps": 1}})
-    assert trust.callables(run) == ({"x.name": name} if is_code else {})
+    assert callables(run) == ({"x.name": name} if is_code else {})
 
 
 @pytest.mark.parametrize(
@@ -248,7 +249,7 @@ def test_models_of_libraries_are_no_code(name, is_code):
 )
 def test_optimizers_of_pytorch_are_no_code(name, is_code):
     run = config.build({"optimizer": {"name": name}, "schedule": {"steps": 1}})
-    assert trust.callables(run) == ({"optimizer.name": name} if is_code else {})
+    assert callables(run) == ({"optimizer.name": name} if is_code else {})
 
 
 def test_a_name_under_torch_optim_that_is_no_optimizer_is_not_called():
@@ -277,7 +278,7 @@ def test_options_that_make_timm_load_something_are_refused(options):
 @pytest.mark.parametrize("name", ["hf-hub:someone/model", "hf_hub:someone/model", "local-dir:folder"])
 def test_names_that_make_timm_load_something_are_unknown_models(name):
     pytest.importorskip("timm")
-    with pytest.raises(ValueError, match="knows no model"):
+    with pytest.raises(ValueError, match="has no model"):
         build_tower(config.Tower(f"timm:{name}"), 8, side="x")
 
 

@@ -69,12 +69,12 @@ class Pass(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Forward and backward of an encoder. learning: parameters that receive a gradient, of `parameters`; inputs: bytes of a row."""
+    """Forward and backward of an encoder. trainable: parameters that receive a gradient; inputs: bytes of a row."""
 
     forward: Pass
     backward: Pass
     parameters: int
-    learning: int
+    trainable: int
     inputs: float = 0.0
 
 
@@ -129,7 +129,7 @@ def count_work(
         forward,
         backward,
         parameters=sum(p.numel() for p in parameters),
-        learning=sum(p.numel() for p in parameters if p.requires_grad),
+        trainable=sum(p.numel() for p in parameters if p.requires_grad),
         inputs=_bytes(inputs(1)),
     )
 

@@ -1,6 +1,6 @@
 """Devices: memory, rates and links of known ones, each with its source.
 
-Rates are dense peaks (no sparsity). What a training step reaches of them is an assumption, written once here: Shares.
+Rates are dense peaks (no sparsity). What a training step reaches of them is an assumption, written once here: Efficiency.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NOISE = re.compile(r"[^A-Z0-9]")
 
 
 @dataclass(frozen=True)
-class Shares:
+class Efficiency:
     """What training reaches of the peaks, and what the host costs: an assumption, calibrated on steps on one H200.
 
     flops, bytes: by kind of operation. link: of the rate between GPUs. host_s: seconds of the host for one operation of PyTorch,
@@ -40,11 +40,11 @@ class Shares:
     step_s: float = 10e-3
 
     @classmethod
-    def uniform(cls, flops: float, bytes: float, **rest: float) -> Shares:
+    def uniform(cls, flops: float, bytes: float, **rest: float) -> Efficiency:
         """One share for every kind."""
         return cls(MappingProxyType(dict.fromkeys(BYTES, flops)), MappingProxyType(dict.fromkeys(BYTES, bytes)), **rest)
 
-    def scaled(self, flops: float, bytes: float) -> Shares:
+    def scaled(self, flops: float, bytes: float) -> Efficiency:
         """The same kinds against other rates, none above all of them."""
         less = [{kind: min(1.0, f * share) for kind, share in of.items()} for of, f in ((self.flops, flops), (self.bytes, bytes))]
         return dataclasses.replace(self, flops=MappingProxyType(less[0]), bytes=MappingProxyType(less[1]))
@@ -65,7 +65,7 @@ class Device:
     bandwidth: float
     link: float
     source: str
-    shares: Shares = field(default_factory=Shares)
+    efficiency: Efficiency = field(default_factory=Efficiency)
     capability: tuple[int, int] = (9, 0)
 
     @property
@@ -73,7 +73,7 @@ class Device:
         """As torch names it."""
         return "cpu" if self.name == "cpu" else "cuda"
 
-    def rate(self, precision: str, kind: Kind = "product") -> float:
+    def flops_per_second(self, precision: str, kind: Kind = "product") -> float:
         """FLOP/s that a training step reaches in a kind of products; a ValueError where the device does not have the precision."""
         if precision not in self.rates:
             raise ValueError(f"precision is {precision!r}: {self.name} has {', '.join(self.rates)}; choose one of them")
@@ -81,11 +81,11 @@ class Device:
             precision = "tf32" if "tf32" in self.rates else precision
         if kind in WITHOUT_TENSOR_CORES:
             precision = "fp32"
-        return self.rates[precision] * self.shares.flops[kind]
+        return self.rates[precision] * self.efficiency.flops[kind]
 
-    def moving(self, kind: Kind) -> float:
+    def bytes_per_second(self, kind: Kind) -> float:
         """Bytes a second that a kind of operations reads and writes."""
-        return self.bandwidth * self.shares.bytes[kind]
+        return self.bandwidth * self.efficiency.bytes[kind]
 
     @property
     def copy(self) -> float:
@@ -105,13 +105,13 @@ def _device(
     """rates: TFLOP/s in fp32, tf32, bf16 and fp16; 0 is not supported."""
     named = zip(("fp32", "tf32", "bf16", "fp16"), rates, strict=True)
     peaks = MappingProxyType({precision: 1e12 * rate for precision, rate in named if rate})
-    shares = Shares(bytes=bytes_shares(1e12 * tb_s, peaks["fp32"], capability))
-    return Device(name, int(gib * GIB), peaks, 1e12 * tb_s, 1e9 * link_gb_s, source, shares, capability)
+    efficiency = Efficiency(bytes=bytes_shares(1e12 * tb_s, peaks["fp32"], capability))
+    return Device(name, int(gib * GIB), peaks, 1e12 * tb_s, 1e9 * link_gb_s, source, efficiency, capability)
 
 
 _MEMORY = "; memory as PyTorch reports it"
 # Links are half of the two-way figure of the data sheets: NVLink, or PCIe where there is none.
-KNOWN = (
+DEVICES = (
     _device("H200", 139.8, (66.9, 494.7, 989.4, 989.4), 4.8, 450, (9, 0), "NVIDIA H100 data sheet, memory of the H200's" + _MEMORY),
     _device("H100-SXM", 79.0, (66.9, 494.7, 989.4, 989.4), 3.35, 450, (9, 0), "NVIDIA H100 data sheet, SXM5"),
     _device("H100-PCIe", 79.0, (51, 378, 756, 756), 2.0, 64, (9, 0), "NVIDIA H100 data sheet and product brief, PCIe"),
@@ -140,18 +140,18 @@ def find_device(name: str) -> Device:
     wanted = _NOISE.sub("", name.upper())
     for noise in ("NVIDIA", "TESLA", "GEFORCE", "HBM3", "SXM2", "SXM4", "SXM5"):
         wanted = wanted.replace(noise, "")
-    names = {_NOISE.sub("", device.name.upper()): device for device in KNOWN}
+    names = {_NOISE.sub("", device.name.upper()): device for device in DEVICES}
     names |= {short: names[_NOISE.sub("", full.upper())] for short, full in _USUAL.items()}
     # "A100 80GB PCIe" is the A100 with 80 GB; an H100's variants differ.
     for candidate in (wanted, wanted.replace("PCIE", ""), wanted.removesuffix("80GB"), wanted.replace("80GB", "")):
         if candidate in names:
             return names[candidate]
     near = difflib.get_close_matches(wanted, names, 2, 0.5)
-    guess = f"did you mean {', '.join(names[n].name for n in near)}?" if near else "known are " + ", ".join(d.name for d in KNOWN)
+    guess = f"did you mean {', '.join(names[n].name for n in near)}?" if near else "known are " + ", ".join(d.name for d in DEVICES)
     raise ValueError(f"gpu is {name!r}: no such device is known; {guess} Or give its memory alone (80GiB)")
 
 
-def like_device(name: str) -> Device:
+def find_or_assume_device(name: str) -> Device:
     """The known device of a driver's name, or the one that is assumed for it."""
     try:
         return find_device(name)
@@ -167,4 +167,4 @@ def cpu_device() -> Device:
     source = "30 GFLOP/s and 8 GB/s a thread, assumed: CPUs differ widely, measure"
     if memory is None:
         memory, source = 8 * GIB, f"8 GiB of memory, {source}"
-    return Device("cpu", memory, rates, 8e9 * threads, 10e9, source, Shares.uniform(1.0, 1.0, host_s=5e-6, step_s=0.0))
+    return Device("cpu", memory, rates, 8e9 * threads, 10e9, source, Efficiency.uniform(1.0, 1.0, host_s=5e-6, step_s=0.0))

@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 import torch
 
-from .devices import Device, Shares, cpu_device, find_device, like_device
+from .devices import Device, Efficiency, cpu_device, find_device, find_or_assume_device
 from .rates import Rates, read_rates
 
 # More than any machine has; arithmetic on larger numbers would overflow.
@@ -40,9 +40,9 @@ class Machine:
     @property
     def link(self) -> float:
         """Bytes a second of the slowest link of a ring over all devices, as reached."""
-        return (self.device.link if self.gpus <= self.node else min(self.network, self.device.link)) * self.device.shares.link
+        return (self.device.link if self.gpus <= self.node else min(self.network, self.device.link)) * self.device.efficiency.link
 
-    def of(self, gpus: int) -> Machine:
+    def with_gpus(self, gpus: int) -> Machine:
         return dataclasses.replace(self, gpus=gpus)
 
 
@@ -100,7 +100,7 @@ def _named(gpu: str | None, gpus: int | None, size: int | None) -> Machine:
 
 def _measured(rates: Rates, gpu: str | None, gpus: int | None) -> Machine:
     """The machine that rates were measured on; a ValueError where another one is named."""
-    own = cpu_device() if rates.kind == "cpu" else like_device(rates.device)
+    own = cpu_device() if rates.kind == "cpu" else find_or_assume_device(rates.device)
     if gpu is not None and _named(gpu, 1, None).device.name != own.name:
         raise ValueError(
             f"gpu is {gpu!r}, and the rates were measured on {rates.device}: measure them there, or leave one of them out"
@@ -120,7 +120,7 @@ def this_machine(gpus: int | None = None) -> Machine:
     properties = torch.cuda.get_device_properties(0)
     capability = (properties.major, properties.minor)
     device = dataclasses.replace(
-        like_device(properties.name), name=properties.name, memory=properties.total_memory, capability=capability
+        find_or_assume_device(properties.name), name=properties.name, memory=properties.total_memory, capability=capability
     )
     return Machine(device, torch.cuda.device_count() if gpus is None else gpus)
 
@@ -141,19 +141,19 @@ def with_rates(
     if not rates or any(rate <= 0 for rate in rates.values()):
         raise ValueError(f"rates are {dict(rates)!r}: FLOP/s above 0 by precision, as in {{'bf16': 7.9e14}}")
     device = machine.device
-    shares = device.shares.scaled(1 / MEASURED_PRODUCTS, 1.0 if bandwidth is None else 1 / MEASURED_BANDWIDTH)
+    efficiency = device.efficiency.scaled(1 / MEASURED_PRODUCTS, 1.0 if bandwidth is None else 1 / MEASURED_BANDWIDTH)
     if device.type == "cpu":
-        shares = dataclasses.replace(
-            Shares.uniform(MEASURED_PRODUCTS, MEASURED_BANDWIDTH), host_s=shares.host_s, step_s=shares.step_s
+        efficiency = dataclasses.replace(
+            Efficiency.uniform(MEASURED_PRODUCTS, MEASURED_BANDWIDTH), host_s=efficiency.host_s, step_s=efficiency.step_s
         )
     if host is not None:
-        shares = dataclasses.replace(shares, host_s=host)
+        efficiency = dataclasses.replace(efficiency, host_s=host)
     device = dataclasses.replace(
         device,
         rates=MappingProxyType({**device.rates, **rates}),
         bandwidth=bandwidth or device.bandwidth,
-        link=device.link if link is None else link / shares.link,
+        link=device.link if link is None else link / efficiency.link,
         source="measured",
-        shares=shares,
+        efficiency=efficiency,
     )
     return dataclasses.replace(machine, device=device)

@@ -22,7 +22,7 @@ LARGE = 2**16
 META = torch.device("meta")
 
 
-class Uncomputed(TorchDispatchMode):
+class SkipCompute(TorchDispatchMode):
     """Inside, nothing large is computed: operations return tensors of the right shape with whatever memory holds.
 
     Builders then take a second where filling gigabytes with random numbers, and trying the result, takes a minute.
@@ -46,7 +46,7 @@ class Uncomputed(TorchDispatchMode):
         return tree_map(lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) if isinstance(t, Tensor) else t, out)
 
 
-class Side:
+class EncoderWithInputs:
     """One encoder of a run, and inputs for it. `module` is what the run calls: the tower, its embeddings made unit length."""
 
     def __init__(self, tower: BuiltTower, *, locked: bool) -> None:
@@ -58,27 +58,27 @@ class Side:
         return tree_map(lambda sample: torch.zeros((rows, *sample.shape), dtype=sample.dtype), self.sample)
 
 
-def sides(run: config.Run) -> tuple[Side, ...]:
+def encoders_of(run: config.Run) -> tuple[EncoderWithInputs, ...]:
     """The encoders of a run: two, or one where both sides share it or where it classifies."""
-    with Uncomputed():
+    with SkipCompute():
         x, y = build_towers(run)
-    first = Side(x, locked=run.x.locked)
+    first = EncoderWithInputs(x, locked=run.x.locked)
     if not OBJECTIVES[run.loss.objective].contrastive or run.y.name == SHARED:
         return (first,)
-    return (first, Side(y, locked=run.y.locked))
+    return (first, EncoderWithInputs(y, locked=run.y.locked))
 
 
-def fresh(modules: Any) -> Any:
+def copy_modules(modules: Any) -> Any:
     """A copy of the modules for a trace, which leaves its marks on what it traces; no weights are copied."""
-    with Uncomputed():
+    with SkipCompute():
         return copy.deepcopy(modules)
 
 
-def function_module(name: str) -> nn.Module:
+def module_from_function(name: str) -> nn.Module:
     """What "package.module:function" returns, a Module."""
     try:
         make: Callable[[], Any] = pkgutil.resolve_name(name)
-        with Uncomputed():
+        with SkipCompute():
             module = make()
     except Exception as error:
         hint = "; --trust-code imports from the current folder too" if isinstance(error, ModuleNotFoundError) else ""

@@ -26,7 +26,7 @@ PARAMETER_BYTES = 4
 
 
 @dataclass(frozen=True)
-class Task:
+class StepWork:
     """What every step does: the towers' forwards, the loss over embeddings of `dim`, the optimizer."""
 
     towers: tuple[Work, ...]
@@ -35,8 +35,8 @@ class Task:
     optimizer: str = optimizers.DEFAULT
 
     @property
-    def learning(self) -> int:
-        return sum(work.learning for work in self.towers)
+    def trainable(self) -> int:
+        return sum(work.trainable for work in self.towers)
 
 
 class StepTime(NamedTuple):
@@ -46,9 +46,9 @@ class StepTime(NamedTuple):
     parts: dict[str, float]
 
 
-def step_time(task: Task, strategy: Strategy, machine: Machine) -> StepTime:
+def step_time(task: StepWork, strategy: Strategy, machine: Machine) -> StepTime:
     """The seconds of one optimizer step on every rank of the machine."""
-    machine = machine.of(strategy.ranks)
+    machine = machine.with_gpus(strategy.ranks)
     forward = sum(_first_forward(work, strategy, machine) for work in task.towers)
     backward = sum(seconds_of(work.backward, strategy, machine) for work in task.towers) + _adding(task, strategy, machine)
     again = sum(_forwards_again(work, strategy) * seconds_of(work.forward, strategy, machine) for work in task.towers)
@@ -61,12 +61,12 @@ def step_time(task: Task, strategy: Strategy, machine: Machine) -> StepTime:
         "ring": _ring(task, strategy, machine),
         "gradients' exchange": _exchange(task, strategy, machine, (forward + backward) / strategy.chunks),
         "optimizer": _optimizer(task, strategy, machine),
-        "once a step": machine.device.shares.step_s,
+        "once a step": machine.device.efficiency.step_s,
     }
     return StepTime(sum(parts.values()), {name: seconds for name, seconds in parts.items() if seconds > 0})
 
 
-def scaled(step: StepTime, seconds: float) -> StepTime:
+def rescale(step: StepTime, seconds: float) -> StepTime:
     """The step with other seconds in all, its parts in proportion."""
     if seconds == step.seconds:
         return step
@@ -83,10 +83,10 @@ def seconds_of(costs: Pass, strategy: Strategy, machine: Machine, host: float = 
     calls = [call._replace(filling=1.0) for call in costs.calls if not call.hidden] if device.type == "cpu" else costs.calls
     computing = 0.0
     for call in calls:
-        moving = (rows * call.bytes + times * call.fixed) / device.moving(call.kind)
-        multiplying = rows * call.flops / device.rate(strategy.precision, call.kind) if call.flops else 0.0
+        moving = (rows * call.bytes + times * call.fixed) / device.bytes_per_second(call.kind)
+        multiplying = rows * call.flops / device.flops_per_second(strategy.precision, call.kind) if call.flops else 0.0
         computing += call.times * max(moving, multiplying) / call.filling
-    calling = times * costs.operations * host * device.shares.host_s
+    calling = times * costs.operations * host * device.efficiency.host_s
     return computing + calling if device.type == "cpu" else max(computing, calling)
 
 
@@ -107,24 +107,24 @@ def _forwards_again(work: Work, strategy: Strategy) -> float:
     return _not_kept(work, strategy) + (1 if strategy.checkpointing and work.backward.calls else 0)
 
 
-def _inputs(task: Task, strategy: Strategy, machine: Machine) -> float:
+def _inputs(task: StepWork, strategy: Strategy, machine: Machine) -> float:
     """Their way to the device, whenever a chunk is computed."""
     if machine.device.type == "cpu":
         return 0.0
     return sum((1 + _not_kept(work, strategy)) * strategy.shard * work.inputs for work in task.towers) / machine.device.copy
 
 
-def _adding(task: Task, strategy: Strategy, machine: Machine) -> float:
+def _adding(task: StepWork, strategy: Strategy, machine: Machine) -> float:
     """Gradients of one chunk after the other come together."""
-    return (strategy.chunks - 1) * ADDED_BYTES * task.learning / machine.device.moving("elementwise")
+    return (strategy.chunks - 1) * ADDED_BYTES * task.trainable / machine.device.bytes_per_second("elementwise")
 
 
-def _loss(task: Task, strategy: Strategy, machine: Machine) -> float:
+def _loss(task: StepWork, strategy: Strategy, machine: Machine) -> float:
     flops = objectives.BY_COST_NAME[task.loss].flops * strategy.shard * strategy.batch * task.dim
-    return flops / machine.device.rate("fp32")
+    return flops / machine.device.flops_per_second("fp32")
 
 
-def _ring(task: Task, strategy: Strategy, machine: Machine) -> float:
+def _ring(task: StepWork, strategy: Strategy, machine: Machine) -> float:
     """What the loss waits for blocks: they travel while the ones before them are computed with."""
     hops = strategy.ranks - 1
     if not objectives.is_contrastive(task.loss) or not hops:
@@ -133,7 +133,7 @@ def _ring(task: Task, strategy: Strategy, machine: Machine) -> float:
     return max(0.0, travel - _loss(task, strategy, machine)) + 2 * hops * HOP_S
 
 
-def _exchange(task: Task, strategy: Strategy, machine: Machine, chunk_s: float) -> float:
+def _exchange(task: StepWork, strategy: Strategy, machine: Machine, chunk_s: float) -> float:
     """Gradients, and with FSDP2 weights, between ranks.
 
     With DDP, gradients are exchanged once, after the step (a step that can be repeated when memory runs out gives up the overlap).
@@ -142,16 +142,16 @@ def _exchange(task: Task, strategy: Strategy, machine: Machine, chunk_s: float) 
     if strategy.ranks == 1:
         return 0.0
     share = (strategy.ranks - 1) / strategy.ranks
-    once = share * PARAMETER_BYTES * task.learning / machine.link
+    once = share * PARAMETER_BYTES * task.trainable / machine.link
     latency = 2 * math.ceil(math.log2(strategy.ranks)) * HOP_S
     if strategy.sharding == "ddp":
         return 2 * once + latency
     weights = PARAMETER_BYTES * sum(work.parameters for work in task.towers)
-    gather, copy = share * weights / machine.link, 2 * weights / machine.device.moving("elementwise")
+    gather, copy = share * weights / machine.link, 2 * weights / machine.device.bytes_per_second("elementwise")
     return strategy.chunks * (max(0.0, 2 * gather - chunk_s) + 2 * copy + 2 * latency) + once
 
 
-def _optimizer(task: Task, strategy: Strategy, machine: Machine) -> float:
+def _optimizer(task: StepWork, strategy: Strategy, machine: Machine) -> float:
     device = machine.device
-    owned = task.learning / (strategy.ranks if strategy.sharding == "fsdp2" else 1)
-    return owned * optimizers.update_bytes(task.optimizer) / device.moving("elementwise")
+    owned = task.trainable / (strategy.ranks if strategy.sharding == "fsdp2" else 1)
+    return owned * optimizers.update_bytes(task.optimizer) / device.bytes_per_second("elementwise")

@@ -43,7 +43,7 @@ def alternatives(planner: Planner, chosen: Found) -> Iterator[Alternative]:
         yield _row(planner, "half the chunk, nothing kept", Found(half, planner.memory(half), planner.step(half).seconds))
     for name, more in (("one GPU more", gpus + 1), ("twice the GPUs", 2 * gpus)):
         size = round(strategy.batch / more) * more
-        found = planner.try_to_reach(size, planner.machine.of(more))
+        found = planner.try_to_reach(size, planner.machine.with_gpus(more))
         if found is not None:
             yield _row(planner, name, found)
     if planner.question.pairs and (trap := whole_shard(planner)) is not None and trap.strategy.batch < strategy.batch:

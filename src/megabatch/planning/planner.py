@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from .. import config, trust
 from ..costs.hardware import Machine, find_machine
-from ..costs.peaks import Peaks, Predict, Predicted
+from ..costs.memory import MemoryPredictor, PeakMemory, Prediction
 from ..costs.strategy import Precision, Sharding, Strategy
-from ..costs.time import StepTime, Task, scaled, step_time
+from ..costs.time import StepTime, StepWork, rescale, step_time
 from ..objectives import BY_COST_NAME, MEAN, OBJECTIVES
 from . import batch as batches
 from . import hyperparameters
@@ -33,7 +33,7 @@ class Tools(NamedTuple):
     """What predicts a step: its work, and its memory. Replaced where there is nothing to trace."""
 
     workload: Callable[[Request, config.Run, Precision, Machine], Workload] = workload
-    predict: Callable[[Request, config.Run, Workload, Machine], Predict] = traced
+    predict: Callable[[Request, config.Run, Workload, Machine], MemoryPredictor] = traced
 
 
 def plan(model: str | config.Run | None = None, *, tools: Tools | None = None, trust_code: bool = False, **asked: Any) -> Plan:
@@ -71,8 +71,8 @@ class Planner:
         self.known = gather(question.measured, self.base, self.precision, self.machine)
         self.work = tools.workload(question, self.base, self.precision, self.machine)
         objective = OBJECTIVES[self.base.loss.objective if question.pairs else MEAN]
-        self.task = Task(self.work.towers, objective.cost_name, self.base.loss.dim, question.optimizer)
-        self.peaks = Peaks(tools.predict(question, self.base, self.work, self.machine))
+        self.task = StepWork(self.work.towers, objective.cost_name, self.base.loss.dim, question.optimizer)
+        self.peaks = PeakMemory(tools.predict(question, self.base, self.work, self.machine))
         self.limit = int(question.share * self.machine.device.memory)
 
     def plan(self) -> Plan:
@@ -132,7 +132,7 @@ class Planner:
         found = self.known.memory(strategy, self.peaks)
         return min(found, self.limit) if self.known.has_run(strategy) else found
 
-    def reach_and_check(self, batch: int) -> tuple[Found, Predicted]:
+    def reach_and_check(self, batch: int) -> tuple[Found, Prediction]:
         """The way to the batch, and a traced step of its own chunk: where that takes more than the lines say, they are raised."""
         while True:
             found = self.reach(batch)
@@ -155,7 +155,7 @@ class Planner:
         """The time of a step, likewise; its parts are the predicted ones in proportion."""
         machine = machine or self.machine
         predicted = step_time(self.task, strategy, machine)
-        return scaled(predicted, self.known.seconds(strategy, lambda way: step_time(self.task, way, machine).seconds))
+        return rescale(predicted, self.known.seconds(strategy, lambda way: step_time(self.task, way, machine).seconds))
 
     def follow(self, batch: int) -> hyperparameters.Hyperparameters:
         question, parameters = self.question, sum(work.parameters for work in self.work.towers)
@@ -225,7 +225,7 @@ class Planner:
 def choose_precision(asked: Precision | None, machine: Machine) -> Precision:
     """bf16 where the device has it, else fp16, else fp32."""
     if asked is not None:
-        machine.device.rate(asked)
+        machine.device.flops_per_second(asked)
         return asked
     # CPUs that have half precisions may be far slower in them.
     order: tuple[Precision, ...] = ("bf16", "fp16", "fp32") if machine.device.type != "cpu" else ("fp32",)
@@ -238,7 +238,7 @@ def _nearby(strategy: Strategy) -> Strategy:
     return replace(strategy, shard=min(strategy.shard, chunks * strategy.chunk), keep=min(strategy.keep, chunks))
 
 
-def _scaled(predicted: Predicted, peak: int) -> dict[str, int]:
+def _scaled(predicted: Prediction, peak: int) -> dict[str, int]:
     """The parts of a prediction, and what else is in the peak: more rows, kept chunks, the allocator's reserve."""
     parts = dict(predicted.parts)
     rest = peak - sum(parts.values())

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .. import config
-from ..costs.devices import like_device
+from ..costs.devices import find_or_assume_device
 from ..costs.hardware import Machine
 from ..costs.strategy import Precision
 from ..environment import device_name
@@ -126,4 +126,4 @@ def _is_here(name: str, machine: Machine) -> bool:
     planned = machine.device.name
     if planned == "cpu":
         return name in ("cpu", device_name(torch.device("cpu")))
-    return like_device(name).name == like_device(planned).name
+    return find_or_assume_device(name).name == find_or_assume_device(planned).name

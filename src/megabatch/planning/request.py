@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 from .. import config, objectives, optimizers
 from ..costs.rates import Rates
 from ..measurements import Measured
+from ..towers import find_library, full_name
 from .batch import Start
 
 # More samples than anybody has; arithmetic on larger numbers would overflow.
@@ -100,7 +101,7 @@ class Request:
 
     @property
     def _two_sided(self) -> bool:
-        return not isinstance(self.model, str) or "+" in self.model or named(self.model).startswith("open_clip:")
+        return not isinstance(self.model, str) or "+" in self.model or find_library(full_name(self.model)).both_sides
 
 
 def parse_count(value: int | str | None, name: str) -> int | None:
@@ -140,27 +141,18 @@ def parse_base(value: tuple[float, int] | str | None) -> tuple[float, int] | Non
         raise ValueError(f"base_lr is {value!r}: must read rate@batch, as in 1e-3@256") from None
 
 
-def named(model: str) -> str:
-    """A tower's name; those of papers are OpenCLIP's: "ViT-L/14" is open_clip:ViT-L-14."""
-    model = model.strip()
-    return f"open_clip:{model.replace('/', '-')}" if re.fullmatch(r"(ViT|RN|coca)[\w/-]+", model) else model
-
-
 def towers_of(question: Request) -> config.Run:
     """The run whose towers are asked about; everything else in it is still to be decided."""
     if isinstance(question.model, config.Run):
         return question.model
     if question.model is None:
         return config.build(config.EMBEDDED)
-    first, _, second = (named(part) for part in question.model.partition("+"))
-    dim = question.dim or (128 if first in ("vit", "cnn", "text") else 512)
+    first, _, second = (full_name(part) for part in question.model.partition("+"))
+    library = find_library(first)
+    dim = question.dim or library.plan_dim
     x = config.Tower(first, locked=question.start == "locked")
-    small = first in ("vit", "cnn")
-    y = config.Tower(second) if second else config.Tower("text") if small else TEXTS
-    if not second and first.startswith("open_clip:"):
-        y = config.Tower(first)
-    elif not second and first.startswith("transformers:"):
-        y = config.Tower("x")
+    second = second or (first if library.both_sides else library.partner) or ""
+    y = config.Tower(second) if second else TEXTS
     objective = question.loss if question.pairs else objectives.MEAN
     run = config.build({"schedule": {"steps": 1}})
     data = replace(run.data, source=question.source or "data/train-*.tar", held_out=0.01)

@@ -13,8 +13,8 @@ from torch import nn
 from .. import config
 from ..costs.counting import Work, count_work
 from ..costs.hardware import Machine
-from ..costs.models import Side, fresh, function_module, sides
-from ..costs.peaks import Predict
+from ..costs.memory import MemoryCurve, MemoryPredictor, Prediction, Setup, memory_curve, predict_memory
+from ..costs.models import EncoderWithInputs, copy_modules, encoders_of, module_from_function
 from ..costs.strategy import Precision, Strategy
 from ..objectives import MEAN, OBJECTIVES
 from ..optimizers import OPTIMIZERS
@@ -40,9 +40,8 @@ def workload(question: Request, run: config.Run, precision: Precision, machine: 
     return Workload(work, modules, inputs)
 
 
-def traced(question: Request, run: config.Run, work: Workload, machine: Machine) -> Predict:
+def traced(question: Request, run: config.Run, work: Workload, machine: Machine) -> MemoryPredictor:
     """Predictions of memory. A trace takes seconds: those that differ only in rows and kept chunks share one."""
-    from ..costs.memory import MemoryModel, Prediction, Setup, memory_line, predict_memory
 
     @functools.cache
     def prepared(checkpointing: bool) -> tuple[nn.Module, ...]:
@@ -64,16 +63,16 @@ def traced(question: Request, run: config.Run, work: Workload, machine: Machine)
         )
 
     @functools.cache
-    def chunked(strategy: Strategy) -> MemoryModel:
+    def chunked(strategy: Strategy) -> MemoryCurve:
         modules = prepared(strategy.checkpointing)
         pair = (modules[0], modules[1] if len(modules) > 1 else None)
-        return memory_line(lambda: fresh(pair), (work.inputs[0], work.inputs[-1]), setup_of(strategy))
+        return memory_curve(lambda: copy_modules(pair), (work.inputs[0], work.inputs[-1]), setup_of(strategy))
 
     @functools.cache
     def accumulated(strategy: Strategy) -> Prediction:
         loss = _next_token if question.objective == "lm" else None
         return predict_memory(
-            lambda: fresh(prepared(strategy.checkpointing)[0]), work.inputs[0], strategy.shard, setup_of(strategy), loss=loss
+            lambda: copy_modules(prepared(strategy.checkpointing)[0]), work.inputs[0], strategy.shard, setup_of(strategy), loss=loss
         )
 
     def predict(strategy: Strategy) -> Prediction:
@@ -101,8 +100,8 @@ def _built(question: Request, run: config.Run) -> tuple[tuple[nn.Module, ...], t
     if question.objective == "lm":
         if not isinstance(question.model, str):
             raise ValueError(f"model is {question.model!r}: a language model is named as package.module:function")
-        return (function_module(question.model),), (_tokens(question),)
-    built = sides(run)
+        return (module_from_function(question.model),), (_tokens(question),)
+    built = encoders_of(run)
     if not question.pairs:
         return (_classifier(built[0], run, question.classes),), (built[0].inputs,)
     return tuple(side.module for side in built), tuple(side.inputs for side in built)
@@ -114,7 +113,7 @@ def _next_token(out: Any) -> torch.Tensor:
     return nn.functional.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64, device=logits.device))
 
 
-def _classifier(side: Side, run: config.Run, classes: int) -> nn.Module:
+def _classifier(side: EncoderWithInputs, run: config.Run, classes: int) -> nn.Module:
     return Classifier(side.module.tower, run.loss.dim, classes, locked=run.x.locked)
 
 

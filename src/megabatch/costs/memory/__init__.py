@@ -4,8 +4,8 @@ The model is built of fake tensors, which have shapes and no contents; one step 
 its birth to its end, as CUDA's kernels save and allocate. That takes seconds for models of any size, on any machine.
 """
 
-from .interpolate import MemoryModel, memory_line
+from .interpolate import MemoryCurve, MemoryPredictor, PeakMemory, memory_curve
 from .predict import predict_memory
 from .setup import Prediction, Setup
 
-__all__ = ["MemoryModel", "Prediction", "Setup", "memory_line", "predict_memory"]
+__all__ = ["MemoryCurve", "MemoryPredictor", "PeakMemory", "Prediction", "Setup", "memory_curve", "predict_memory"]

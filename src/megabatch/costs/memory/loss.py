@@ -11,7 +11,7 @@ from ...objectives import BY_COST_NAME
 from .setup import Setup
 
 # What the backends take where nothing is given.
-DEFAULT_TILE = {"cuda": 512 * 2**20, "cpu": 32 * 2**20}
+DEFAULT_WORKSPACE = {"cuda": 512 * 2**20, "cpu": 32 * 2**20}
 # A tile's sums are two numbers of fp32 for each row or column of its 128 or more, of two kinds: a run also ranks each positive.
 PART_BYTES, TILE_SIDE, KINDS = 8, 128, 2
 FP32, INT64 = 4, 8
@@ -37,7 +37,7 @@ class LossMemory:
         self.rows, self.element_bytes = rows, element_bytes
         self.block_bytes = rows * width * element_bytes
         self.gradient_bytes = rows * width * FP32
-        self.workspace = setup.workspace if setup.workspace is not None else DEFAULT_TILE[setup.device]
+        self.workspace = setup.workspace if setup.workspace is not None else DEFAULT_WORKSPACE[setup.device]
         self.keeps = setup.device == "cuda" and width >= KEPT_WIDTH.get(element_bytes, width + 1)
         self._saved: list[int] = []
         self._kept: list[int] = []
