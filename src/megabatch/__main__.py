@@ -69,8 +69,8 @@ def _run() -> tuple[int, str | None]:
 class Interrupt(KeyboardInterrupt):
     """A signal.
 
-    A subclass, because Python ends by SIGINT, whatever the exit status, once a KeyboardInterrupt itself has passed through exec() of
-    a string, which dataclasses use.
+    A subclass, because Python ends by SIGINT, whatever the exit status, once a KeyboardInterrupt itself has passed through exec()
+    of a string, which dataclasses use.
     """
 
 
