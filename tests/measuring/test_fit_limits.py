@@ -1,4 +1,4 @@
-"""How much a step may take of a device, and how that is held: shown on a device that is made up, on a CPU as it is."""
+"""The memory limit of a device and how it is enforced, on a simulated GPU and on the real CPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GPU = torch.device("cuda", 0)
 
 
 class Memory:
-    """The memory functions of a device of 1,000 bytes, 300 of which others use, and 200 this process."""
+    """The memory functions of a device with 1,000 bytes, of which others use 300 and this process 200."""
 
     def __init__(self) -> None:
         self.fraction = 1.0
