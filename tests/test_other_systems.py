@@ -27,7 +27,7 @@ from megabatch.costs.devices import cpu_device
 from megabatch.data import open_source
 from megabatch.measurements import Measured
 from megabatch.measuring.fit import fit
-from megabatch.measuring.fit.memory import Limit, PeakResident, limit_of
+from megabatch.measuring.fit.memory import Limit, ResidentTracker, limit_of
 from megabatch.measuring.profile.curve import Size, Timed, judge, point
 from megabatch.measuring.profile.page import rows, sentences
 from megabatch.measuring.profile.picture import picture
@@ -241,7 +241,7 @@ def test_files_are_replaced(windows, tmp_path):
 
 
 def test_fit_measures_by_samples_where_the_peak_cannot_be_reset(system):
-    with PeakResident() as seen:
+    with ResidentTracker() as seen:
         before = host_memory.resident()
         x = torch.ones(16 * MIB)
         for _ in range(5):

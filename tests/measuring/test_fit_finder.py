@@ -18,7 +18,7 @@ import megabatch
 from megabatch import host_memory, measurements
 from megabatch.measuring.fit import finder
 from megabatch.measuring.fit.finder import find_chunk
-from megabatch.measuring.fit.memory import PeakResident, limit_of, resident_bytes
+from megabatch.measuring.fit.memory import ResidentTracker, limit_of, resident_bytes
 
 MIB = 2**20
 WORDS = "CUDA out of memory. Tried to allocate 20.00 GiB"
@@ -76,7 +76,7 @@ class Simulated:
 
 
 class Unmeasured(contextlib.nullcontext):
-    """PeakMemory of a device that does not report its memory."""
+    """PeakTracker of a device that does not report its memory."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(self)
@@ -95,7 +95,7 @@ def uncollecting() -> Iterator[None]:
 @contextlib.contextmanager
 def quickly() -> Iterator[None]:
     """Do as `uncollecting`, and do not measure this process's memory."""
-    with uncollecting(), mock.patch("megabatch.measuring.fit.trial.PeakMemory", Unmeasured):
+    with uncollecting(), mock.patch("megabatch.measuring.fit.trial.PeakTracker", Unmeasured):
         yield
 
 
@@ -253,7 +253,7 @@ def test_a_budget_is_measured_and_held():
         held.append(torch.ones(rows, 2 * MIB))
         held.clear()
 
-    with PeakResident() as idle:
+    with ResidentTracker() as idle:
         pass
     budget, state = idle.bytes + 200 * MIB, [nn.Linear(1, 1)]
     exact, spare = (find_chunk(step, state=state, start=20, budget=budget, margin=margin, cap=200) for margin in (0.0, 0.1))
@@ -271,7 +271,7 @@ def test_a_budget_is_measured_and_held():
 
 def test_copies_of_the_state_do_not_count_to_the_step():
     model = nn.Linear(2048, 4096, bias=False)
-    with PeakResident() as idle:
+    with ResidentTracker() as idle:
         pass
     found = find_chunk(lambda rows: None, state=[model], cap=1)
     # The copy is of 32 MiB.
@@ -288,7 +288,7 @@ def test_without_a_budget_half_of_what_the_host_has_is_one():
 def test_peaks_are_seen_also_where_the_kernels_mark_cannot_be_reset(monkeypatch):
     monkeypatch.setattr(host_memory, "reset_peak", lambda: False)
     torch.ones(64 * MIB)
-    with PeakResident() as seen:
+    with ResidentTracker() as seen:
         before = resident_bytes()
         # Long enough to be sampled.
         x = torch.ones(16 * MIB)

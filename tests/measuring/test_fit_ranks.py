@@ -17,7 +17,7 @@ from world import error_of
 import megabatch
 from megabatch.measuring.fit.finder import find_chunk
 from megabatch.measuring.fit.loops import fitted, micro_batches
-from megabatch.measuring.fit.memory import PeakResident
+from megabatch.measuring.fit.memory import ResidentTracker
 
 MIB = 2**20
 
@@ -148,7 +148,7 @@ def sharded(rank: int, size: int) -> Any:
     step(2)
     tried.clear()
     before = [p.to_local().detach().clone() for p in model.parameters()]
-    with PeakResident() as idle:
+    with ResidentTracker() as idle:
         pass
     budget = idle.bytes + 128 * MIB
     found = find_chunk(step, state=[model, optimizer], start=64, margin=0.0, budget=budget, group=dist.group.WORLD)

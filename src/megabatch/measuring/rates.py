@@ -16,7 +16,7 @@ from ..config import Compute
 from ..costs.counting import count_work
 from ..costs.rates import Rates
 from ..environment import device_name
-from ..training.distributed import ranks
+from ..training import distributed
 
 MIB = 2**20
 # Seconds for which each rate is measured.
@@ -45,8 +45,8 @@ def measure_rates(device: torch.device, group: dist.ProcessGroup | None = None, 
 
 def measure_here(seconds: float = SECONDS) -> Rates:
     """Return the rates of this process's device; if torchrun started it, also of the exchange between ranks."""
-    with ranks(Compute()) as here:
-        return measure_rates(here.device, here.group, seconds)
+    with distributed.ranks(Compute()) as ranks:
+        return measure_rates(ranks.device, ranks.group, seconds)
 
 
 def _memory(device: torch.device) -> int:
