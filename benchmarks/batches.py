@@ -14,10 +14,12 @@ import json
 import math
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +32,10 @@ from megabatch import config
 from megabatch.data.loader import Loader
 from megabatch.data.sampler import InOrder, stable_hash
 from megabatch.data.split import split
-from megabatch.reporting.figures import batch_study, best_rates
+from megabatch.reporting.figures import save
+from megabatch.reporting.format import count_text, percent_text
+from megabatch.reporting.history import number
+from megabatch.reporting.report import Axis, Chart, Figure, Series
 from megabatch.towers.model import Pair, build_pair, build_towers
 from megabatch.training.build import open_data
 from megabatch.training.evaluate import retrieval
@@ -191,6 +196,69 @@ def cases(samples: int, batches: Sequence[int]) -> list[Case]:
     ]
 
 
+class Best(NamedTuple):
+    """The result of a batch at its best learning rate. recalls: held-out recall at 1 of each seed, mean of both directions."""
+
+    batch: int
+    lr: float
+    steps: int
+    recalls: list[float]
+
+
+def best_rates(rows: Iterable[Mapping[str, Any]]) -> list[Best]:
+    """Return, for each batch, the learning rate with the highest mean over seeds. A run without a recall (it diverged) counts as 0.
+
+    The mean is that of choosing_1 where rows have one (recall on other held-out pairs than those reported), else of the recall.
+
+    >>> rows = [{"batch": 64, "lr": lr, "steps": 10, "x_to_y_1": r, "y_to_x_1": r} for lr, r in ((1e-3, 0.25), (1e-2, None))]
+    >>> best_rates(rows)
+    [Best(batch=64, lr=0.001, steps=10, recalls=[0.25])]
+    """
+    cases: dict[int, dict[float, list[Mapping[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        cases[int(row["batch"])][float(row["lr"])].append(row)
+    best = []
+    for batch, rates in sorted(cases.items()):
+        lr, runs = max(sorted(rates.items()), key=lambda case: fmean(_choosing(run) for run in case[1]))
+        best.append(Best(batch, lr, int(runs[0]["steps"]), [_recall(run) for run in runs]))
+    return best
+
+
+def study_figure(rows: Sequence[Mapping[str, Any]]) -> Figure:
+    """Return held-out recall at 1 against the batch at equal samples, each batch at its best learning rate.
+
+    The line is the mean over seeds; bars reach from the worst seed to the best.
+    """
+    best = best_rates(rows)
+    if not best:
+        raise ValueError("there are no rows to draw; run `python -m benchmarks.batches` first")
+    means = [fmean(case.recalls) for case in best]
+    errors = [(mean - min(case.recalls), max(case.recalls) - mean) for mean, case in zip(means, best, strict=True)]
+    texts = [percent_text(mean) for mean in means]
+    seeds = max(len(case.recalls) for case in best)
+    x = Axis(
+        f"batch, at its best learning rate; mean, worst and best of {seeds} seed{'s' * (seeds > 1)}",
+        scale="log2",
+        ticks={case.batch: f"{case.batch:,}\nlr {case.lr:g}\n{case.steps:,} updates" for case in best},
+        low=best[0].batch / 1.5,
+        high=best[-1].batch * 1.5,
+    )
+    y = Axis(format=percent_text, low=0, high=1.15 * max(0.01, *(max(case.recalls) for case in best)))
+    samples = count_text(max(number(row, "samples") or 0 for row in rows))
+    points = [(case.batch, mean) for case, mean in zip(best, means, strict=True)]
+    series = Series(points, errors=errors, texts=texts, offset=(0, 14), size=7)
+    chart = Chart(f"held-out recall at 1 after {samples} samples, mean of both directions", [series], x, y)
+    return Figure([chart], "held-out recall at 1 against the batch", size=(7.6, 4.4))
+
+
+def _choosing(row: Mapping[str, Any]) -> float:
+    return number(row, "choosing_1") or 0.0 if "choosing_1" in row else _recall(row)
+
+
+def _recall(row: Mapping[str, Any]) -> float:
+    return fmean(number(row, side) or 0.0 for side in ("x_to_y_1", "y_to_x_1"))
+
+
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
     """The table of kept rows, each batch at its best rate, and a line that says what it shows."""
     lines = ["| batch | updates | learning rate | held-out recall@1 | seeds |", "| ---: | ---: | ---: | ---: | --- |"]
@@ -235,7 +303,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not options.redraw:
         _measure(options, out)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    batch_study([row for row in rows if "error" not in row], out.with_suffix(".png"))
+    save(study_figure([row for row in rows if "error" not in row]), out.with_suffix(".png"))
     return int(any("error" in row for row in rows))
 
 

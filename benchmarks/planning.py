@@ -7,13 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megabatch.planning.show import as_markdown
+
 from benchmarks.peers import declare_torchvision_schemas
 from megabatch.costs.hardware import find_machine
 from megabatch.costs.strategy import Strategy
 from megabatch.costs.time import step_time
 from megabatch.planning.planner import Planner, Tools
 from megabatch.planning.request import Request
-from megabatch.planning.show import as_markdown
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "planning.md"
 QUESTION: dict[str, Any] = {

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "megabatch"
 # Modules that import little and may be imported by every layer above `tiles`.
 FOUNDATION = {
     "config", "environment", "files", "host_memory", "measurements", "objectives", "optimizers", "packages", "recall", "reference",
-    "terminal", "version",
+    "version",
 }  # fmt: skip
 # Each package or module of the package, and what it may import; "." is __init__.py. Read from the bottom to the top.
 MAY_IMPORT = {
@@ -49,7 +49,6 @@ MAY_IMPORT = {
     "optimizers": set(),
     "recall": set(),
     "reference": set(),
-    "terminal": set(),
     "version": set(),
 }
 # Packages of others, and where they may be imported. The standard library may be imported anywhere.
@@ -66,12 +65,14 @@ THIRD_PARTY = {
     "fontTools": {"data"},
     "datasets": {"data"},
     "pyarrow": {"data"},
-    "matplotlib": {"data", "measuring", "packages", "planning", "reporting"},
+    "matplotlib": {"data", "packages", "reporting"},
+    "jinja2": {"packages", "reporting"},
     "psutil": {"host_memory"},
-    "rich": {"measuring", "packages", "planning", "terminal", "training"},
+    "rich": {"packages", "reporting", "training"},
     "argcomplete": {"cli"},
     "wandb": {"packages", "training"},
     "tomli": {"audit", "config"},
+    "typing_extensions": {"losses"},
 }
 # Names that say nothing about what is inside.
 EMPTY_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
@@ -116,7 +117,8 @@ def complaints(path: str, source: str) -> list[str]:
                 found.append(f"{path}: {room!r} may not import {target!r} ({name})")
         elif origin not in sys.stdlib_module_names and room not in THIRD_PARTY.get(origin, ()):
             found.append(f"{path}: {room!r} may not import {origin!r}, which is not ours ({name})")
-    if "import_module(" in source or "__import__(" in source:
+    # The table of public names in __init__.py is computed, and compared with import statements by a test.
+    if path != "__init__.py" and ("import_module(" in source or "__import__(" in source):
         found.append(f"{path}: a computed import cannot be checked; write an import statement, late ones in a function")
     return found
 

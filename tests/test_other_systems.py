@@ -28,12 +28,13 @@ from megabatch.data import open_source
 from megabatch.measurements import Measured
 from megabatch.measuring.fit import fit
 from megabatch.measuring.fit.memory import Limit, ResidentTracker, limit_of
-from megabatch.measuring.profile.curve import Size, Timed, judge, point
-from megabatch.measuring.profile.page import rows, sentences
-from megabatch.measuring.profile.picture import picture
+from megabatch.measuring.profile.curve import Size, judge, point
+from megabatch.measuring.profile.quantities import Timed
+from megabatch.measuring.profile.report import profile_report, sentences
 from megabatch.measuring.rates import measure_rates
-from megabatch.reporting.figures import curve_panels
+from megabatch.reporting.figures import save
 from megabatch.reporting.history import read_history
+from megabatch.reporting.run_report import curve_charts
 from megabatch.training import checkpoint, memory
 from megabatch.training.loop import train
 
@@ -209,7 +210,7 @@ def test_a_run_comes_to_its_end(system, tmp_path, capsys):
     # psutil has the peak of a process on Windows only, macOS in its standard library.
     assert (result["peak_bytes"] is None) == (system == "windows")
     assert [path.name for path in checkpoint.available(out / "checkpoints")] == ["step-00000003", "step-00000004"]
-    drawn = [panel.title for panel in curve_panels(read_history(out / "log.jsonl"))]
+    drawn = [panel.title for panel in curve_charts(read_history(out / "log.jsonl"))]
     assert ("memory in use" in drawn) == (system == "macos") and "loss" in drawn
     printed = capsys.readouterr().err
     assert "one step at 16 pairs" in printed and ("memory unknown" in printed) == (system == "windows")
@@ -292,9 +293,12 @@ def test_a_profile_of_such_a_device_is_shown_without_its_memory():
     run = config.as_table(config.build({"schedule": {"steps": 1}}))
     measured = Measured(replace(found, enough=8), run, "Apple M4", "2.13.0", "2026-01-01")
     assert any("within 5 %" in sentence for sentence in sentences(measured))
-    assert rows(found)[0][-2:] == ["–", "–"]
+    report = profile_report(measured)
+    assert not {"peak_bytes", "reserved_bytes"} & {column.key for table in report.tables() for column in table.visible_columns()}
+    assert "this device does not report its memory" in report.notes()
+    (figure,) = report.figures()
     drawn = io.BytesIO()
-    picture(measured, drawn)
+    save(figure, drawn)
     assert drawn.getvalue().startswith(b"\x89PNG")
 
 

@@ -14,13 +14,13 @@ import megabatch.chunks.cached
 import megabatch.chunks.oom
 import megabatch.losses.clip
 import megabatch.losses.siglip
+from benchmarks.batches import best_rates
 from benchmarks.clocks import RESTS
 from benchmarks.memory_accuracy.cases import of_row
 from benchmarks.readme import ROOT, with_tables
 from benchmarks.report import read_rows
 from benchmarks.time_accuracy.cases import fresh_cases
 from megabatch import config
-from megabatch.reporting.figures import best_rates
 
 README = (ROOT / "README.md").read_text()
 BENCHMARKS = " ".join((ROOT / "docs" / "benchmarks.md").read_text().split())

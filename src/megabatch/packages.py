@@ -13,6 +13,10 @@ from typing import NamedTuple
 from .config import Run
 
 
+def _import_jinja2() -> None:
+    import jinja2  # noqa: F401
+
+
 def _import_matplotlib() -> None:
     import matplotlib.figure  # noqa: F401
 
@@ -49,6 +53,8 @@ class Package(NamedTuple):
     requirement: str = "megabatch[train]"
 
 
+# PyTorch depends on jinja2, so that it is missing only from a broken installation.
+JINJA2 = Package("jinja2", _import_jinja2, "jinja2")
 MATPLOTLIB = Package("matplotlib", _import_matplotlib)
 PILLOW = Package("pillow", _import_pillow)
 RICH = Package("rich", _import_rich)
@@ -66,11 +72,12 @@ class Feature(NamedTuple):
 
 
 BAR = Feature("the progress bar", (RICH,), "watch.bar=false")
-REPORT = Feature("the report of a run", (MATPLOTLIB, PILLOW), "watch.report=false")
+REPORT = Feature("the report of a run", (MATPLOTLIB, PILLOW, JINJA2), "watch.report=false")
 TENSORBOARD_LOG = Feature("watch.tensorboard", (TENSORBOARD,), "watch.tensorboard=false")
 WANDB_LOG = Feature("watch.wandb", (WANDB,), "watch.wandb=none")
 FIGURES = Feature("the figure that is drawn", (MATPLOTLIB,))
-PLAN_PAGE = Feature("the HTML page of a plan", (MATPLOTLIB,), "leaving out --html")
+HTML = Feature("a report in HTML", (MATPLOTLIB, JINJA2))
+PLAN_PAGE = Feature("the HTML page of a plan", (MATPLOTLIB, JINJA2), "leaving out --html")
 IMAGES = Feature("image data", (PILLOW,))
 CONTACT_SHEET = Feature("a contact sheet", (MATPLOTLIB, PILLOW))
 EMBEDDINGS_FILE = Feature("a file of embeddings", (SAFETENSORS,))

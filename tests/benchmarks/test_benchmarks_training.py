@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 import torch
+from PIL import Image
 
 from benchmarks import batches, steps
+from benchmarks.batches import best_rates, study_figure
 from benchmarks.readme import ROOT
 from benchmarks.report import read_rows
+from megabatch.reporting.figures import save
 
 
 @pytest.fixture(scope="module")
@@ -98,3 +103,31 @@ def test_the_kept_steps_grow_with_their_embeddings_alone():
         grown, expected = (large[key] - small[key] for key in ("extra_bytes", "embedding_bytes"))
         # Beside embeddings and gradients: ids, ranks and sums, a few numbers for each pair.
         assert grown < 1.4 * expected
+
+
+def test_the_rate_is_chosen_on_other_pairs_than_those_reported():
+    rows = [
+        {"batch": 64, "lr": lr, "steps": 10, "choosing_1": chosen, "x_to_y_1": shown, "y_to_x_1": shown}
+        for lr, chosen, shown in ((1e-3, 0.5, 0.2), (1e-2, 0.4, 0.9))
+    ]
+    assert [(best.lr, best.recalls) for best in best_rates(rows)] == [(1e-3, [0.2])]
+
+
+def study(batch: int, lr: float, *recalls: float | None) -> list[dict]:
+    fields = {"batch": batch, "lr": lr, "samples": 2**20, "steps": 2**20 // batch}
+    return [{**fields, "seed": seed, "x_to_y_1": r, "y_to_x_1": r and r + 0.1} for seed, r in enumerate(recalls)]
+
+
+def test_a_batch_is_judged_by_its_best_learning_rate_and_divergence_counts():
+    rows = [*study(512, 1e-3, 0.25, 0.35), *study(512, 3e-3, 0.85, None, None), *study(64, 1e-3, 0.15)]
+    small, large = best_rates(rows)
+    assert (small.batch, small.steps, small.recalls) == (64, 2**14, pytest.approx([0.2]))
+    assert (large.batch, large.lr, large.recalls) == (512, 1e-3, pytest.approx([0.3, 0.4]))
+
+
+def test_the_study_can_be_drawn():
+    png = io.BytesIO()
+    save(study_figure([*study(64, 1e-3, 0.1), *study(4096, 1e-3, 0.2, 0.3)]), png)
+    assert Image.open(png).width > 500
+    with pytest.raises(ValueError, match="no rows"):
+        study_figure([])

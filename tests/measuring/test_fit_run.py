@@ -22,10 +22,11 @@ from test_fit_finder import uncollecting
 from torch import Tensor, nn
 
 from megabatch import config, measurements
+from megabatch.measuring.fit import fit_report
 from megabatch.measuring.fit import fit_run as fitting
-from megabatch.measuring.fit import show
 from megabatch.measuring.fit.memory import Limit
-from megabatch.measuring.fit.show import sentences, ticks
+from megabatch.measuring.fit.report import sentences, ticks
+from megabatch.reporting.terminal import print_report
 from megabatch.towers.tower import BuiltTower
 from megabatch.training.distributed import ranks
 from megabatch.training.objective import Classification, Contrastive
@@ -106,7 +107,7 @@ def run_of(pairs: Path, *overrides: str, tower: str = "small_towers:text") -> co
 
 def printed(result: measurements.Measured) -> str:
     text = io.StringIO()
-    show(result, Console(file=text, width=200))
+    print_report(fit_report(result), Console(file=text, width=200))
     return text.getvalue()
 
 
@@ -272,8 +273,8 @@ def test_sentences_name_failures_and_the_limit():
         result, found=replace(result.found, limit_bytes=None, trials=tuple({**t, "peak_bytes": None} for t in trials))
     )
     assert sentences(unknown) == ["chunk 30 ran on a device, 31 did not; 7 trials."]
-    with pytest.raises(ValueError, match="a measurement of sweep"):
-        show(replace(result, found=measurements.Sweep(64, 0.1, "samples")))
+    with pytest.raises(ValueError, match="a measurement of 'sweep'"):
+        fit_report(replace(result, found=measurements.Sweep(64, 0.1, "samples")))
 
 
 def test_sizes_that_would_overlap_are_not_written():

@@ -16,9 +16,10 @@ from small_runs import PAIRS, assert_equal, final, log_of, run_of, train, write_
 from small_towers import Bytes, prepare
 
 from megabatch import config, measurements
-from megabatch.measuring.noise import noise_run, show
+from megabatch.measuring.noise import noise_report, noise_run
 from megabatch.measuring.noise.branch import BranchOptions, branch
 from megabatch.measuring.noise.probes import BATCHES, Probes
+from megabatch.reporting.terminal import print_report
 from megabatch.towers.tower import BuiltTower
 from megabatch.training import checkpoint
 from megabatch.training.build import assemble
@@ -352,8 +353,8 @@ def test_what_cannot_be_measured_is_refused(pairs, tmp_path, options, arguments,
 
 def test_another_measurement_is_not_shown_as_noise():
     other = measurements.Measured(measurements.Fit(4, None), {}, "cpu", "2")
-    with pytest.raises(ValueError, match="a measurement of fit"):
-        show(other)
+    with pytest.raises(ValueError, match="a measurement of 'fit'"):
+        noise_report(other)
 
 
 def _measured_as_rank(rank, size, pairs, out, options):
@@ -381,10 +382,10 @@ def test_the_embedded_default_in_small_settings(tmp_path):
     for name in ("noise.png", "branches.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     page = (tmp_path / "report.html").read_text()
-    assert "nothing of what more negatives would gain" in page and "Branches" in page
+    assert "what more negatives would gain" in page and "Branches" in page
     assert "<script" not in page and 'src="http' not in page
     from rich.console import Console
 
     shown = io.StringIO()
-    show(result, Console(file=shown, width=200))
+    print_report(noise_report(result), Console(file=shown, width=200))
     assert "ritical batch" in shown.getvalue() and "lost nothing" in shown.getvalue()

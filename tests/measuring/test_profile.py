@@ -12,11 +12,14 @@ import torch
 
 from megabatch import config, measurements
 from megabatch.measuring.predictions import StepPrediction
-from megabatch.measuring.profile import curve, profile_run, show
-from megabatch.measuring.profile.curve import Size, Timed, judge, median_and_spread, point
-from megabatch.measuring.profile.page import page, sentences
+from megabatch.measuring.profile import curve, profile_report, profile_run
+from megabatch.measuring.profile.curve import Size, judge, point
 from megabatch.measuring.profile.profile_run import sizes_of, time_sizes
+from megabatch.measuring.profile.quantities import Timed, median_and_spread
+from megabatch.measuring.profile.report import sentences
 from megabatch.measuring.profile.steps import ProfileBench, time_steps
+from megabatch.reporting.html import as_html
+from megabatch.reporting.terminal import print_report
 from megabatch.training.distributed import Ranks, ranks
 
 # These runs name towers of the tests, which are trusted.
@@ -236,11 +239,11 @@ def curve_of_a_gpu():
 def test_terminal_and_page_show_what_was_measured_and_escape_it():
     from rich.console import Console
 
-    out = io.StringIO()
-    show(curve_of_a_gpu(), Console(file=out, width=120))
+    out, report = io.StringIO(), profile_report(curve_of_a_gpu())
+    print_report(report, Console(file=out, width=120))
     assert "batch 128 ran out of memory: the curve ends there" in sentences(curve_of_a_gpu())
     assert "3 GiB" in out.getvalue() and "no memory" in out.getvalue() and "−10.0 %" in out.getvalue()
-    text = page(curve_of_a_gpu())
+    text = as_html(report)
     assert "<script" not in text and "&lt;script&gt;GPU" in text
     assert text.count("data:image/png;base64,") == 2
 

@@ -24,7 +24,7 @@ from megabatch import config, measurements
 from megabatch.data.sampler import Order
 from megabatch.data.source import Sample
 from megabatch.data.split import Part
-from megabatch.measuring.sweep import show, sweep
+from megabatch.measuring.sweep import sweep, sweep_report
 from megabatch.measuring.sweep import sweep_runs as results
 from megabatch.measuring.sweep.cases import (
     FAILED,
@@ -40,11 +40,12 @@ from megabatch.measuring.sweep.cases import (
     run_of,
 )
 from megabatch.measuring.sweep.outcome import RunOutcome, halves, seen
-from megabatch.measuring.sweep.page import page
-from megabatch.measuring.sweep.picture import picture
 from megabatch.measuring.sweep.summary import Difference, Summary, difference, from_row, pareto, t_quantile
 from megabatch.measuring.sweep.sweep_runs import checked_request
 from megabatch.measuring.sweep.verdict import verdict
+from megabatch.reporting.figures import save
+from megabatch.reporting.html import as_html
+from megabatch.reporting.terminal import print_report
 from megabatch.training.run_folder import MARK
 from megabatch.training.signals import Stopped
 
@@ -54,8 +55,7 @@ EVIL = "</ul><script>document.title='owned'</script>"
 @pytest.fixture(autouse=True)
 def undrawn(monkeypatch):
     """Skip the figures, which take most of the time of a simulated sweep; the test of the files restores them."""
-    monkeypatch.setattr(results, "picture", lambda subject, out: None)
-    monkeypatch.setattr(results, "page", lambda found, rows: "")
+    monkeypatch.setattr(results, "write_report", lambda report, out: None)
 
 
 def base_run(*overrides: str) -> config.Run:
@@ -385,7 +385,7 @@ def test_the_planted_batch_is_found(best, tmp_path):
 
 def test_every_file_is_written_and_read_back(tmp_path, monkeypatch):
     monkeypatch.undo()
-    monkeypatch.setattr("megabatch.reporting.drawing.DPI", 40)
+    monkeypatch.setattr("megabatch.reporting.figures.DPI", 40)
     said = []
     fails = lambda run: run.batch.size == 4096 or run.optimizer.lr == 2e-3  # noqa: E731
     result = sweep(base_run(), batches=[64, 256, 4096], out=tmp_path, train=Planted(fails=fails), say=said.append)
@@ -403,7 +403,7 @@ def test_every_file_is_written_and_read_back(tmp_path, monkeypatch):
     assert "No run finished at batch 4,096" in shown(read) and "Take batch 256 at a learning rate of 0.001" in shown(read)
     html = (tmp_path / "report.html").read_text()
     assert "<script>" not in html and "&lt;script&gt;" in html and "http" not in html.replace("http-equiv", "")
-    assert page(read, rows) == html
+    assert as_html(sweep_report(read, rows)) == html
     with Image.open(tmp_path / "sweep.png") as drawn:
         assert drawn.width == 480 and len(drawn.getcolors(2**20)) > 50
 
@@ -412,7 +412,7 @@ def shown(result: measurements.Measured) -> str:
     from rich.console import Console
 
     console = Console(width=200, file=io.StringIO())
-    show(result, console)
+    print_report(sweep_report(result), console)
     return console.file.getvalue()
 
 
@@ -449,7 +449,8 @@ def test_the_same_time_is_what_the_pilots_measured(tmp_path):
     assert result.found.rows[0]["lost"] == [8192]
     assert (tmp_path / "pilots" / "256" / "outcome.json").exists()
     rows, drawn = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()], io.BytesIO()
-    picture((result, rows), drawn)
+    (figure,) = sweep_report(result, rows).figures()
+    save(figure, drawn)
     assert Image.open(drawn).width == 1920
     # Pilots are not repeated either: another speed would change the length of every run.
     before = len(train.runs)
@@ -556,5 +557,5 @@ def test_a_damaged_outcome_file_is_named(tmp_path):
 
 
 def test_only_a_sweep_is_shown():
-    with pytest.raises(ValueError, match="of 'fit': must be of 'sweep'"):
-        show(measurements.Measured(measurements.Fit(8, None), {}, "cpu", "2"))
+    with pytest.raises(ValueError, match="of 'fit', not of 'sweep'"):
+        sweep_report(measurements.Measured(measurements.Fit(8, None), {}, "cpu", "2"))

@@ -18,7 +18,7 @@ from PIL import Image
 from megabatch import config, measurements
 from megabatch.measuring.sweep import sweep
 from megabatch.measuring.sweep import sweep_runs as results
-from megabatch.measuring.sweep.show import verdict_of
+from megabatch.measuring.sweep.report import verdict_of
 from megabatch.training import run_folder
 
 SMALL = ["x.options.width=4", "x.options.hidden=32", "y.options.width=16", "y.options.buckets=512", "loss.dim=16", "data.workers=0"]
@@ -127,8 +127,7 @@ def test_a_killed_sweep_resumes_without_repeating_finished_runs(tmp_path, monkey
 
     slow.unlink()
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    monkeypatch.setattr(results, "picture", lambda subject, out: None)
-    monkeypatch.setattr(results, "page", lambda found, rows: "")
+    monkeypatch.setattr(results, "write_report", lambda report, out: None)
     said = []
     result = sweep(run, batches=[8], rates=(1,), seeds=2, out=out, say=said.append, trust_code=True)
     assert kept == {name: (first / name).stat().st_mtime_ns for name in kept}

@@ -10,15 +10,27 @@ from torch import nn
 from megabatch import config
 
 from .documents import Document, Reading
-from .page import rules_page
 from .readers import read_any
 from .readers.ours import reading as _reading_of_run
+from .report import audit_report, rules_page
 from .rule import SEVERITIES, Finding, Problem, Rule, Severity, exit_code
 from .rules import RULES
 from .together import audit_together
 from .training import Training, with_known
 
-__all__ = ["RULES", "Finding", "Reading", "Severity", "Training", "audit", "audit_together", "exit_code", "read_any", "rules_page"]
+__all__ = [
+    "RULES",
+    "Finding",
+    "Reading",
+    "Severity",
+    "Training",
+    "audit",
+    "audit_report",
+    "audit_together",
+    "exit_code",
+    "read_any",
+    "rules_page",
+]
 
 
 def audit(

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from .. import config
 from ..files import check_file
-from ..terminal import visible
+from ..reporting.terminal import visible
 
 SETTINGS_HELP = (
     "The TOML file of a run, and settings as section.key=value, in any order; settings override those of the file."

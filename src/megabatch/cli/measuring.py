@@ -10,6 +10,8 @@ from typing import Any
 
 from .. import measurements
 from ..files import check_folder
+from ..reporting.report import Report
+from ..reporting.terminal import print_report
 from .arguments import SETTINGS_HELP, add_trust, settings_of
 
 
@@ -142,55 +144,55 @@ def _fit(arguments: argparse.Namespace) -> None:
     """Find the largest chunk that fits into memory, by trying real steps of the run at several sizes around the predicted one."""
     check_folder(arguments.out, "--out")
     from ..costs.hardware import parse_bytes
-    from ..measuring.fit import fit, show
+    from ..measuring.fit import fit, fit_report
 
     options = {name: getattr(arguments, name) for name in ("margin", "cap", "start", "out", "trust_code")}
     budget = None if arguments.budget is None else parse_bytes(arguments.budget)
-    _print_result(fit(settings_of(arguments.settings), budget=budget, **options), show, arguments)
+    _print_result(fit(settings_of(arguments.settings), budget=budget, **options), fit_report, arguments)
 
 
 def _profile(arguments: argparse.Namespace) -> None:
     """Measure samples per second, seconds per step and peak memory at several sizes, and compare them with predictions."""
     check_folder(arguments.out, "--out")
-    from ..measuring.profile import profile, show
+    from ..measuring.profile import profile, profile_report
 
     options = {name: getattr(arguments, name) for name in ("batches", "chunks", "steps", "critical", "out", "trust_code")}
-    _print_result(profile(settings_of(arguments.settings), **options), show, arguments)
+    _print_result(profile(settings_of(arguments.settings), **options), profile_report, arguments)
 
 
 def _noise(arguments: argparse.Namespace) -> None:
     """Train the run for some steps, measure how noisy its gradient is, and derive the critical batch size."""
     check_folder(arguments.out, "--out")
-    from ..measuring.noise import noise, show
+    from ..measuring.noise import noise, noise_report
 
     options = {
         name: getattr(arguments, name)
         for name in ("steps", "branch", "updates", "repeats", "tolerance", "checkpoint", "out", "trust_code")
     }
     window = {} if arguments.window is None else {"window": arguments.window}
-    _print_result(noise(settings_of(arguments.settings), **options, **window), show, arguments)
+    _print_result(noise(settings_of(arguments.settings), **options, **window), noise_report, arguments)
 
 
 def _sweep(arguments: argparse.Namespace) -> None:
     """Train at several batch sizes, each at its best learning rate, and recommend one of them. The same command resumes a sweep
     that was stopped."""
     check_folder(arguments.out, "--out")
-    from ..measuring.sweep import show, sweep
+    from ..measuring.sweep import sweep, sweep_report
 
     names = ("batches", "rates", "seeds", "same", "seconds", "decays", "extend", "jobs", "devices", "out", "trust_code")
     options = {name: getattr(arguments, name) for name in names}
-    _print_result(sweep(settings_of(arguments.settings), **options), show, arguments)
+    _print_result(sweep(settings_of(arguments.settings), **options), sweep_report, arguments)
 
 
 def _print_result(
-    found: measurements.Measured, show: Callable[[measurements.Measured], None], arguments: argparse.Namespace
+    found: measurements.Measured, report: Callable[[measurements.Measured], Report], arguments: argparse.Namespace
 ) -> None:
     if os.environ.get("RANK", "0") != "0":
         return
     if arguments.json:
         print(measurements.as_json(found))
         return
-    show(found)
+    print_report(report(found))
     print(f"Written to {arguments.out / 'measured.json'}, for `megabatch plan --measured`.")
 
 

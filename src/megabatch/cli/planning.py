@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from .. import config, objectives, optimizers, packages
-from ..terminal import visible
+from ..reporting.terminal import print_report
 from .arguments import add_overwrite, add_trust, check_output
 
 
@@ -123,7 +123,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     """Choose the batch size that a training needs, how to reach it, and the other settings, each with its reason. Without
     arguments, plan the embedded default run on this machine."""
     from ..planning.planner import plan
-    from ..planning.show import check_target, show, write
+    from ..planning.report import check_target, plan_report, write
 
     for name in ("out", "html"):
         path = getattr(arguments, name)
@@ -137,7 +137,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     if any(path is not None and path.suffix == ".html" for path in (arguments.out, arguments.html)):
         packages.require(packages.PLAN_PAGE)
     found = plan(**options)
-    print(found.as_json()) if arguments.json else show(found)
+    print(found.as_json()) if arguments.json else print_report(plan_report(found))
     for path in (arguments.out, arguments.html):
         if path is not None:
             print("Plan written to", write(found, path), file=sys.stderr)
@@ -146,7 +146,7 @@ def _plan(arguments: argparse.Namespace) -> None:
 def _audit(arguments: argparse.Namespace) -> int:
     """Find common mistakes in the batch size and the settings that depend on it: what is wrong, where, why, and the fix as a diff.
     The exit status is 1 if something at least as severe as --fail-on was found, so a script can check before a launch."""
-    from ..audit import audit, audit_together, exit_code, read_any
+    from ..audit import audit, audit_report, audit_together, exit_code, read_any
     from ..planning.request import parse_base, parse_count
 
     base = parse_base(arguments.base_lr) or (None, None)
@@ -167,9 +167,5 @@ def _audit(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps([finding._asdict() for finding in findings], indent=2))
     else:
-        for finding in findings:
-            # Findings quote the file: control sequences in it must not reach the terminal.
-            lines = f"{finding.severity}: {finding.where}: {finding.why} ({finding.code})\n{finding.fix.rstrip()}\n"
-            print("\n".join(map(visible, lines.split("\n"))))
-        print(f"{len(findings)} findings." if findings else "No mistakes found.")
+        print_report(audit_report(findings))
     return exit_code(findings, arguments.fail_on)

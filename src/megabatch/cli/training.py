@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import config
-from ..terminal import print_table, visible
+from ..reporting.report import text_table
+from ..reporting.terminal import print_table, visible
 from .arguments import SETTINGS_HELP, add_overwrite, add_trust, check_output, settings_of
 
 if TYPE_CHECKING:
@@ -116,16 +117,17 @@ def _search(arguments: argparse.Namespace) -> None:
 
     options = {"side": arguments.side, "trust_code": arguments.trust_code}
     answers = search(arguments.folder, arguments.query, arguments.k, arguments.device, **options)
-    print_table(["similarity", "answer", "from"], [[f"{a.score:.3f}", a.text, a.key] for a in answers])
+    print_table(text_table(["similarity", "answer", "from"], [[f"{a.score:.3f}", a.text, a.key] for a in answers]))
     if any(answer.image is not None for answer in answers):
         print("contact sheet:", _draw(arguments.query, answers, arguments.out or Path(arguments.folder) / "search.png"))
 
 
 def _draw(query: str, answers: Sequence[Answer], out: Path) -> Path:
-    from ..reporting.contact import Question, Shown, contact_sheet
+    from ..reporting.contact import contact_sheet
+    from ..reporting.report import Exhibit, Question
 
-    found = [Shown(answer.text, answer.image, None, answer.score) for answer in answers]
-    contact_sheet([Question(Shown(query, None, None, None), found)], out)
+    exhibits = [Exhibit(answer.text, answer.image, None, answer.score) for answer in answers]
+    contact_sheet([Question(Exhibit(query), exhibits)], out)
     return out
 
 
@@ -162,6 +164,6 @@ def _show_quality(found: dict[str, Any], chance: dict[str, float] | None = None)
     if chance is not None:
         rows.append(["chance", *(f"{chance[k]:.2%}" for k in at), f"{(found['pairs'] + 1) / 2:g}"])
     print(f"held-out recall among {found['pairs']:,} pairs{unread}")
-    print_table(["direction", *(f"recall@{k}" for k in at), "median rank"], rows)
+    print_table(text_table(["direction", *(f"recall@{k}" for k in at), "median rank"], rows))
     for k, share in found.get("zero_shot", {}).items():
         print(f"zero-shot accuracy, top {k}: {share:.1%}")

@@ -1,55 +1,38 @@
-"""Contact sheets: questions on the left, their answers on the right, framed by whether they are right."""
+"""Contact sheets: queries on the left, their answers on the right, framed by whether they are right."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from megabatch import packages
 from megabatch.files import replacing
 
+from .format import plain
 from .history import number
-from .wording import plain
+from .report import Exhibit, Question
 
 if TYPE_CHECKING:
     from PIL.Image import Image
     from PIL.ImageDraw import ImageDraw
     from PIL.ImageFont import FreeTypeFont
 
-# Pixels: the side of a cell, the space around it, the width of its frame, the side of its mark, letters, lines.
+# Pixels: side of a cell, space around it, width of its frame, side of its mark, font size, line height.
 CELL, GAP, FRAME, MARK, LETTERS, LINE = 240, 28, 6, 32, 20, 26
 CAPTION_LINES = 3
-MOST_LETTERS = 400
+MOST_CHARACTERS = 400
 MOST_PIXELS = 50_000_000
 INK, FAINT, PAPER, GROUND = "#26262b", "#6f6f78", "#ffffff", "#f4f4f5"
 FRAMES = {True: "#1a9c5b", False: "#d0402f", None: "#c9c9ce"}
 
 
-class Shown(NamedTuple):
-    """A question or an answer: a text, or a picture and the text that belongs to it.
-
-    right: whether it is an answer that was asked for; None where nobody knows.
-    """
-
-    text: str
-    image: Image | None = None
-    right: bool | None = None
-    score: float | None = None
-
-
-class Question(NamedTuple):
-    """What was asked, and the answers, best first."""
-
-    asked: Shown
-    answers: list[Shown]
-
-
 def contact_sheet(questions: Sequence[Question], out: Path | str) -> None:
-    """Draws the sheet as PNG: a row for each question; right answers are framed green and ticked, wrong ones red and crossed."""
+    """Write the sheet as PNG: a row for each question; right answers have a green frame and a tick, wrong ones a red frame and
+    a cross."""
     if not questions:
-        raise ValueError("a contact sheet of no questions: give at least one")
+        raise ValueError("a contact sheet needs at least one question; none was given")
     packages.require(packages.CONTACT_SHEET)
     from PIL import Image, ImageDraw
 
@@ -61,21 +44,21 @@ def contact_sheet(questions: Sequence[Question], out: Path | str) -> None:
         top = GAP + row * height
         _cell(sheet, draw, font, question.asked, (GAP, top), framed=False)
         for place, answer in enumerate(question.answers):
-            # Twice the space between the question and its answers.
+            # Twice the space between a question and its answers.
             _cell(sheet, draw, font, answer, (2 * GAP + (place + 1) * (CELL + GAP), top), framed=True)
     with replacing(out) as temporary:
         sheet.save(temporary, "PNG")
 
 
 def read_contact(run: Path) -> list[Question]:
-    """The questions of a run's contact.json; none if it has none. Pictures that are not in the run's folder are left out."""
+    """Return the questions of a run's contact.json, none if it does not exist. Images outside of the run's folder are left out."""
     try:
-        found = json.loads((run / "contact.json").read_text("utf-8"))
+        contents = json.loads((run / "contact.json").read_text("utf-8"))
     except (OSError, ValueError):
         return []
-    questions = found.get("queries") if isinstance(found, dict) else None
+    questions = contents.get("queries") if isinstance(contents, dict) else None
     return [
-        Question(_shown(question, run), [_shown(answer, run) for answer in _tables(question.get("answers"))])
+        Question(_exhibit(question, run), [_exhibit(answer, run) for answer in _tables(question.get("answers"))])
         for question in _tables(questions)
     ]
 
@@ -84,18 +67,18 @@ def _tables(value: Any) -> list[dict[str, Any]]:
     return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
 
 
-def _shown(entry: dict[str, Any], run: Path) -> Shown:
+def _exhibit(entry: dict[str, Any], run: Path) -> Exhibit:
     right = entry.get("right")
-    return Shown(
+    return Exhibit(
         text=str(entry.get("text") or ""),
-        image=_picture(run, entry.get("image")),
+        image=_read_image(run, entry.get("image")),
         right=right if isinstance(right, bool) else None,
         score=number(entry, "score"),
     )
 
 
-def _picture(run: Path, name: Any) -> Image | None:
-    """The picture, if it is a readable PNG of sensible size inside the run's folder: a run may come from someone else."""
+def _read_image(run: Path, name: Any) -> Image | None:
+    """Return the image if it is a readable PNG of sensible size inside the run's folder: a run may come from someone else."""
     from PIL import Image, UnidentifiedImageError
 
     if not isinstance(name, str):
@@ -104,32 +87,32 @@ def _picture(run: Path, name: Any) -> Image | None:
         path = (run / name).resolve()
         if not path.is_relative_to(run.resolve()):
             return None
-        with path.open("rb") as file, Image.open(file, formats=("PNG",)) as picture:
-            if picture.width * picture.height > MOST_PIXELS:
+        with path.open("rb") as file, Image.open(file, formats=("PNG",)) as image:
+            if image.width * image.height > MOST_PIXELS:
                 return None
-            return picture.convert("RGB")
+            return image.convert("RGB")
     except (OSError, ValueError, SyntaxError, UnidentifiedImageError, Image.DecompressionBombError, Image.DecompressionBombWarning):
         return None
 
 
-def _cell(sheet: Image, draw: ImageDraw, font: FreeTypeFont, shown: Shown, place: tuple[int, int], *, framed: bool) -> None:
+def _cell(sheet: Image, draw: ImageDraw, font: FreeTypeFont, item: Exhibit, place: tuple[int, int], *, framed: bool) -> None:
     left, top = place
     box = (left, top, left + CELL, top + CELL)
     draw.rectangle(box, fill=GROUND)
-    if shown.image is None:
-        lines = _wrapped(shown.text, font, CELL - 4 * FRAME, (CELL - 4 * FRAME - MARK) // LINE)
+    if item.image is None:
+        lines = _wrapped(item.text, font, CELL - 4 * FRAME, (CELL - 4 * FRAME - MARK) // LINE)
         _lines(draw, font, lines, (left + 2 * FRAME, top + 2 * FRAME), INK)
     else:
-        picture = _fitted(shown.image)
-        sheet.paste(picture, (left + (CELL - picture.width) // 2, top + (CELL - picture.height) // 2))
-        _lines(draw, font, _wrapped(shown.text, font, CELL, CAPTION_LINES), (left, top + CELL + 6), FAINT)
+        image = _resized(item.image)
+        sheet.paste(image, (left + (CELL - image.width) // 2, top + (CELL - image.height) // 2))
+        _lines(draw, font, _wrapped(item.text, font, CELL, CAPTION_LINES), (left, top + CELL + 6), FAINT)
     if framed:
-        draw.rectangle(box, outline=FRAMES[shown.right], width=FRAME)
-        _mark(draw, font, shown.right, (left + CELL, top + CELL))
+        draw.rectangle(box, outline=FRAMES[item.right], width=FRAME)
+        _mark(draw, font, item.right, (left + CELL, top + CELL))
 
 
 def _mark(draw: ImageDraw, font: FreeTypeFont, right: bool | None, corner: tuple[int, int]) -> None:
-    """A tick or a cross in the lower right corner, for those who do not tell the colours apart."""
+    """Draw a tick or a cross in the lower right corner, for readers who cannot distinguish the colors."""
     if right is None:
         return
     x, y = corner
@@ -137,25 +120,25 @@ def _mark(draw: ImageDraw, font: FreeTypeFont, right: bool | None, corner: tuple
     draw.text((x - MARK // 2, y - MARK // 2), "✓" if right else "✗", font=font, fill=PAPER, anchor="mm")
 
 
-def _fitted(picture: Image) -> Image:
-    """The picture as large as a cell allows, in its proportions."""
+def _resized(image: Image) -> Image:
+    """Return the image as large as a cell allows, in its proportions."""
     from PIL import Image
 
     side = CELL - 2 * FRAME
-    scale = side / max(picture.size)
-    size = tuple(max(1, round(length * scale)) for length in picture.size)
-    return picture.convert("RGB").resize((size[0], size[1]), Image.Resampling.LANCZOS)
+    scale = side / max(image.size)
+    size = tuple(max(1, round(length * scale)) for length in image.size)
+    return image.convert("RGB").resize((size[0], size[1]), Image.Resampling.LANCZOS)
 
 
-def _lines(draw: ImageDraw, font: FreeTypeFont, lines: Sequence[str], place: tuple[int, int], colour: str) -> None:
+def _lines(draw: ImageDraw, font: FreeTypeFont, lines: Sequence[str], place: tuple[int, int], color: str) -> None:
     for row, line in enumerate(lines):
-        draw.text((place[0], place[1] + row * LINE), line, font=font, fill=colour)
+        draw.text((place[0], place[1] + row * LINE), line, font=font, fill=color)
 
 
 def _wrapped(text: str, font: FreeTypeFont, width: int, most: int) -> list[str]:
-    """At most so many lines, the last with an ellipsis if there is more; words longer than a line are cut."""
+    """Return at most `most` lines, the last with an ellipsis if there is more; words longer than a line are cut."""
     lines, line = [], ""
-    for word in plain(text, MOST_LETTERS).split():
+    for word in plain(text, MOST_CHARACTERS).split():
         for piece in _pieces(word, font, width):
             if line and font.getlength(f"{line} {piece}") > width:
                 lines.append(line)
@@ -181,7 +164,7 @@ def _pieces(word: str, font: FreeTypeFont, width: int) -> list[str]:
 
 
 def _font() -> FreeTypeFont:
-    """DejaVu Sans, which comes with matplotlib; a character that it lacks is drawn as a box."""
+    """Return DejaVu Sans, which comes with matplotlib; a character that it lacks is drawn as a box."""
     import matplotlib
     from PIL import ImageFont
 

@@ -1,4 +1,4 @@
-"""What a run has said of itself in log.jsonl, read back."""
+"""The events of a run, read from its log.jsonl."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Row = Mapping[str, Any]
 
 
 class History(NamedTuple):
-    """The rows of a log by event, in order of steps. unread: lines that are no rows, such as the last one of a killed run."""
+    """Rows of a log by event, in order of steps. unread: number of invalid lines, such as the last one of a killed run."""
 
     steps: list[Row]
     evaluations: list[Row]
@@ -22,10 +22,10 @@ class History(NamedTuple):
 
 
 def read_history(log: Path) -> History:
-    """The history of a run; an empty one where there is no log yet.
+    """Return the history of a run, empty where there is no log yet.
 
-    A run that resumes repeats the steps after its last checkpoint: what it says of a step replaces what was said of that step and
-    of all later ones.
+    A run that resumes repeats the steps after its last checkpoint: a row of a step replaces earlier rows of that step and of all
+    later ones.
     """
     history = History([], [], [], [], 0)
     unread = 0
@@ -48,7 +48,7 @@ def read_history(log: Path) -> History:
 
 
 def number(row: Row, *path: str) -> float | None:
-    """The finite number under a key of a row, or of a table within it; None if there is none.
+    """Return the finite number under a key of a row, or of a table within it; None if there is none.
 
     >>> number({"x_to_y": {"1": 0.5}}, "x_to_y", "1")
     0.5
@@ -66,7 +66,7 @@ def number(row: Row, *path: str) -> float | None:
 
 
 def _lines(log: Path) -> list[str]:
-    # Bytes of a torn line need not be UTF-8.
+    # Bytes of an incomplete line need not be UTF-8.
     return log.read_text("utf-8", errors="replace").splitlines() if log.exists() else []
 
 
@@ -83,6 +83,6 @@ def _row(line: str) -> Row | None:
 
 
 def _rewind(rows: list[Row], step: int) -> None:
-    """Drops the rows of later steps."""
+    """Drop the rows of later steps."""
     while rows and rows[-1]["step"] > step:
         rows.pop()

@@ -13,9 +13,9 @@ from torch import Tensor
 from ..data.source import Sample
 from ..files import replacing, write_text
 from ..recall import chance
-from ..reporting import write_report
 from ..reporting.contact import contact_sheet, read_contact
-from ..reporting.figures import curves
+from ..reporting.figures import save
+from ..reporting.run_report import curves_figure, write_run_report
 from .build import Assembly
 from .evaluate import nearest
 from .held_out import Embedded, evaluated
@@ -68,8 +68,8 @@ def finish(
     if embedded is not None:
         _contact(parts, embedded, folder)
         contact_sheet(read_contact(folder), folder / "contact.png")
-    curves(folder / "log.jsonl", folder / "curves.png")
-    write_report(folder)
+    save(curves_figure(folder / "log.jsonl"), folder / "curves.png")
+    write_run_report(folder)
 
 
 def planned_peak(parts: Assembly, tensors: dict[str, Tensor]) -> int | None:

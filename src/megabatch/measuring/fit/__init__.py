@@ -3,6 +3,6 @@
 from .finder import find_chunk
 from .fit_run import fit
 from .loops import fitted, micro_batches
-from .show import show
+from .report import fit_report
 
-__all__ = ["find_chunk", "fit", "fitted", "micro_batches", "show"]
+__all__ = ["find_chunk", "fit", "fit_report", "fitted", "micro_batches"]

@@ -14,7 +14,7 @@ from ... import measurements
 from ...chunks.ddp_fsdp import meeting_rings
 from ...chunks.oom import release
 from ...environment import device_name
-from ...reporting.wording import bytes_text
+from ...reporting.format import bytes_text
 from ...ring import Group, Ring
 from . import search
 from .memory import Limit, limit_of

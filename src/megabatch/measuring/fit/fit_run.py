@@ -12,6 +12,7 @@ import torch
 
 from ... import config, measurements, packages, trust
 from ...data.loader import Batch
+from ...reporting.html import write_report
 from ...ring import Ring
 from ...training import distributed
 from ...training.build import assemble
@@ -24,7 +25,7 @@ from ..predictions import Predict, StepPrediction, predictions
 from . import search
 from .finder import ChunkResult, SearchOptions, as_measured, search_chunk
 from .memory import Limit, limit_of, resident_bytes
-from .show import draw
+from .report import fit_report
 from .snapshot import Snapshot
 
 # How exact the result is, and how exact the prediction that the search starts from, as fractions of the size.
@@ -43,15 +44,15 @@ def fit(
 ) -> measurements.Measured:
     """Return the largest chunk at which a run's steps fit, measured at its own batch on its own data.
 
-    Writes measured.json and fit.png into `out`. The run itself is not changed. No chunk is kept during the search: afterwards
-    `keep="auto"` uses the memory that is left.
+    Writes measured.json, fit.png and report.html into `out`. The run itself is not changed. No chunk is kept during the search:
+    afterwards `keep="auto"` uses the memory that is left.
 
     budget: bytes that may be used; on a CPU by the whole process. margin: fraction of the budget that stays free. cap: as in
     `find_chunk`; the rows of a rank are always a cap. start: the first chunk to try; None is the one that is predicted to fit.
     trust_code: whether code that the run names (`trust.callables`) may be imported and called.
     """
     trust.require_trust(run, trust_code)
-    packages.require(packages.FIGURES)
+    packages.require(packages.HTML)
     with distributed.ranks(run.compute) as ranks, claimed_by_ranks(out, "fit", ranks.first):
         bench = FitBench(run, ranks, out)
         limit = limit_of(ranks.device, budget, margin, ranks.size)
@@ -63,7 +64,7 @@ def fit(
         result = as_measured(_as_fit(found, predicted), config.as_table(run), ranks.device)
         if ranks.first:
             measurements.write(result, out / "measured.json")
-            draw(result, out / "fit.png")
+            write_report(fit_report(result), out)
     return result
 
 

@@ -20,7 +20,7 @@ import torch
 
 from ... import host_memory
 from ...chunks.oom import release
-from ...reporting.wording import bytes_text
+from ...reporting.format import bytes_text
 
 # Seconds between two samples of the resident set, where the kernel's peak cannot be reset.
 SAMPLE_S = 0.002

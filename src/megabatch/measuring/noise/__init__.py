@@ -5,6 +5,6 @@
 
 from ...training.noise.collect import NoiseScale
 from .noise_run import noise
-from .show import show
+from .report import noise_report
 
-__all__ = ["NoiseScale", "noise", "show"]
+__all__ = ["NoiseScale", "noise", "noise_report"]

@@ -16,6 +16,7 @@ from ... import config, packages, trust
 from ...environment import device_name
 from ...files import write_text
 from ...measurements import Measured, Noise, write
+from ...reporting.html import write_report
 from ...training import distributed
 from ...training.build import assemble
 from ...training.checkpoint.folder import place
@@ -28,9 +29,8 @@ from ...training.run_logger import Watch
 from ...training.signals import StopSign
 from . import branch as branching
 from .branch import REPEATS, TOLERANCE, UPDATES, Branch, BranchOptions, largest
-from .page import page
-from .pictures import branch_picture, course_picture
 from .probes import Probes
+from .report import noise_report
 
 # The most estimates over training that are stored.
 POINTS = 200
@@ -70,7 +70,7 @@ def noise(
         evaluate=replace(run.evaluate, every=None, large=()),
         watch=replace(run.watch, report=False),
     )
-    packages.require(packages.FIGURES)
+    packages.require(packages.HTML)
     with distributed.ranks(run.compute) as ranks, claimed_by_ranks(out, "noise", ranks.first):
         training = Training(assemble(run, ranks), out)
         if checkpoint is not None:
@@ -161,9 +161,7 @@ def _collecting(training: Training, window: int, last: int) -> Iterator[deque[Mo
 
 def _write(result: Measured, branches: Sequence[Branch], out: Path) -> None:
     write(result, out / "measured.json")
-    course_picture(result, out / "noise.png")
     if branches:
         rows = [each._asdict() for each in branches]
         write_text(out / "branches.json", json.dumps(rows, indent=1) + "\n")
-        branch_picture(branches, out / "branches.png")
-    write_text(out / "report.html", page(result, branches))
+    write_report(noise_report(result, branches), out)

@@ -1,6 +1,6 @@
 """The fastest size: samples per second, seconds per step and memory against the batch or the chunk."""
 
-from .page import show
 from .profile_run import profile
+from .report import profile_report
 
-__all__ = ["profile", "show"]
+__all__ = ["profile", "profile_report"]

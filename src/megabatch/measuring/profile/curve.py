@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 from ...measurements import Profile
 from ...planning.batch import steps_factor
 from ..predictions import StepPrediction
+from .quantities import Sample, Timed, values
 
 Points = Sequence[tuple[int, float]]
 # A rate within this fraction of the best one is as good.
@@ -25,32 +26,12 @@ class Size(NamedTuple):
     chunk: int
 
 
-class Timed(NamedTuple):
-    """Steps that were timed at one size.
-
-    seconds: of each step, on the slowest rank. peak_bytes: of tensors; reserved_bytes: what the allocator has reserved of the
-    device for them, None on a CPU. Both are None on a device that does not report its memory. keep: chunks that were not
-    recomputed in backward.
-    """
-
-    seconds: tuple[float, ...]
-    peak_bytes: int | None
-    reserved_bytes: int | None
-    keep: int
-
-
 def point(size: Size, timed: Timed | None, ranks: int, predicted: StepPrediction | None) -> Mapping[str, Any]:
     """Return a row of the curve; `timed` None means that the size ran out of memory."""
     row: dict[str, Any] = {"batch": size.batch, "chunk": size.chunk, "ranks": ranks}
     if timed is None:
         return {**row, "out_of_memory": True}
-    seconds, spread = median_and_spread(timed.seconds)
-    row |= {"keep": timed.keep, "seconds": seconds, "spread": spread, "pairs_per_s": size.batch / seconds}
-    row |= {"peak_bytes": timed.peak_bytes, "reserved_bytes": timed.reserved_bytes}
-    if predicted is not None:
-        row |= {"predicted_seconds": predicted.seconds, "predicted_bytes": predicted.peak_bytes}
-        row |= {"predicted_reserved": None if timed.reserved_bytes is None else predicted.reserved_bytes}
-    return {name: value for name, value in row.items() if value is not None}
+    return row | values(Sample(size.batch, timed, predicted))
 
 
 def judge(
@@ -134,23 +115,6 @@ def soonest(seconds: Points, critical: float) -> int:
     128
     """
     return min(seconds, key=lambda point: (steps_factor(point[0], critical) * point[1], point[0]))[0]
-
-
-def median_and_spread(values: Sequence[float]) -> tuple[float, float]:
-    """Return the median, and half of the interquartile range.
-
-    >>> median_and_spread([5.0, 1.0, 2.0, 3.0, 4.0])
-    (3.0, 1.0)
-    """
-    ordered = sorted(values)
-
-    def quantile(share: float) -> float:
-        place = share * (len(ordered) - 1)
-        low = int(place)
-        high = min(low + 1, len(ordered) - 1)
-        return ordered[low] + (place - low) * (ordered[high] - ordered[low])
-
-    return quantile(0.5), (quantile(0.75) - quantile(0.25)) / 2
 
 
 def _reading_notes(reading: float, rate: float, workers: int) -> Iterable[str]:

@@ -11,16 +11,16 @@ import torch
 
 from ... import config, packages, trust
 from ...environment import device_name
-from ...files import write_text
 from ...measurements import Measured, write
 from ...planning.search import chunk_sizes
+from ...reporting.html import write_report
 from ...training import distributed
 from ...training.distributed import Ranks
 from ...training.run_folder import claimed_by_ranks
 from ..predictions import Predict, predictions
-from .curve import Size, Timed, judge, point
-from .page import page
-from .picture import picture
+from .curve import Size, judge, point
+from .quantities import Timed
+from .report import profile_report
 from .steps import ProfileBench
 
 # Batches to measure if none are given, as multiples of the run's batch.
@@ -49,7 +49,7 @@ def profile(
     """
     trust.require_trust(run, trust_code)
     _check(batches, chunks, steps, critical)
-    packages.require(packages.FIGURES)
+    packages.require(packages.HTML)
     against: Literal["batch", "chunk"] = "batch" if chunks is None else "chunk"
     with distributed.ranks(run.compute) as ranks, claimed_by_ranks(out, "profile", ranks.first):
         bench = ProfileBench(run, ranks, Path(out))
@@ -62,8 +62,7 @@ def profile(
         measured = Measured(found, config.as_table(run), device_name(ranks.device), str(torch.__version__), today)
         if ranks.first:
             write(measured, Path(out) / "measured.json")
-            picture(measured, Path(out) / "profile.png")
-            write_text(Path(out) / "report.html", page(measured))
+            write_report(profile_report(measured), Path(out))
     return measured
 
 

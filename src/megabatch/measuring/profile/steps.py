@@ -21,7 +21,8 @@ from ...training.loop import Training
 from ...training.memory import peak, peak_of_tensors, reset_peak
 from ...training.objective import Contrastive
 from ...training.schedules import Step
-from .curve import Size, Timed
+from .curve import Size
+from .quantities import Timed
 
 # The first step creates the optimizer's state and shows what a kept chunk costs; the second is the first that keeps chunks.
 WARMUP = 2

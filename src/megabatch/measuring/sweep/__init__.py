@@ -1,6 +1,6 @@
 """Training at several batches, each at its best learning rate: what a batch costs and what it gains, measured."""
 
-from .show import show
+from .report import sweep_report
 from .sweep_runs import sweep
 
-__all__ = ["show", "sweep"]
+__all__ = ["sweep", "sweep_report"]

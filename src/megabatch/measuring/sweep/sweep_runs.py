@@ -21,15 +21,15 @@ import torch
 
 from ... import config, environment, measurements, packages, trust
 from ...measurements import Measured
-from ...reporting.wording import seconds_text
+from ...reporting.format import seconds_text
+from ...reporting.html import write_report
 from ...towers.model import build_towers
 from ...training.build import open_data
 from ...training.run_folder import claimed
 from ...training.schedules import samples_of
 from .cases import Case, Same, Space, length_of, middle_rate, needed_cases, pilot_of, rate, remaining, run_of
 from .outcome import RunOutcome, write_whole
-from .page import page
-from .picture import picture
+from .report import sweep_report
 from .runner import Processes, Train, WorkerSlot, run_all
 from .summary import scores, summaries
 from .verdict import verdict
@@ -68,7 +68,7 @@ def sweep(
     there are not repeated, unfinished ones resume from their checkpoints, and failed ones are tried again.
     """
     trust.require_trust(run, trust_code)
-    packages.require(packages.FIGURES)
+    packages.require(packages.HTML)
     request = checked_request(
         run, batches=batches, rates=rates, seeds=seeds, same=same, decays=decays, extend=extend, seconds=seconds
     )
@@ -237,8 +237,7 @@ def write_results(
     )
     rows = rows_of(outcomes)
     measurements.write(measured, out / "measured.json")
-    picture((measured, rows), out / "sweep.png")
-    write_whole(out / "report.html", page(measured, rows))
+    write_report(sweep_report(measured, rows), out)
     return measured
 
 

@@ -1,4 +1,4 @@
-"""The report and the figures of a run: whole, of parts, and of what someone else has put into the folder."""
+"""The report of a run: of a complete folder, of parts, and of hostile files."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ import pytest
 from PIL import Image
 
 from megabatch import config
-from megabatch.reporting import wording, write_report
-from megabatch.reporting.contact import FRAMES, Question, Shown, contact_sheet, read_contact
-from megabatch.reporting.figures import batch_study, best_rates, curve_panels, curves, flat_memory
+from megabatch.reporting import html
+from megabatch.reporting.contact import FRAMES, contact_sheet, read_contact
+from megabatch.reporting.figures import save
 from megabatch.reporting.history import read_history
-from megabatch.reporting.markup import POLICY
+from megabatch.reporting.html import POLICY, Drawn
+from megabatch.reporting.report import Exhibit, Question
+from megabatch.reporting.run_report import curve_charts, curves_figure, memory_figure, write_run_report
 
 EVIL = "</pre></title><script>document.title='owned'</script>\"'><img src=http://evil.example/x onerror=alert(1)>"
 ODD = ["a caption " * 1000, "😀 👩‍👩‍👧 漢字 עברית ﷽ ก็", "\u202eturned round\x00\x07\ud800", "", "\n\t", EVIL]
-TAGS = """html head meta title style body main header footer section article h1 h2 h3 p div span dl dt dd table tr th td picture
-    source img ol ul li bdi details summary pre"""
+TAGS = """html head meta title style body main header footer section article h1 h2 h3 p div span dl dt dd table thead tbody tr th td
+    picture source img ol ul li bdi details summary pre"""
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
@@ -80,8 +82,20 @@ def whole_run(run: Path) -> Path:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
     path = whole_run(tmp_path_factory.mktemp("runs") / "glyphs <b>")
-    assert write_report(path) == path / "report.html"
+    assert write_run_report(path) == path / "report.html"
     return path
+
+
+def undraw(monkeypatch) -> list[str]:
+    """Draw no figures, which takes most of the time; return the titles of the charts that would be drawn."""
+    titles: list[str] = []
+
+    def drawn(figure):
+        titles.extend(chart.title for chart in figure.charts)
+        return [Drawn("data:image/png;base64,", "data:image/png;base64,", figure.description)]
+
+    monkeypatch.setitem(html.FILTERS, "drawn", drawn)
+    return titles
 
 
 class Page(HTMLParser):
@@ -99,14 +113,6 @@ class Page(HTMLParser):
 
     def handle_data(self, data) -> None:
         self.words += data + " "
-
-
-def test_the_rate_is_chosen_on_other_pairs_than_those_reported():
-    rows = [
-        {"batch": 64, "lr": lr, "steps": 10, "choosing_1": chosen, "x_to_y_1": shown, "y_to_x_1": shown}
-        for lr, chosen, shown in ((1e-3, 0.5, 0.2), (1e-2, 0.4, 0.9))
-    ]
-    assert [(best.lr, best.recalls) for best in best_rates(rows)] == [(1e-3, [0.2])]
 
 
 def test_nothing_from_outside_becomes_markup(run):
@@ -136,8 +142,8 @@ def test_the_report_says_what_was_reached_beside_chance_and_plan(run):
     words = " ".join(Page(run).words.split())
     for said in (
         "25.0 % of 2,000 held-out texts find their own image first; chance would be 0.05 %.",
-        "at 10 75.0 % chance 0.5 %",
-        "median rank 4.5 of 2,000",
+        "text → image 25.0 % 50.0 % 75.0 % 4.5",
+        "chance 0.05 % 0.25 % 0.5 % 1,000.5",
         "3.46 M",
         "peak memory 512 MiB 768 MiB +50.0 %",
         "4 times the pairs take 1 times the memory",
@@ -171,7 +177,7 @@ def test_a_browser_shows_captions_as_text(run):
 @pytest.mark.parametrize("lacking", ["run.toml", "environment.json", "log.jsonl", "result.json", "contact.json", "contact"])
 @pytest.mark.parametrize("how", ["missing", "garbage", "other"])
 def test_a_report_of_parts(tmp_path, lacking, how, monkeypatch):
-    monkeypatch.setattr("megabatch.reporting.sections.figure", lambda draw, subject, words: "<p>drawn</p>")
+    undraw(monkeypatch)
     run = whole_run(tmp_path / "run")
     part = run / lacking
     if lacking == "contact":
@@ -180,23 +186,23 @@ def test_a_report_of_parts(tmp_path, lacking, how, monkeypatch):
         part.unlink()
     if how != "missing" and lacking != "contact":
         part.write_bytes(b"\xff\x00 = [" if how == "garbage" else b'[1, {"queries": 5, "event": "step"}]')
-    write_report(run)
+    write_run_report(run)
     words = Page(run).words
-    assert ("has not come to its end" in words) == (lacking == "result.json")
-    assert ("How it learned" in words) == (lacking != "log.jsonl")
+    assert ("has not finished" in words) == (lacking == "result.json")
+    assert ("Training curves" in words) == (lacking != "log.jsonl")
     assert ("Questions and answers" in words) == (lacking != "contact.json")
     assert ("lines of log.jsonl could not be read" in words) == (lacking == "log.jsonl" and how != "missing")
 
 
 def test_an_empty_folder_has_a_report_and_no_folder_none(tmp_path):
-    write_report(tmp_path)
+    write_run_report(tmp_path)
     assert "Nothing has been evaluated" in Page(tmp_path).words
     with pytest.raises(ValueError, match="there is no such folder"):
-        write_report(tmp_path / "nowhere")
+        write_run_report(tmp_path / "nowhere")
 
 
 def test_numbers_that_are_none_are_left_out(tmp_path, monkeypatch):
-    monkeypatch.setattr("megabatch.reporting.sections.figure", lambda draw, subject, words: "")
+    undraw(monkeypatch)
     write_log(
         tmp_path,
         step(1, loss=float("nan"), lr=None, pairs_per_s="fast", memory_bytes=10**400),
@@ -211,23 +217,22 @@ def test_numbers_that_are_none_are_left_out(tmp_path, monkeypatch):
         "seconds": "9",
     }
     (tmp_path / "result.json").write_text(json.dumps(result))
-    write_report(tmp_path)
+    write_run_report(tmp_path)
     assert "nan" not in Page(tmp_path).words.lower().replace("finance", "")
     assert "3 lines of log.jsonl could not be read" in Page(tmp_path).words
 
 
 def test_a_run_that_classifies_shows_its_accuracy(tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr("megabatch.reporting.sections.figure", lambda draw, subject, words: drawn.append(words) or words)
+    drawn = undraw(monkeypatch)
     rows = [step(n, accuracy=0.5 + n / 10) for n in (1, 2)]
     write_log(tmp_path, *[{k: v for k, v in row.items() if k != "recall"} for row in rows], evaluation(2) | {"accuracy": 0.7})
     found = {"evaluation": {"pairs": 2000, "accuracy": 0.8}, "chance": {"accuracy": 0.01}}
     (tmp_path / "result.json").write_text(json.dumps(found))
-    write_report(tmp_path)
-    assert "80.0 % of 2,000 held-out samples are classified right; chance would be 1.0 %." in Page(tmp_path).words.replace(
+    write_run_report(tmp_path)
+    assert "80.0 % of 2,000 held-out samples are classified correctly; chance would be 1.0 %." in Page(tmp_path).words.replace(
         "\xa0", " "
     )
-    assert "in-batch accuracy against the samples seen" in drawn and "in-batch recall at 1 against the samples seen" not in drawn
+    assert "in-batch accuracy" in drawn and "in-batch recall at 1" not in drawn
 
 
 def test_a_run_on_texts_has_no_images(tmp_path):
@@ -236,14 +241,14 @@ def test_a_run_on_texts_has_no_images(tmp_path):
     (tmp_path / "result.json").write_text(json.dumps({"evaluation": evaluation(1) | {"sides": ["query", "document"]}}))
     questions = [{"text": "who?", "image": None, "answers": [{"text": "you", "image": None, "right": True, "score": 1.0}]}] * 2
     (tmp_path / "contact.json").write_text(json.dumps({"queries": questions}))
-    write_report(tmp_path)
+    write_run_report(tmp_path)
     page = Page(tmp_path)
     assert "held-out documents find their own query first" in page.words
     assert "img" not in {tag for tag, _ in page.tags}
 
 
 def test_a_failed_write_leaves_the_report_that_was_there(tmp_path, monkeypatch):
-    write_report(tmp_path)
+    write_run_report(tmp_path)
     before = (tmp_path / "report.html").read_bytes()
 
     def full(path, page, **options):
@@ -252,7 +257,7 @@ def test_a_failed_write_leaves_the_report_that_was_there(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "write_text", full)
     with pytest.raises(OSError, match="No space left"):
-        write_report(tmp_path)
+        write_run_report(tmp_path)
     assert (tmp_path / "report.html").read_bytes() == before
 
 
@@ -291,16 +296,16 @@ def test_what_a_resumed_run_says_replaces_what_was_said_before(tmp_path):
 
 def test_curves_hold_every_finite_number_against_samples(tmp_path):
     rows = [step(1, loss=3.0), step(2, loss=float("inf")), step(3, loss=2.0), evaluation(3)]
-    panels = {panel.title: panel for panel in curve_panels(read_history(write_log(tmp_path, *rows)))}
-    assert panels["loss"].lines == {"": [(1024, 3.0), (3072, 2.0)]}
-    assert panels["held-out recall, mean of both ways"].lines["at 5"] == [(3072, 0.5)]
-    assert len(panels) == 6
+    charts = {chart.title: chart for chart in curve_charts(read_history(write_log(tmp_path, *rows)))}
+    assert [series.points for series in charts["loss"].series] == [[(1024, 3.0), (3072, 2.0)]]
+    assert charts["held-out recall, mean of both directions"].series[1].points == [(3072, 0.5)]
+    assert len(charts) == 6
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2000])
 def test_curves_of_any_length_can_be_drawn(tmp_path, steps):
     log = write_log(tmp_path, *[step(n + 1, lr=0.0, pairs_per_s=None) for n in range(steps)])
-    curves(log, tmp_path / "curves.png")
+    save(curves_figure(log), tmp_path / "curves.png")
     with Image.open(tmp_path / "curves.png") as image:
         assert image.width > 1000 and len(image.convert("RGB").getcolors(2**24)) > 10
 
@@ -309,17 +314,17 @@ def test_drawing_leaves_matplotlib_as_it_was(tmp_path, monkeypatch):
     # None in place of a module is one that cannot be imported.
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     before = matplotlib.rcParams.copy()
-    curves(write_log(tmp_path, step(1), step(2)), tmp_path / "curves.png")
+    save(curves_figure(write_log(tmp_path, step(1), step(2))), tmp_path / "curves.png")
     assert matplotlib.rcParams.copy() == before
 
 
 def test_contact_sheet_frames_the_right_answers_green_and_the_wrong_ones_red(tmp_path):
-    answers = [Shown(text, right=right) for text, right in zip(ODD, (True, False, None, False, True, None), strict=True)]
+    answers = [Exhibit(text, right=right) for text, right in zip(ODD, (True, False, None, False, True, None), strict=True)]
     images = [answer._replace(image=Image.new("L", (3, 300), 128)) for answer in answers]
     questions = [
-        Question(Shown(EVIL), images),
-        Question(Shown("", Image.new("RGBA", (500, 2))), answers[:1]),
-        Question(Shown("x"), []),
+        Question(Exhibit(EVIL), images),
+        Question(Exhibit("", Image.new("RGBA", (500, 2))), answers[:1]),
+        Question(Exhibit("x"), []),
     ]
     contact_sheet(questions, tmp_path / "sheet.png")
     with Image.open(tmp_path / "sheet.png") as sheet:
@@ -329,61 +334,8 @@ def test_contact_sheet_frames_the_right_answers_green_and_the_wrong_ones_red(tmp
         contact_sheet([], tmp_path / "sheet.png")
 
 
-def study(batch: int, lr: float, *recalls: float | None) -> list[dict]:
-    fields = {"batch": batch, "lr": lr, "samples": 2**20, "steps": 2**20 // batch}
-    return [{**fields, "seed": seed, "x_to_y_1": r, "y_to_x_1": r and r + 0.1} for seed, r in enumerate(recalls)]
-
-
-def test_a_batch_is_judged_by_its_best_learning_rate_and_divergence_counts():
-    rows = [*study(512, 1e-3, 0.25, 0.35), *study(512, 3e-3, 0.85, None, None), *study(64, 1e-3, 0.15)]
-    small, large = best_rates(rows)
-    assert (small.batch, small.steps, small.recalls) == (64, 2**14, pytest.approx([0.2]))
-    assert (large.batch, large.lr, large.recalls) == (512, 1e-3, pytest.approx([0.3, 0.4]))
-
-
-def test_study_and_memory_can_be_drawn():
-    flat = [{"pairs": pairs, "chunk": 256, "peak_bytes": 2**29 + 1000 * pairs} for pairs in (4096, 65536)]
-    for draw, rows in (
-        (batch_study, [*study(64, 1e-3, 0.1), *study(4096, 1e-3, 0.2, 0.3)]),
-        (flat_memory, flat),
-        (flat_memory, flat[:1]),
-    ):
-        png = io.BytesIO()
-        draw(rows, png)
-        assert Image.open(png).width > 500
-        with pytest.raises(ValueError, match="no row"):
-            draw([], png)
-
-
-@pytest.mark.parametrize(
-    ("text", "limit", "expected"),
-    [
-        ("one\n\ttwo\x00 three", 10, "one two t…"),
-        ("a" * 10**6, 3, "aa…"),
-        ("\ud800 \u202e x", 9, "? x"),
-        ("👩‍👧", 9, "👩‍👧"),
-        ("", 9, ""),
-    ],
-)
-def test_texts_are_shown_on_one_line_without_what_is_invisible(text, limit, expected):
-    assert wording.plain(text, limit) == expected
-
-
-def test_quantities_read_well():
-    assert [wording.count_text(n) for n in (0, 1024, 99_999, 100_000, 999_999, 1_234_567)] == [
-        "0",
-        "1,024",
-        "99,999",
-        "100 k",
-        "1 M",
-        "1.23 M",
-    ]
-    assert [wording.bytes_text(n) for n in (0, 1023, 2**20, 640 * 2**20, 1.5 * 2**40)] == [
-        "0 B",
-        "1023 B",
-        "1 MiB",
-        "640 MiB",
-        "1.5 TiB",
-    ]
-    assert [wording.seconds_text(s) for s in (0.0123, 9.5, 252, 7500)] == ["12.3 ms", "9.5 s", "4 min 12 s", "2 h 5 min"]
-    assert [wording.percent_text(p) for p in (0, 0.00021, 0.83, 1)] == ["0 %", "0.021 %", "83.0 %", "100 %"]
+@pytest.mark.parametrize("rows", [1, 2])
+def test_memory_against_pairs_can_be_drawn(rows):
+    png = io.BytesIO()
+    save(memory_figure([(4096, 2**29), (65536, 2**29 + 2**20)][:rows]), png)
+    assert Image.open(png).width > 500

@@ -12,15 +12,21 @@ import pytest
 from rich.console import Console
 
 from megabatch import cli
-from megabatch.terminal import plain_table, print_table, print_text, visible
+from megabatch.reporting.report import Column, Table, text_table
+from megabatch.reporting.terminal import plain_table, print_table, print_text, visible
 
 COLUMNS = ["batch", "peak", "note"]
 ROWS = [["64", "1 GiB", "x" * 300], ["1,024", "12 GiB", "[bold]no markup[/bold] \\[/b] :smile:"]]
-PROGRAM = f"from megabatch.terminal import print_table; print_table({COLUMNS!r}, {ROWS!r}, title='sizes', lines=True)"
+PROGRAM = f"""
+from dataclasses import replace
+from megabatch.reporting.report import text_table
+from megabatch.reporting.terminal import print_table
+print_table(replace(text_table({COLUMNS!r}, {ROWS!r}), title="sizes"))
+"""
 
 
 def printed(program: str, *, terminal: bool, **variables: str) -> str:
-    """What a program prints into a pipe, or on a terminal of 80 columns."""
+    """Return what a program prints into a pipe, or on a terminal of 80 columns."""
     env = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS")}
     command, env = [sys.executable, "-c", program], {**env, "TERM": "xterm", **variables}
     if not terminal:
@@ -33,7 +39,7 @@ def printed(program: str, *, terminal: bool, **variables: str) -> str:
             while part := os.read(ours, 65536):
                 found += part
         except OSError:
-            # Linux says so when the other side of a terminal is closed.
+            # Linux reports it when the other side of a terminal is closed.
             pass
     os.close(ours)
     assert process.returncode == 0
@@ -67,9 +73,9 @@ def test_no_control_character_of_a_cell_is_printed(terminal):
     cells = [chr(code) for code in (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x202E, 0x2066)]
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=200, color_system=None)
-    print_table(["a", "b"], [[f"left{cell}", f"{cell}right"] for cell in cells], console=console)
+    print_table(text_table(["a", "b"], [[f"left{cell}", f"{cell}right"] for cell in cells]), console=console)
     print_text("".join(cells), bold=True, item=True, console=console)
-    # Bold text is an escape sequence of ours.
+    # Bold text is an escape sequence that we print.
     found = out.getvalue().replace("\x1b[1m", "").replace("\x1b[0m", "")
     assert not set(cells) & set(found) - {"\n"}
     assert found.count("left") == len(cells) == found.count("right")
@@ -81,12 +87,19 @@ def test_visible_leaves_other_letters_alone():
 
 
 def test_columns_of_wide_letters_are_aligned():
-    lines = plain_table(["a", "b"], [["画像", "1"], ["e\u0301x", "2"], ["word", "3"]]).splitlines()
+    columns = [Column("a", "a", kind="word"), Column("b", "b", kind="word")]
+    lines = plain_table(columns, [["画像", "1"], ["e\u0301x", "2"], ["word", "3"]]).splitlines()
     assert lines[2] == "画像  1" and lines[3] == "e\u0301x    2" and lines[4] == "word  3"
 
 
 def test_an_empty_table_has_a_head():
-    assert plain_table(["a", "bb"], []) == "a  bb\n-  --"
+    assert plain_table([Column("a", "a"), Column("b", "bb")], []) == "a  bb\n-  --"
+
+
+def test_numbers_are_right_aligned_and_details_are_left_out(capsys):
+    columns = [Column("size", "size", "{:,}".format), Column("note", "note", kind="word"), Column("more", "more", detail=True)]
+    print_table(Table(columns, [{"size": 5, "note": "a", "more": 1}, {"size": 1024, "note": None, "more": 2}]))
+    assert capsys.readouterr().out.splitlines() == [" size  note", "-----  ----", "    5  a", "1,024"]
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])

@@ -1,15 +1,15 @@
-"""Quantities and texts as people read them."""
+"""Numbers and texts as people read them."""
 
 from __future__ import annotations
 
 import unicodedata
 
-# Joiners are invisible, and letters and emoji need them; other invisible characters could turn the text around them.
+# Joiners are invisible, but letters and emoji need them; other invisible characters could reverse the text around them.
 JOINERS = "\u200c\u200d"
 
 
 def count_text(number: float) -> str:
-    """A count in full up to five digits, then to three.
+    """Return a count in full up to five digits, then to three.
 
     >>> count_text(1024), count_text(65536), count_text(400_000), count_text(1234567)
     ('1,024', '65,536', '400 k', '1.23 M')
@@ -22,7 +22,7 @@ def count_text(number: float) -> str:
 
 
 def bytes_text(number: float) -> str:
-    """Memory to three digits.
+    """Return an amount of memory to three digits.
 
     >>> bytes_text(512), bytes_text(300 * 2**20), bytes_text(1.5 * 2**30)
     ('512 B', '300 MiB', '1.5 GiB')
@@ -35,7 +35,7 @@ def bytes_text(number: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """A duration in its two largest units.
+    """Return a duration in its two largest units.
 
     >>> seconds_text(0.0123), seconds_text(9.5), seconds_text(252), seconds_text(7500)
     ('12.3 ms', '9.5 s', '4 min 12 s', '2 h 5 min')
@@ -49,7 +49,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def percent_text(share: float) -> str:
-    """A share in [0, 1] as a percentage: one decimal, or two digits of a small one.
+    """Return a share in [0, 1] as a percentage with one decimal, or two digits of a small one.
 
     >>> percent_text(0.83), percent_text(1), percent_text(0.00021), percent_text(0)
     ('83.0 %', '100 %', '0.021 %', '0 %')
@@ -59,13 +59,22 @@ def percent_text(share: float) -> str:
     return f"{100 * share:.1f} %" if share >= 0.01 else f"{100 * share:.2g} %"
 
 
+def change_text(change: float) -> str:
+    """Return a relative change with its sign.
+
+    >>> change_text(0.5), change_text(-0.031)
+    ('+50.0 %', '−3.1 %')
+    """
+    return ("+" if change >= 0 else "−") + percent_text(abs(change))
+
+
 def plain(text: str, limit: int) -> str:
-    """The text on one line, at most `limit` characters, without what is invisible or cannot be written as UTF-8.
+    """Return a text on one line, at most `limit` characters, without what is invisible or cannot be written as UTF-8.
 
     >>> plain("one\\n\\ttwo\\x00 three", 10)
     'one two t…'
     """
-    # A text far longer than it is shown is not read to its end.
+    # A text far longer than what is shown is not read to its end.
     text = text[: 8 * limit].encode("utf-8", "replace").decode("utf-8")
     kept = (c if c in JOINERS or not unicodedata.category(c).startswith("C") else " " for c in text)
     line = " ".join("".join(kept).split())
