@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..data.collate import Unread
-from ..data.loader import Batch, once
+from ..data.collate import SkippedSample
+from ..data.loader import RankBatch, one_pass
 from ..data.sampler import Order
 from ..data.source import Source
 from .build import Assembly
@@ -29,13 +29,13 @@ class Embedded(NamedTuple):
     y: Tensor
     ids: Tensor
     at: list[tuple[int, int]]
-    bad: list[Unread]
+    bad: list[SkippedSample]
 
 
 class NothingReadable(ValueError):
     """None of the held-out samples can be read; `bad` are the samples."""
 
-    def __init__(self, bad: list[Unread]) -> None:
+    def __init__(self, bad: list[SkippedSample]) -> None:
         super().__init__(f"none of {len(bad):,} held-out samples can be read; the first one: {bad[0].key}: {bad[0].reason}")
         self.bad = bad
 
@@ -47,7 +47,7 @@ def evaluated(parts: Assembly, average: Average | None, watch: Watch, **at: int)
     """
     try:
         found, embedded = measure(parts, average)
-        bad: list[Unread] = found.pop("unreadable")
+        bad: list[SkippedSample] = found.pop("unreadable")
     except NothingReadable as error:
         found, embedded, bad = {}, None, error.bad
     new = [each for each in bad if watch.bad(each.key, each.reason, split="held-out", **at)]
@@ -97,7 +97,7 @@ def embed_source(parts: Assembly, source: Source, limit: int) -> Embedded:
     order = _order(source)
     x, y, ids = [], [], []
     at: list[tuple[int, int]] = []
-    bad: list[Unread] = []
+    bad: list[SkippedSample] = []
     for batch in evaluation_batches(parts, source, limit, bad):
         assert batch.ids is not None
         rows = len(batch.keys)
@@ -109,7 +109,7 @@ def embed_source(parts: Assembly, source: Source, limit: int) -> Embedded:
     return Embedded(torch.cat(x), torch.cat(y), torch.cat(ids), at, bad)
 
 
-def evaluation_batches(parts: Assembly, source: Source, limit: int, bad: list[Unread]) -> Iterator[Batch]:
+def evaluation_batches(parts: Assembly, source: Source, limit: int, bad: list[SkippedSample]) -> Iterator[RankBatch]:
     """Batches of at most `limit` samples of a source, always the same ones, without augmentation. All ranks call it.
 
     Batches without rows on any rank are left out, and NothingReadable is raised if that leaves none. Samples of all ranks that
@@ -117,7 +117,7 @@ def evaluation_batches(parts: Assembly, source: Source, limit: int, bad: list[Un
     """
     loader = parts.loader(source, _order(source), augment=False)
     found = False
-    for batch in loader.batches(once(min(limit, sum(source.lengths)), AT_ONCE)):
+    for batch in loader.batches(one_pass(min(limit, sum(source.lengths)), AT_ONCE)):
         ranks = parts.ranks.gather((len(batch.keys), batch.x is not None, batch.bad))
         bad += [each for _, _, unread in ranks for each in unread]
         if not any(rows for rows, _, _ in ranks):
@@ -136,7 +136,7 @@ def _order(source: Source) -> Order:
 
 def _accuracy(parts: Assembly, objective: Classification) -> dict[str, Any]:
     right = rows = 0.0
-    bad: list[Unread] = []
+    bad: list[SkippedSample] = []
     for batch in evaluation_batches(parts, parts.held_out, parts.run.evaluate.limit, bad):
         assert batch.labels is not None
         logits = objective.classify(batch.x).cpu()

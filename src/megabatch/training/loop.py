@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import config, environment, host_memory, packages, trust
 from ..chunks.keep import can_read_free_bytes
-from ..data.loader import Batch
+from ..data.loader import RankBatch
 from ..files import write_text
 from ..towers.model import Pair
 from . import checkpoint, run_folder
@@ -133,7 +133,7 @@ class Training:
         if stop:
             raise Stopped(f"stopped by signal {stop} after the last step; the same command goes on from there", 128 + stop)
 
-    def _take_step(self, step: Step, batches: Iterator[Batch], watch: Watch, sign: StopSign) -> int:
+    def _take_step(self, step: Step, batches: Iterator[RankBatch], watch: Watch, sign: StopSign) -> int:
         """The next step and what is said of it; returns the signal that wants the run to stop, 0 if none does."""
         began = time.perf_counter()
         batch = next(batches)
@@ -155,7 +155,7 @@ class Training:
         due = every is not None and self.number % every == 0 and self.number < len(self.course)
         return due and sum(self.parts.held_out.lengths) > 0
 
-    def step(self, step: Step, batch: Batch) -> tuple[Outcome, float]:
+    def step(self, step: Step, batch: RankBatch) -> tuple[Outcome, float]:
         """One optimizer step: forward and backward at the step's batch, clipping, the update, the averages.
 
         EmptyBatch on every rank, and nothing is changed, where none of its samples can be read.
@@ -184,7 +184,9 @@ class Training:
             self.average.update()
         return outcome, norm
 
-    def report(self, step: Step, batch: Batch, outcome: Outcome, norm: float, began: float, watch: Watch, sign: StopSign) -> int:
+    def report(
+        self, step: Step, batch: RankBatch, outcome: Outcome, norm: float, began: float, watch: Watch, sign: StopSign
+    ) -> int:
         """Says what the step did; returns the signal that wants the run to stop, 0 if none does. Ranks agree on it."""
         right, rows, bad, asked = self.ranks.sum(float(outcome.right), outcome.rows, len(batch.bad), float(sign.number > 0))
         seconds = time.perf_counter() - began
@@ -208,7 +210,7 @@ class Training:
         watch.event("step", **fields)
         return self._after_step(batch, bool(bad), bool(asked), watch, sign)
 
-    def _report_skipped(self, step: Step, batch: Batch, began: float, watch: Watch, sign: StopSign) -> int:
+    def _report_skipped(self, step: Step, batch: RankBatch, began: float, watch: Watch, sign: StopSign) -> int:
         """Say that a step had nothing to learn from: it counts, and the weights stay as they are. Returns as `report` does."""
         seconds = time.perf_counter() - began
         self.seconds += seconds
@@ -218,7 +220,7 @@ class Training:
         (asked,) = self.ranks.sum(float(sign.number > 0))
         return self._after_step(batch, True, bool(asked), watch, sign)
 
-    def _after_step(self, batch: Batch, bad: bool, asked: bool, watch: Watch, sign: StopSign) -> int:
+    def _after_step(self, batch: RankBatch, bad: bool, asked: bool, watch: Watch, sign: StopSign) -> int:
         """Count unreadable samples and return the signal that wants the run to stop, 0 if none does. `bad`, `asked`: whether any
         rank has met such a sample, or a signal."""
         if bad:
@@ -268,7 +270,7 @@ class Training:
         if self.ramp is not None and "ramp" in facts:
             self.ramp.load(facts["ramp"])
 
-    def _count_bad(self, batch: Batch, watch: Watch) -> None:
+    def _count_bad(self, batch: RankBatch, watch: Watch) -> None:
         """Log the unreadable samples of a step that were not met before, on any rank; Stopped where there are too many."""
         last = ""
         for each in (each for rank in self.ranks.gather(batch.bad) for each in rank):
@@ -302,7 +304,7 @@ class Training:
         if len(self.unread) >= sum(self.parts.training.lengths):
             raise Stopped(f"none of the {len(self.unread):,} training samples can be read; {last}", 1)
 
-    def _stop_at_nonfinite(self, loss: float, norm: float, batch: Batch) -> None:
+    def _stop_at_nonfinite(self, loss: float, norm: float, batch: RankBatch) -> None:
         keys = [key for rank in self.ranks.gather(batch.keys) for key in rank]
         path = self.folder / f"nonfinite-step-{self.number + 1}.json"
         if self.ranks.first:
