@@ -7,14 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megabatch.planning.show import as_markdown
-
 from benchmarks.peers import declare_torchvision_schemas
 from megabatch.costs.hardware import find_machine
 from megabatch.costs.strategy import Strategy
 from megabatch.costs.time import step_time
 from megabatch.planning.planner import Planner, Tools
+from megabatch.planning.report import plan_report
 from megabatch.planning.request import Request
+from megabatch.reporting.markdown import as_markdown
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "planning.md"
 QUESTION: dict[str, Any] = {
@@ -64,7 +64,7 @@ INF_CL = (
 def main() -> None:
     declare_torchvision_schemas()
     planner = Planner(Request(**QUESTION), Tools())
-    example = as_markdown(planner.plan())
+    example = as_markdown(plan_report(planner.plan()))
     text = DOCS.read_text("utf-8")
     for name, part in (("example", example), ("inf-cl", published(planner))):
         text = re.sub(
