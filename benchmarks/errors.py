@@ -64,16 +64,16 @@ def contestants(device: str, loss: str) -> list[Contestant]:
     on_cuda = device == "cuda"
     options: dict[str, Any] = {"workspace": TILE} if on_cuda else {}
 
-    def ours(dtype: torch.dtype, precision: str = "") -> Contestant:
-        title = f"megabatch, {str(dtype).removeprefix('torch.')} {precision}".rstrip()
-        return Contestant(title, "ours", dtype, options | ({"precision": precision} if precision else {}))
+    def ours(dtype: torch.dtype, label: str = "", **more: Any) -> Contestant:
+        title = f"megabatch, {str(dtype).removeprefix('torch.')} {label}".rstrip()
+        return Contestant(title, "ours", dtype, options | more)
 
     return [
         ours(torch.bfloat16),
-        *([ours(torch.bfloat16, "int8")] if on_cuda and loss == "clip" else []),
+        *([ours(torch.bfloat16, "int8", int8_backward=True)] if on_cuda and loss == "clip" else []),
         Contestant("OpenCLIP, bfloat16 autocast", "openclip", torch.bfloat16),
         ours(torch.float16),
-        *(ours(torch.float32, precision) for precision in (("tf32", "ieee") if on_cuda else ("",))),
+        *([ours(torch.float32, p, precision=p) for p in ("tf32", "ieee")] if on_cuda else [ours(torch.float32)]),
         Contestant("OpenCLIP, float32", "openclip", torch.float32),
     ]
 

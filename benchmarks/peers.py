@@ -314,7 +314,7 @@ PEERS: tuple[Peer, ...] = (
     _option("diagnostics", "clip", diagnostics=True),
     # Room for all exponentials of 65,536 rows in bf16: none of them is computed twice.
     _option("tile of 9 GiB", "clip", workspace=9 * 2**30),
-    _option("int8", "clip", precision="int8"),
+    _option("int8", "clip", int8_backward=True),
     _option("ids", "siglip", ids=True),
     _option("diagnostics", "siglip", diagnostics=True),
 )

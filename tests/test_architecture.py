@@ -72,6 +72,7 @@ THIRD_PARTY = {
     "argcomplete": {"cli"},
     "wandb": {"packages", "training"},
     "tomli": {"audit", "config"},
+    "typing_extensions": {"losses"},
 }
 # Names that say nothing about what is inside.
 EMPTY_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
@@ -116,7 +117,8 @@ def complaints(path: str, source: str) -> list[str]:
                 found.append(f"{path}: {room!r} may not import {target!r} ({name})")
         elif origin not in sys.stdlib_module_names and room not in THIRD_PARTY.get(origin, ()):
             found.append(f"{path}: {room!r} may not import {origin!r}, which is not ours ({name})")
-    if "import_module(" in source or "__import__(" in source:
+    # The table of public names in __init__.py is computed, and compared with import statements by a test.
+    if path != "__init__.py" and ("import_module(" in source or "__import__(" in source):
         found.append(f"{path}: a computed import cannot be checked; write an import statement, late ones in a function")
     return found
 

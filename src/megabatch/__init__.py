@@ -1,6 +1,7 @@
-"""megabatch: which batch size a training needs, and the means to train at it on the hardware at hand.
+"""megabatch: tells which batch size a training needs, and trains at it on the available hardware.
 
 Public names are imported when they are first used, so that `import megabatch` and `megabatch --help` do not import torch.
+A public name is written three times here, for Python, for `import *` and for type checkers; a test compares the three.
 """
 
 from typing import TYPE_CHECKING
@@ -8,11 +9,8 @@ from typing import TYPE_CHECKING
 from .version import __version__
 
 if TYPE_CHECKING:
-    from . import reference
-    from .audit import audit
-    from .chunks.accumulate import accumulate
-    from .chunks.cached import cached
-    from .chunks.oom import retry_on_oom
+    from . import audit, reference
+    from .chunks import accumulate, cached, retry_on_oom
     from .costs.memory import predict_memory
     from .losses import ClipLoss, Diagnostics, SigLipLoss, clip_loss, siglip_loss
     from .measuring import NoiseScale, find_chunk, fitted, micro_batches
@@ -38,30 +36,40 @@ __all__ = [
     "siglip_loss",
 ]
 
-# Type checkers read the imports above: a module-level __getattr__ would give every misspelt name the type Any.
+# The module of each name that is imported at its first use. A name that maps to itself is a module.
+_MODULES = {
+    "ClipLoss": "losses",
+    "Diagnostics": "losses",
+    "NoiseScale": "measuring",
+    "SigLipLoss": "losses",
+    "accumulate": "chunks",
+    "audit": "audit",
+    "cached": "chunks",
+    "chunks": "chunks",
+    "clip_loss": "losses",
+    "find_chunk": "measuring",
+    "fitted": "measuring",
+    "losses": "losses",
+    "micro_batches": "measuring",
+    "plan": "planning.planner",
+    "predict_memory": "costs.memory",
+    "reference": "reference",
+    "retry_on_oom": "chunks",
+    "siglip_loss": "losses",
+}
+
+# Not for type checkers: with a module-level __getattr__, every misspelt name would have the type Any.
 if not TYPE_CHECKING:
 
     def __getattr__(name):
-        """Import a public name when it is first used; `losses` and `chunks` are attributes without an import of their own too."""
-        # Not `from . import losses`: that statement looks for the attribute first, and would call this function again.
-        if name in ("losses", "ClipLoss", "Diagnostics", "SigLipLoss", "clip_loss", "siglip_loss"):
-            import megabatch.losses as module
-        elif name in ("chunks", "accumulate", "cached", "retry_on_oom"):
-            import megabatch.chunks as module
-        elif name == "reference":
-            import megabatch.reference as module
-        elif name in ("NoiseScale", "find_chunk", "fitted", "micro_batches"):
-            import megabatch.measuring as module
-        elif name == "plan":
-            import megabatch.planning.planner as module
-        elif name == "audit":
-            import megabatch.audit as module
-        elif name == "predict_memory":
-            import megabatch.costs.memory as module
-        else:
+        """Import a public name when it is first used."""
+        if name not in _MODULES:
             raise AttributeError(f"module 'megabatch' has no attribute {name!r}")
+        from importlib import import_module
+
+        module = import_module(f"megabatch.{_MODULES[name]}")
         # Stored, so that the next access does not call this function.
-        value = globals()[name] = module if module.__name__ == f"megabatch.{name}" else getattr(module, name)
+        value = globals()[name] = module if _MODULES[name] == name else getattr(module, name)
         return value
 
     def __dir__():

@@ -1,23 +1,27 @@
-"""WHOSE rows: the ranks of a process group in a ring, each visiting every rank's block once, the next block in flight.
+"""WHOSE rows: the ranks of a process group as a ring, in which each rank visits every rank's block once.
 
-One process is a ring of one: the same code, no messages. Hops are outside autograd; what is sent are detached tensors.
+While a rank computes with one block, the next one is in flight. One process is a ring of one: the same code, no messages. Messages
+are outside of autograd: only detached tensors are sent.
 """
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
 from types import EllipsisType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-# An argument that names the ranks: None is this process alone, `...` is "not stated".
+T = TypeVar("T")
+
+# An argument that names the ranks: None is this process alone, `...` is "not given".
 Group: TypeAlias = dist.ProcessGroup | DeviceMesh | EllipsisType | None
 
-# Blocks and results travel at the same time; where a backend matches messages by tag, they must not be mistaken for each other.
+# Message tags. Blocks and results travel at the same time, and a backend that matches messages by tag must not confuse them.
 BLOCK, RESULT = 1, 2
 
 
@@ -31,7 +35,7 @@ class Ring:
 
     @classmethod
     def of(cls, group: Group) -> Ring:
-        """The ranks that an argument names; a ValueError where it names none and there are several processes."""
+        """Return the ring of an argument `group`; raise a ValueError if it is not given and there are several processes."""
         if group is ...:
             if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
                 raise ValueError(
@@ -42,8 +46,8 @@ class Ring:
         if isinstance(group, DeviceMesh):
             if group.ndim != 1:
                 raise ValueError(
-                    f"group is a device mesh of {group.ndim} dimensions {group.mesh_dim_names}: the batch is sharded along one; "
-                    "pass that one, for example mesh['data']"
+                    f"group is a device mesh of {group.ndim} dimensions {group.mesh_dim_names}, but the batch is sharded along "
+                    "one: pass that dimension, for example mesh['data']"
                 )
             return cls(group.get_group())
         if group is not None and not isinstance(group, dist.ProcessGroup):
@@ -52,6 +56,11 @@ class Ring:
             )
         return cls(group)
 
+    @classmethod
+    def world(cls) -> Ring:
+        """Return the ring of all processes; of this one alone if torch.distributed is not initialised."""
+        return cls(dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
+
     @property
     def device_types(self) -> list[str]:
         """The types of devices whose tensors the group's backends exchange, for example ["cpu", "cuda"]."""
@@ -59,23 +68,49 @@ class Ring:
         return [entry.split(":")[0] for entry in dist.get_backend_config(self.group).split(",")]
 
     def meeting_device(self, device: torch.device) -> torch.device:
-        """Return where `gather` exchanges its numbers: the CPU if the group serves it, which needs no wait for the device."""
+        """Return the device on which `gather` exchanges numbers: the CPU if a backend serves it, which avoids a synchronisation."""
         types = self.device_types
         if "cpu" in types:
             return torch.device("cpu")
         return device if device.type in types else torch.device(types[0])
 
     def gather(self, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
-        """Every rank's numbers, in the order of ranks: the one exchange that the host waits for."""
+        """Return every rank's numbers, in the order of ranks. All ranks pass equally many; the host waits for the result."""
         if self.group is None:
             return [list(numbers)]
-        mine = torch.tensor(numbers, dtype=torch.int64, device=self.meeting_device(device))
-        every = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(every, mine, group=self.group)
-        return [numbers.tolist() for numbers in every]
+        own = torch.tensor(numbers, dtype=torch.int64, device=self.meeting_device(device))
+        gathered = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(gathered, own, group=self.group)
+        return [numbers.tolist() for numbers in gathered]
+
+    def gather_objects(self, value: T, device: torch.device) -> list[T]:
+        """Return every rank's value, in the order of ranks. Values are pickled and may differ in size."""
+        if self.group is None:
+            return [value]
+        pickled = pickle.dumps(value)
+        sizes = [size for (size,) in self.gather([len(pickled)], device)]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.meeting_device(device))
+        padded[: len(pickled)] = torch.frombuffer(bytearray(pickled), dtype=torch.uint8)
+        gathered = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(gathered, padded, group=self.group)
+        # By way of a list: NumPy is not a dependency.
+        return [pickle.loads(bytes(t[:size].tolist())) for t, size in zip(gathered, sizes, strict=True)]
+
+    def raise_together(self, work: Callable[[], T], device: torch.device) -> T:
+        """Return work(); raise the exception of any rank on all of them, so that no rank waits for one that failed."""
+        result: T | None = None
+        error: Exception | None = None
+        try:
+            result = work()
+        except Exception as caught:
+            error = caught
+        for other in self.gather_objects(error, device):
+            if other is not None:
+                raise other
+        return result  # type: ignore[return-value]
 
     def sum(self, numbers: Tensor) -> Tensor:
-        """The sum over ranks, in place."""
+        """Add up a tensor over ranks, in place, and return it."""
         if self.group is not None:
             dist.all_reduce(numbers, group=self.group)
         return numbers
@@ -87,52 +122,54 @@ class Ring:
         visit: Callable[[Any, int], tuple[Any, Any]],
         merge: Callable[[Any, Any], Any],
     ) -> tuple[Any, Any]:
-        """What all visits found for this rank's rows, and what all ranks found for this rank's block.
+        """Visit every rank's block once; return the merged results for this rank's rows, and those for this rank's block.
 
-        block: nested tuples of tensors (or None) with a row for each of this rank's documents; `lengths` are every rank's rows.
-        visit(block, owner) -> (mine, theirs), theirs with a row for each row of the block; results are combined with merge(a, b),
-        of which a is None at first.
+        block: nested tuples of tensors (or None), with a row for each of this rank's documents.
+        lengths: the rows of every rank's block.
+        visit(block, owner) -> (for_rows, for_block): `for_rows` belongs to this rank's rows; `for_block` has a row for each row
+            of the block and travels on with it.
+        merge(a, b): combines two results; a is None at first.
 
-        While a block is visited, the next one arrives, and so does what the ranks before have found for this one.
+        While a block is visited, the next one arrives, together with the results that the ranks before have computed for it.
         Memory is that of a few blocks, whatever the size of the ring.
         """
-        mine = here = theirs = None
+        merged = for_rows = for_block = None
         wait_block = wait_result = None
         for hop in range(self.size):
             owner = (self.rank - hop) % self.size
             upstream = lengths[(owner - 1) % self.size]
             if hop + 1 < self.size:
                 wait_block = self._pass_on(block, upstream, BLOCK)
-            here, theirs = visit(block, owner)
-            mine = merge(mine, here)
+            for_rows, for_block = visit(block, owner)
+            merged = merge(merged, for_rows)
             if wait_result is not None:
-                theirs = merge(wait_result(), theirs)
+                for_block = merge(wait_result(), for_block)
             if self.size > 1:
-                wait_result = self._pass_on(theirs, upstream, RESULT)
-                # What is merged or on its way must not live through the next visit.
-                here = theirs = None
+                wait_result = self._pass_on(for_block, upstream, RESULT)
+                # Free what is merged or being sent before the next visit.
+                for_rows = for_block = None
             if wait_block is not None:
                 block, wait_block = wait_block(), None
-        return mine, theirs if wait_result is None else wait_result()
+        return merged, for_block if wait_result is None else wait_result()
 
     def _pass_on(self, tree: Any, length: int, tag: int) -> Callable[[], Any]:
-        """Starts sending to the next rank and receiving the like of it, `length` rows, from the one before; returns the wait."""
+        """Start to send a tree to the next rank and to receive one of `length` rows from the one before; return the wait for it."""
         assert self.group is not None
         after = dist.get_global_rank(self.group, (self.rank + 1) % self.size)
         before = dist.get_global_rank(self.group, (self.rank - 1) % self.size)
         tree = _map(tree, lambda t: t.contiguous())
-        coming = _map(tree, lambda t: t.new_empty(length, *t.shape[1:]))
+        received = _map(tree, lambda t: t.new_empty(length, *t.shape[1:]))
         operations = [dist.P2POp(dist.isend, t, after, self.group, tag) for t in _leaves(tree) if t.numel()]
-        operations += [dist.P2POp(dist.irecv, t, before, self.group, tag) for t in _leaves(coming) if t.numel()]
+        operations += [dist.P2POp(dist.irecv, t, before, self.group, tag) for t in _leaves(received) if t.numel()]
         works = list(dist.batch_isend_irecv(operations)) if operations else []
 
         def wait() -> Any:
             for work in works:
                 work.wait()
-            # Until here they keep alive what is being sent.
+            # Until now they kept alive the tensors that are being sent.
             operations.clear()
             works.clear()
-            return coming
+            return received
 
         return wait
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import os
-import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-import megabatch
 from megabatch import cli, config
 from megabatch.cli.common_args import settings_of
 
@@ -56,35 +53,6 @@ def test_what_needs_no_torch_does_not_import_it(arguments):
     torch, rich, seconds = done.stdout.splitlines()[-1].split()
     assert (torch, rich) == ("False", "False"), done.stderr
     assert float(seconds) < LIGHT
-
-
-def test_the_package_is_imported_without_torch_and_lists_every_name():
-    program = """
-import sys, megabatch
-assert set(megabatch.__all__) <= set(dir(megabatch))
-for name in ("no_such_name", "training_", "__path_"):
-    assert not hasattr(megabatch, name)
-assert "torch" not in sys.modules
-from megabatch import clip_loss
-assert megabatch.reference.clip_loss is not clip_loss and megabatch.losses.clip_loss is clip_loss
-assert megabatch.chunks.cached is megabatch.cached and "cached" in vars(megabatch)
-assert "megabatch.planning" not in sys.modules
-"""
-    done = started(program=program)
-    assert done.returncode == 0, done.stderr
-
-
-def test_type_checkers_are_shown_every_public_name():
-    tree = ast.parse(Path(megabatch.__file__).read_text("utf-8"))
-    (block,) = [node for node in tree.body if isinstance(node, ast.If) and isinstance(node.test, ast.Name)]
-    shown = {alias.name for node in block.body for alias in node.names}
-    assert shown == set(megabatch.__all__)
-
-
-def test_public_names_can_be_pickled():
-    for name in set(megabatch.__all__) - {"reference"}:
-        value = getattr(megabatch, name)
-        assert pickle.loads(pickle.dumps(value)) is value
 
 
 @pytest.mark.slow

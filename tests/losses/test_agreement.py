@@ -50,6 +50,11 @@ DIFFERENCES = {
     ),
     "diagnostics": (clip, lambda x, y: clip(x, y, diagnostics=True), "diagnostics is False on ranks 0, 2 and True on rank 1"),
     "precision": (clip, lambda x, y: clip(x, y, precision="tf32"), "precision is ieee on ranks 0, 2 and tf32 on rank 1"),
+    "int8_backward": (
+        lambda x, y: clip(x.bfloat16(), y.bfloat16()),
+        lambda x, y: clip(x.bfloat16(), y.bfloat16(), int8_backward=True),
+        "int8_backward is False on ranks 0, 2 and True on rank 1",
+    ),
     "gradients": (clip, torch.no_grad()(clip), "torch.is_grad_enabled() is True on ranks 0, 2 and False on rank 1"),
     "scale": (clip, lambda x, y: clip(x, y, 5.0), "scale is 4.0 on ranks 0, 2 and 5.0 on rank 1: it must have one value"),
     "scale tensor": (

@@ -23,7 +23,7 @@ X, Y = torch.randn(5, 4), torch.randn(5, 4)
         ({"y": Y.double()}, "x is torch.float32 and y torch.float64: must be equal; convert"),
         ({"y": Y[:, :3]}, "x has width 4 and y 3: must be equal"),
         ({"y": Y[:3]}, "x has 5 rows and y 3: y must hold the positive"),
-        ({"y": torch.cat((Y, Y))}, "5 rows and y 10: a symmetric loss needs as many; pass symmetric=False"),
+        ({"y": torch.cat((Y, Y))}, "5 rows and y 10: a symmetric loss needs equally many; pass symmetric=False"),
         ({"x": X[:0], "y": Y[:0]}, "0 rows over all ranks"),
         ({"scale": math.nan}, "scale=nan: must be a finite number"),
         ({"scale": math.inf}, "scale=inf"),
@@ -44,8 +44,9 @@ X, Y = torch.randn(5, 4), torch.randn(5, 4)
         ({"x": X.double(), "y": Y.double(), "backend": "fused"}, "backend='fused': .*; pass backend='eager' or None"),
         ({"workspace": 0}, "workspace=0: must be a positive number of bytes"),
         ({"workspace": 1.5}, "workspace=1.5"),
-        ({"precision": "fp8"}, "precision='fp8': must be one of 'ieee', 'tf32', 'int8'; 'int8' is for bf16, the others for fp32"),
-        ({"precision": "int8"}, r"precision='int8' and x is float32: must be bfloat16 for it; pass x.bfloat16\(\), or"),
+        ({"precision": "fp8"}, "precision='fp8': must be one of 'ieee', 'tf32'"),
+        ({"int8_backward": True}, r"int8_backward=True and x is float32: must be bfloat16; pass x.bfloat16\(\), or"),
+        ({"int8_backward": 1}, "int8_backward=1: must be True or False"),
         ({"group": 3}, "group=3: must be None, a process group"),
     ],
     ids=lambda v: str(v)[:40] if isinstance(v, str) else None,
@@ -56,17 +57,18 @@ def test_wrong_input_is_named_with_rule_and_remedy(change, words):
         megabatch.clip_loss(**arguments)
 
 
-def test_the_sigmoid_loss_computes_similarities_once_and_has_no_use_for_eight_bits():
-    with pytest.raises(ValueError, match="precision='int8': must be one of 'ieee', 'tf32'; it is about fp32 products only"):
-        megabatch.siglip_loss(X.bfloat16(), Y.bfloat16(), 1.0, 0.0, precision="int8")
+def test_the_sigmoid_loss_has_no_int8_backward():
+    # It computes the similarities once, in forward.
+    with pytest.raises(TypeError, match="int8_backward"):
+        megabatch.siglip_loss(X.bfloat16(), Y.bfloat16(), 1.0, 0.0, int8_backward=True)
 
 
-def test_where_there_are_no_kernels_for_eight_bits_the_others_serve():
+def test_int8_backward_changes_nothing_where_there_are_no_kernels_for_it():
     x, y = (t.bfloat16().requires_grad_() for t in (X, Y))
-    plain, eight = (torch.autograd.grad(megabatch.clip_loss(x, y, 3.0, precision=p), (x, y)) for p in ("ieee", "int8"))
-    assert all(torch.equal(a, b) for a, b in zip(plain, eight, strict=True))
+    plain, int8 = (torch.autograd.grad(megabatch.clip_loss(x, y, 3.0, int8_backward=b), (x, y)) for b in (False, True))
+    assert all(torch.equal(a, b) for a, b in zip(plain, int8, strict=True))
     with torch.autocast("cpu", torch.bfloat16):
-        megabatch.clip_loss(X, Y, 3.0, precision="int8")
+        megabatch.clip_loss(X, Y, 3.0, int8_backward=True)
 
 
 @pytest.mark.skipif(not torch.backends.mps.is_available() and not torch.cuda.is_available(), reason="needs a second device")
@@ -93,5 +95,5 @@ def test_a_module_keeps_the_options_and_knows_its_own():
     assert torch.equal(sigmoid(x, y, 3.0, -1.0, ids=ids), megabatch.siglip_loss(x, y, 3.0, -1.0, ids=ids, duplicates="positive"))
     with pytest.raises(TypeError, match=r"unknown options \['temperature'\]"):
         megabatch.ClipLoss(temperature=0.1)
-    with pytest.raises(TypeError, match="given with each batch"):
+    with pytest.raises(TypeError, match="passed with each batch"):
         megabatch.SigLipLoss(ids=ids)

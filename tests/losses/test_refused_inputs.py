@@ -13,8 +13,8 @@ from torch import nn
 import megabatch
 from megabatch import reference
 from megabatch.adapters import open_clip as adapter
-from megabatch.losses import small_scale
-from megabatch.losses.inputs import _value
+from megabatch.losses import checks
+from megabatch.losses.batch import _value
 
 
 def clip(x, y, scale=5.0, bias=-2.0, module=megabatch, **options):
@@ -173,7 +173,7 @@ def test_what_needs_first_derivatives_of_plain_tensors_only_works(loss):
 
 @pytest.fixture
 def unwarned(monkeypatch):
-    monkeypatch.setattr(small_scale, "_warned", set())
+    monkeypatch.setattr(checks, "_warned", set())
 
 
 @losses

@@ -18,7 +18,6 @@ from exchanged import expected, rows_and_columns, whole_numbers
 
 import megabatch
 from megabatch import reference
-from megabatch.losses import inputs
 from megabatch.ring import BLOCK, RESULT, Ring
 from megabatch.tiles import backend_name, fused
 from megabatch.tiles.contract import ComputeOptions, NeedsGrad, Pairs, Softmax
@@ -399,7 +398,7 @@ def test_two_simulated_ranks_are_one_process(loss, monkeypatch):
     alone = run(slice(0, 700))
     ranks = SimulatedRing.of_size(2)
     of_this_thread = threading.local()
-    monkeypatch.setattr(inputs.Ring, "of", classmethod(lambda cls, group: of_this_thread.ring))
+    monkeypatch.setattr(Ring, "of", classmethod(lambda cls, group: of_this_thread.ring))
 
     def rank(place: int) -> tuple:
         of_this_thread.ring = ranks[place]

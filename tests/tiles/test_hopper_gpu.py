@@ -74,7 +74,7 @@ def test_options_give_the_formula(options, everywhere):
 @pytest.mark.parametrize("options", [{}, {"ids": True}, {"weights": True}, {"symmetric": False, "extra": 7}], ids=str)
 def test_eight_bits_are_as_good_as_bf16(options, scale, everywhere):
     case = build("clip_loss", 1000, (scale,), options, width=768).rounded(torch.bfloat16)
-    for name, e in errors(case, on_gpu(case, torch.bfloat16, workspace=2**20, precision="int8"), formula(case)).items():
+    for name, e in errors(case, on_gpu(case, torch.bfloat16, workspace=2**20, int8_backward=True), formula(case)).items():
         # The value and, of logits that are too large, the gradients do not come of them.
         assert e <= (2e-5 if name == "value" else 5e-3), (name, e)
     assert everywhere["correct"] and everywhere["correct"] == everywhere["gradient"]
@@ -82,7 +82,7 @@ def test_eight_bits_are_as_good_as_bf16(options, scale, everywhere):
 
 def test_large_gradients_of_eight_bits_have_to_be_made_right_again(everywhere, monkeypatch):
     case = build("clip_loss", 1000, (50.0,), {}, width=768).rounded(torch.bfloat16)
-    options = {"workspace": 2**20, "precision": "int8"}
+    options = {"workspace": 2**20, "int8_backward": True}
     right = errors(case, on_gpu(case, torch.bfloat16, **options), formula(case))
     monkeypatch.setattr(hopper, "correct", lambda *_: None)
     wrong = errors(case, on_gpu(case, torch.bfloat16, **options), formula(case))
@@ -93,7 +93,7 @@ def test_large_gradients_of_eight_bits_have_to_be_made_right_again(everywhere, m
     "options", [{"label_smoothing": 0.1}, {"ids": True, "duplicates": "positive"}, {"drop_above": 0.2}], ids=str
 )
 def test_what_has_no_way_in_eight_bits_is_as_without(options, everywhere):
-    assert_the_formula("clip_loss", options, torch.bfloat16, precision="int8")
+    assert_the_formula("clip_loss", options, torch.bfloat16, int8_backward=True)
     assert not everywhere["correct"]
 
 
@@ -132,11 +132,11 @@ def test_any_shape_is_right_and_every_element_is_written(rows, width, everywhere
         for loss, scalars in itertools.product(("clip_loss", "siglip_loss"), ((30.0,), (-30.0,))):
             scalars += () if loss == "clip_loss" else (-20.0,)
             case = Case(loss, *embeddings(rows, width=width, kind="clustered"), scalars).rounded(torch.bfloat16)
-            for precision in ("ieee", "int8")[: 1 + (loss == "clip_loss")]:
-                for name, e in errors(case, on_gpu(case, torch.bfloat16, precision=precision), formula(case)).items():
+            for int8 in ({}, {"int8_backward": True})[: 1 + (loss == "clip_loss")]:
+                for name, e in errors(case, on_gpu(case, torch.bfloat16, **int8), formula(case)).items():
                     # Of narrow rows, eight bits are less.
-                    most = 2e-5 if name == "value" else 1e-2 if precision == "ieee" or width > 128 else 3e-2
-                    assert e <= most, (precision, name, e)
+                    most = 2e-5 if name == "value" else 1e-2 if not int8 or width > 128 else 3e-2
+                    assert e <= most, (int8, name, e)
     finally:
         torch.use_deterministic_algorithms(False)
     assert everywhere["stats"] and everywhere["gradient"] and everywhere["correct"] and everywhere["sigmoid"]
@@ -162,7 +162,7 @@ def test_ten_runs_are_bit_equal(scale, everywhere):
     for _ in range(10):
         a, b = x.clone().requires_grad_(), y.clone().requires_grad_()
         value = megabatch.clip_loss(a, b, scale, ids=ids, workspace=2**24, label_smoothing=0.1)
-        value = value + megabatch.clip_loss(a, b, scale, ids=ids, workspace=2**24, precision="int8")
+        value = value + megabatch.clip_loss(a, b, scale, ids=ids, workspace=2**24, int8_backward=True)
         value = value + megabatch.siglip_loss(a, b, scale, -10.0, ids=ids, workspace=2**24)
         value.backward()
         runs.append((value.detach(), a.grad, b.grad))
@@ -185,7 +185,7 @@ def test_a_large_batch_is_theirs_and_as_the_others_have_it(loss, scalars, width,
     value, *gradients = step()
     assert served["sigmoid"] if loss == "siglip_loss" else served["stats"] and served["gradient"]
     if loss == "clip_loss":
-        again, *eight = step(precision="int8")
+        again, *eight = step(int8_backward=True)
         assert served["correct"] and torch.equal(value, again)
         assert all((a.float() - b.float()).norm() < 3e-3 * b.float().norm() for a, b in zip(eight, gradients, strict=True))
     served.clear()
@@ -202,7 +202,7 @@ def test_a_step_can_be_captured_and_never_waits(everywhere):
     scale = torch.tensor(20.0, device="cuda", requires_grad=True)
 
     def step():
-        value = megabatch.clip_loss(x, y, scale) + megabatch.clip_loss(x, y, scale, precision="int8")
+        value = megabatch.clip_loss(x, y, scale) + megabatch.clip_loss(x, y, scale, int8_backward=True)
         return torch.autograd.grad(value + megabatch.siglip_loss(x, y, scale, -10.0), (x, y, scale))
 
     right = step()
@@ -232,7 +232,7 @@ def test_the_sanitizer_finds_nothing(tmp_path):
         "ids = torch.arange(300, device='cuda') // 2\n"
         "megabatch.clip_loss(x, y, 3.0, ids=ids).backward()\n"
         "megabatch.clip_loss(x, y, 3.0, label_smoothing=0.1, workspace=40_000).backward()\n"
-        "megabatch.clip_loss(x / 9, y / 9, 3.0, precision='int8', workspace=40_000).backward()\n"
+        "megabatch.clip_loss(x / 9, y / 9, 3.0, int8_backward=True, workspace=40_000).backward()\n"
         "megabatch.siglip_loss(x, y, 3.0, -5.0, ids=ids, workspace=40_000).backward()\n"
     )
     command = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", sys.executable, str(script)]

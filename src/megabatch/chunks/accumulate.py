@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..losses.inputs import refused_while_accumulating
+from ..losses.batch import refused_while_accumulating
 from ..ring import Group, Ring
 from . import rows
 from .cached import check_chunk

@@ -1,30 +1,68 @@
-"""What the losses share towards autograd and the compiler."""
+"""How a loss is part of PyTorch: the Module, saved tensors and derivatives in autograd, torch.compile and autocast."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from .inputs import Batch, is_transformed
+from .batch import Diagnostics, LossBatch
+from .checks import is_transformed
 
-Loss = TypeVar("Loss", bound=Callable[..., Any])
+Call = TypeVar("Call", bound=Callable[..., Any])
+LossResult = TypeVar("LossResult", Tensor, tuple[Tensor, Diagnostics])
 
-
-def outside_graphs(loss: Loss) -> Loss:
-    """The loss as one clean graph break under torch.compile, which would otherwise unroll its tiles into the graph."""
-    # torch.compiler.disable would import the compiler, which takes seconds, together with megabatch; this one, which torch.optim
-    # uses, waits for the first call.
-    return cast(Loss, _disable_dynamo(loss))
+# Keyword arguments of a loss that come with each batch; a Module stores all others.
+WITH_EACH_BATCH = ("ids", "weights")
 
 
-def outside_autocast(computation: Loss) -> Loss:
-    """A computation on x (its first argument) and others in the dtypes that they have, whatever autocast is in force."""
+class LossModule(nn.Module, Generic[LossResult]):
+    """A loss as a Module: it stores the options of the function `loss`, and calls it with the inputs of each batch.
+
+    The signature of the constructor is that of the function's options.
+    """
+
+    loss: ClassVar[Callable[..., Any]]
+    # nn.Module declares Callable[..., Any]; this one says what forward returns.
+    __call__: Callable[..., LossResult]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        parameters = inspect.signature(cls.loss).parameters.values()
+        options = [p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in WITH_EACH_BATCH]
+        # For help(), inspect and completion in a notebook.
+        cls.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        known = list(inspect.signature(type(self)).parameters)
+        unknown = sorted(set(options) - set(known))
+        if unknown:
+            raise TypeError(f"unknown options {unknown}: must be among {known}; ids and weights are passed with each batch")
+        self.options = options
+
+    def forward(self, *inputs: Tensor | float, ids: Tensor | None = None, weights: Tensor | None = None) -> LossResult:
+        return self.loss(*inputs, ids=ids, weights=weights, **self.options)
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+
+
+def outside_graphs(call: Call) -> Call:
+    """Make a function one clean graph break under torch.compile, which would otherwise unroll its tiles into the graph."""
+    # torch.compiler.disable would import the compiler together with megabatch, which takes seconds; this decorator, which
+    # torch.optim uses, imports it at the first call.
+    return cast(Call, _disable_dynamo(call))
+
+
+def outside_autocast(computation: Call) -> Call:
+    """Disable autocast in a computation whose first argument is a tensor: its inputs have the right dtypes already."""
 
     @functools.wraps(computation)
     def call(x: Tensor, *args: Any, **options: Any) -> Any:
@@ -33,13 +71,13 @@ def outside_autocast(computation: Loss) -> Loss:
         with torch.autocast(x.device.type, enabled=False):
             return computation(x, *args, **options)
 
-    return cast(Loss, call)
+    return cast(Call, call)
 
 
 def save(ctx: Any, **inputs: Tensor) -> None:
     """Save the differentiable inputs for backward, where `saved` returns them."""
     ctx.save_for_backward(*inputs.values())
-    # These name the input that was modified, if one was.
+    # To name the input that was modified, if one was.
     ctx.versions = {name: (_reference(t), t._version) for name, t in inputs.items()}
 
 
@@ -48,7 +86,7 @@ def saved(ctx: Any) -> tuple[Tensor, ...]:
     try:
         return ctx.saved_tensors
     except RuntimeError as error:
-        # Not where the graph has been freed: after a step of the optimizer, versions differ there too.
+        # Not if the graph has been freed: after a step of the optimizer, versions differ in that case too.
         changes = ctx.versions.items() if "inplace operation" in str(error) else ()
         for name, (reference, version) in changes:
             tensor = reference()
@@ -58,26 +96,26 @@ def saved(ctx: Any) -> tuple[Tensor, ...]:
 
 
 def _reference(t: Tensor) -> Callable[[], Tensor | None]:
-    """A reference that shares t's version counter: weak for embeddings, so that hooks on saved tensors can free their memory."""
+    """Return a reference that shares t's version counter: weak for embeddings, so that saved-tensor hooks can free their memory."""
     if t.ndim:
         return weakref.ref(t)
-    # A scalar is a view of what the caller passed, and nothing else may hold that view.
+    # A scalar is a view of the caller's tensor, and nothing else may hold that view.
     scalar = t.detach()
     return lambda: scalar
 
 
 def modified(name: str) -> RuntimeError:
-    """The error for an input whose values at forward are gone."""
+    """Return the error for an input whose values at forward are lost."""
     return RuntimeError(
         f"{name} has been modified by an inplace operation between the forward and the backward pass of the loss, whose gradient "
-        f"needs the values that forward saw: modify it after backward, or pass {name}.clone() to the loss"
+        f"needs the values of forward: modify it after backward, or pass {name}.clone() to the loss"
     )
 
 
 def first_derivative_only(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-    """A backward pass whose gradients raise a clear error when they are differentiated again.
+    """Make the gradients of a backward pass raise a clear error if they are differentiated again.
 
-    The Function must save its differentiable inputs: only what hangs on them is reached by a second differentiation.
+    The Function must save its differentiable inputs: a second differentiation reaches only what depends on them.
     """
 
     @functools.wraps(backward)
@@ -111,8 +149,21 @@ class _NoSecondDerivative(torch.autograd.Function):
         )
 
 
-class Finished(NamedTuple):
-    """The gradients in x and y, as they leave backward; the gradient in the scale; and what a slope is to be multiplied with."""
+class PartialGradients(NamedTuple):
+    """The gradient before the last step of backward.
+
+    products: gx_MD and gy_ND of the negatives, None where not needed.
+    dpos_M: the gradient in the logit of each row's positive.
+    share: the factor of the mean, by which all of it is still to be multiplied.
+    """
+
+    products: list[Tensor | None]
+    dpos_M: Tensor
+    share: Tensor | float
+
+
+class Gradients(NamedTuple):
+    """The gradients of x, y and the scale as backward returns them, and the factor for a gradient in the bias."""
 
     dx: Tensor | None
     dy: Tensor | None
@@ -122,37 +173,30 @@ class Finished(NamedTuple):
 
 @outside_autocast
 def finish(
-    x: Tensor,
-    y: Tensor,
-    scale: Tensor,
-    batch: Batch,
-    dpos_M: Tensor,
-    share: Tensor | float,
-    g: Tensor,
-    products: list[Tensor | None],
-    *,
-    reuse: bool,
-) -> Finished:
-    """The last step of backward: the positives' part, the scale, the mean's share and the gradient that comes down are put in.
+    g: Tensor, x: Tensor, y: Tensor, scale: Tensor, batch: LossBatch, partial: PartialGradients, *, reuse: bool
+) -> Gradients:
+    """Return the final gradients: add the part of the positives, and multiply by the scale, the mean's share and g.
 
-    dpos_M: the gradient in the logit of each row's positive; products: gx_MD and gy_ND, which go as they are used up if `reuse`.
+    g: the incoming gradient. reuse: whether the products may be overwritten, and freed once they are used.
     """
-    # The ranks hold one loss: its gradient takes what every rank's graph sends down, and all share one gradient in the scale.
-    g = batch.ring.sum(g.to(batch.acc, copy=batch.ring.size > 1)) * share
+    # The ranks hold one loss: its gradient takes the sum of the gradients that come in on all ranks, and the scale's is shared.
+    g = batch.ring.sum(g.to(batch.acc, copy=batch.ring.size > 1)) * partial.share
     factor = g * scale
+    products = partial.products
     gradients: list[Tensor | None] = [None, None]
     slopes = None
-    for side, (mine, partners) in enumerate(((x, y), (y, x))):
+    for side, (embeddings, partners) in enumerate(((x, y), (y, x))):
         product = products[side]
         if product is None:
             continue
-        finished = product if reuse and product.dtype == mine.dtype else torch.empty_like(product, dtype=mine.dtype)
-        found = batch.tiles.finish(product, batch.read(mine), batch.read(partners), dpos_M, factor, finished)
-        slopes = found if slopes is None else slopes
+        in_place = reuse and product.dtype == embeddings.dtype
+        finished = product if in_place else torch.empty_like(product, dtype=embeddings.dtype)
+        side_slopes = batch.tiles.finish(product, batch.read(embeddings), batch.read(partners), partial.dpos_M, factor, finished)
+        slopes = side_slopes if slopes is None else slopes
         gradients[side] = finished
         if reuse:
             product = products[side] = None
     assert slopes is not None
     slope = batch.ring.sum(slopes.sum())
     g = g if batch.ring.size == 1 else g / batch.ring.size
-    return Finished(gradients[0], gradients[1], slope * g, g)
+    return Gradients(gradients[0], gradients[1], slope * g, g)

@@ -1,23 +1,78 @@
 """The softmax contrastive loss (InfoNCE, CLIP) without the similarity matrix. Formula: reference.clip_loss.
 
-Forward: one tour of the ring collects, for rows and columns at once, the sums over the other pairs; the positives are added here.
-Backward: a second tour computes the tiles again, but for those that were kept, and brings each block's gradient home.
+Forward: one tour of the ring collects the sums over the negatives, for rows and columns at once; the positives are added here.
+Backward: a second tour computes the tiles again, except for those that were saved, and returns each block's gradient to its rank.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypedDict, overload
 
 import torch
 from torch import Tensor
 
 from ..ring import Group
 from ..tiles.contract import Pairs, Softmax, merge
-from .autograd import finish, first_derivative_only, modified, outside_autocast, outside_graphs, save, saved
-from .diagnostics import Diagnostics, diagnose
-from .inputs import EIGHT_BITS, PRECISIONS, Batch, Sharing, check_duplicates, check_number, join_backward, prepare, scalar
-from .module import LossModule
+from .autograd import (
+    LossModule,
+    LossResult,
+    PartialGradients,
+    finish,
+    first_derivative_only,
+    modified,
+    outside_autocast,
+    outside_graphs,
+    save,
+    saved,
+)
+from .batch import Diagnostics, Execution, Inputs, LossBatch, diagnose, prepare
+from .checks import check_duplicates, check_number
+
+if TYPE_CHECKING:
+    # torch depends on typing_extensions; typing has Unpack from Python 3.11 on.
+    from typing_extensions import Unpack
+
+
+class ClipOptions(TypedDict, total=False):
+    """The options of `clip_loss` that `ClipLoss` stores, for type checkers. `clip_loss` documents them."""
+
+    symmetric: bool
+    duplicates: str
+    label_smoothing: float
+    drop_above: float | None
+    group: Group
+    equal_shards: bool
+    backend: str | None
+    workspace: int | None
+    precision: str
+    int8_backward: bool
+
+
+@overload
+def clip_loss(
+    x: Tensor,
+    y: Tensor,
+    scale: Tensor | float,
+    *,
+    ids: Tensor | None = None,
+    weights: Tensor | None = None,
+    diagnostics: Literal[False] = False,
+    **options: Unpack[ClipOptions],
+) -> Tensor: ...
+
+
+@overload
+def clip_loss(
+    x: Tensor,
+    y: Tensor,
+    scale: Tensor | float,
+    *,
+    ids: Tensor | None = None,
+    weights: Tensor | None = None,
+    diagnostics: Literal[True],
+    **options: Unpack[ClipOptions],
+) -> tuple[Tensor, Diagnostics]: ...
 
 
 @outside_graphs
@@ -37,71 +92,105 @@ def clip_loss(
     backend: str | None = None,
     workspace: int | None = None,
     precision: str = "ieee",
+    int8_backward: bool = False,
     diagnostics: bool = False,
-) -> Any:
-    """The mean cross-entropy of `scale * x @ y.T`, row i's positive being y's row i, over the rows of all ranks in `group`.
+) -> Tensor | tuple[Tensor, Diagnostics]:
+    """Return the softmax contrastive loss (InfoNCE, CLIP) of all rows of all ranks, without storing the similarity matrix.
 
-    x: (M, D), y: (N, D) embeddings of this rank, normalised or not; N = M, or N >= M with symmetric=False.
-    scale: multiplies the similarities (1 / temperature); a float, or a tensor that may require a gradient. Equal on all ranks.
-    symmetric: also the mean over columns, halved. False: queries to documents only; y's rows beyond M are extra negatives.
-    ids: (N,) integers, one for each row of y, which row i of x shares. Pairs with equal ids that are not the positive itself are
-        left out (duplicates="mask") or are further positives with equal shares of the target (duplicates="positive").
-    label_smoothing: as in torch.nn.functional.cross_entropy, over the pairs that count.
-    drop_above: negatives whose similarity exceeds the positive's by more than this are left out as likely false.
-    weights: (M,) weight of each pair in the mean; not all zero.
-    group: None for this process alone; a process group or one-dimensional device mesh for the batch of all its ranks. Ranks may
-        hold different numbers of rows, even none. Must be given where there are several processes.
-    equal_shards: states that every rank passes the same shapes, options and scalars, which saves the exchange that checks it in
-        every call but the first one on the group.
-    backend: "eager" or "fused"; None chooses by device. workspace: working memory in bytes (None: 32 MiB on a CPU, 512 MiB on CUDA).
-    precision: "tf32" lets CUDA devices round the operands of fp32 products to 10 bits; "ieee" does not. "int8", for bf16, lets
-        them compute the similarities of backward from embeddings in eight bits, where they have kernels for it.
-    diagnostics: also return a `Diagnostics`, as (loss, diagnostics).
+    It is the mean cross-entropy of the logits `scale * x @ y.T`, in which the positive of row i of x is row i of y. Memory is
+    O(rows * width) per rank. The formula, with the whole matrix, is `megabatch.reference.clip_loss`.
 
-    Every rank gets the loss of the whole batch, and DDP's average of gradients is exactly that loss's gradient.
-    Under autocast the embeddings are rounded as a matrix product would; logits, sums and gradients stay in fp32.
+    Inputs:
+        x: (M, D) embeddings of this rank, in float64, float32, bfloat16 or float16, normalised or not.
+        y: (N, D) embeddings of this rank with the same dtype; N = M, or N >= M with symmetric=False.
+        scale: factor of the similarities, 1 / temperature: a float, or a tensor with one element, which may require a gradient.
+            It must be equal on all ranks.
+        ids: (N,) integers, one for each row of y; row i of x has the id of row i of y. Pairs with equal ids are no negatives.
+        weights: (M,) weights of the pairs in the mean, not all zero. Default: equal weights.
+
+    Which pairs count:
+        symmetric: average the loss over rows with that over columns. False: rows only (queries to documents); the rows of y beyond
+            the first M are extra negatives.
+        duplicates: what pairs with equal ids, apart from the positive itself, are. "mask": left out. "positive": further positives,
+            which share the target equally.
+        label_smoothing: in [0, 1], as in torch.nn.functional.cross_entropy, over the pairs that count.
+        drop_above: false-negative margin. Negatives whose similarity exceeds that of the positive by more than this are left out of
+            the row (or column), because they are probably false negatives. In units of x·y, before the scale. None: no margin.
+
+    How it is computed:
+        group: the ranks that share the batch: a process group or a device mesh of one dimension; None for this process alone. Ranks
+            may hold different numbers of rows, even none. Required if there are several processes.
+        equal_shards: claim that every rank passes the same shapes, options and scalars. This saves the exchange that compares them
+            in every call after the first one on the group.
+        backend: "eager" (PyTorch operations) or "fused" (Triton kernels). None: fused on CUDA if Triton can be imported.
+        workspace: bytes of working memory for tiles. None: 32 MiB on a CPU, 512 MiB on CUDA.
+        precision: of the products of float32 embeddings on CUDA. "ieee": float32. "tf32": operands rounded to 10 bits.
+        int8_backward: let backward recompute the similarities of bfloat16 embeddings from int8, on devices that have kernels for
+            it (Hopper); large gradients are computed from the bfloat16 embeddings. Faster and slightly less exact. Elsewhere it
+            changes nothing.
+        diagnostics: also return the rank of each positive in the batch: the result is (loss, Diagnostics).
+
+    Returns the loss as a float32 scalar (float64 for float64 embeddings), the same on every rank. DDP's average of gradients is
+    exactly the gradient of this loss. Under autocast the embeddings are rounded as in a matrix product; logits, sums and gradients
+    stay in float32.
 
     >>> import torch, megabatch
     >>> x, y = torch.nn.functional.normalize(torch.randn(2, 1024, 64), dim=-1).unbind()
     >>> loss = megabatch.clip_loss(x.requires_grad_(), y, scale=20.0)
     >>> loss.backward()
+    >>> loss, diagnostics = megabatch.clip_loss(x, y, scale=20.0, diagnostics=True)
+    >>> image_to_text, text_to_image = diagnostics.recall(k=1)
     """
-    rules = Rules(symmetric, duplicates, label_smoothing, drop_above, diagnostics)
-    batch = prepare(
-        x,
-        y,
-        {"scale": scale},
-        loss="clip_loss",
-        ids=ids,
-        weights=weights,
-        sharing=Sharing(group, equal_shards, backend, workspace, precision),
-        options=rules,
-        same_rows=symmetric,
-        precisions=(*PRECISIONS, EIGHT_BITS),
-    )
-    scale = scalar(scale, x, batch)
+    rules = ClipRules(symmetric, duplicates, label_smoothing, drop_above, diagnostics)
+    execution = Execution(group, equal_shards, backend, workspace, precision, int8_backward)
+    batch = prepare(Inputs(x, y, {"scale": scale}, ids, weights), rules, execution)
+    scale = batch.scalar(scale, x)
     if batch.needs_grad is None:
-        loss, found, _ = _solve(batch.read(x), batch.read(y), scale, batch, rules)
+        loss, ranking, _ = _forward(batch.read(x), batch.read(y), scale, batch, rules)
     else:
-        loss, found = _ClipLoss.apply(join_backward(batch, x, y, scale), y, scale, batch, rules)
-    return (loss, found) if diagnostics else loss
+        loss, ranking = _ClipLoss.apply(batch.join_backward(x, y, scale), y, scale, batch, rules)
+    return loss if ranking is None else (loss, ranking)
 
 
-class ClipLoss(LossModule):
-    """`clip_loss` with its options kept: `ClipLoss(symmetric=False, group=None)(x, y, scale, ids=..., weights=...)`."""
+class ClipLoss(LossModule[LossResult]):
+    """`clip_loss` as a Module, which stores its options.
+
+    >>> import torch, megabatch
+    >>> x, y = torch.nn.functional.normalize(torch.randn(2, 1024, 64), dim=-1).unbind()
+    >>> criterion = megabatch.ClipLoss(label_smoothing=0.1)
+    >>> loss = criterion(x, y, 20.0, ids=torch.arange(1024))
+    """
 
     loss = staticmethod(clip_loss)
 
+    if TYPE_CHECKING:
+
+        @overload
+        def __init__(self: ClipLoss[Tensor], *, diagnostics: Literal[False] = False, **options: Unpack[ClipOptions]) -> None: ...
+
+        @overload
+        def __init__(
+            self: ClipLoss[tuple[Tensor, Diagnostics]], *, diagnostics: Literal[True], **options: Unpack[ClipOptions]
+        ) -> None: ...
+
+        def __init__(self, **options: Any) -> None: ...
+
 
 @dataclass(frozen=True)
-class Rules:
-    """The options that say which pairs count, and how."""
+class ClipRules:
+    """The options of `clip_loss` that say which pairs count, and how."""
 
     symmetric: bool
     duplicates: str
     label_smoothing: float
     drop_above: float | None
     diagnostics: bool
+
+    loss_name: ClassVar[str] = "clip_loss"
+
+    @property
+    def same_rows(self) -> bool:
+        return self.symmetric
 
     def check(self) -> None:
         check_duplicates(self.duplicates)
@@ -110,8 +199,8 @@ class Rules:
             check_number("drop_above", self.drop_above)
 
 
-class Documents(NamedTuple):
-    """A block on its way round the ring: embeddings, ids, similarities of the positives and, in backward, the columns' softmax."""
+class ClipBlock(NamedTuple):
+    """One rank's block in the ring: embeddings, ids, similarities of the positives and, in backward, the columns' softmax."""
 
     y_ND: Tensor
     ids_N: Tensor | None
@@ -120,9 +209,12 @@ class Documents(NamedTuple):
 
 
 @dataclass
-class Saved:
-    """What the gradient needs: the softmax of rows and columns, the gradient in the positives' logits, what all of it is still to
-    be multiplied with, the positives' similarities if pairs are compared with them, and what tiles have kept of this rank's block.
+class ClipSaved:
+    """What backward needs from forward.
+
+    rows, columns: their softmax; dpos_M: the gradient in the logits of the positives; share: the factor of the mean.
+    compared_M: the similarities of the positives, if pairs are compared with them.
+    saved_exp: the exponentials that the tiles have saved of this rank's own block.
     """
 
     rows: Softmax
@@ -130,18 +222,20 @@ class Saved:
     dpos_M: Tensor
     share: Tensor | float
     compared_M: Tensor | None
-    kept: Any
+    saved_exp: Any
 
     def pop(self) -> Any:
-        """What tiles have kept, at the first way back; another one computes it again."""
-        kept, self.kept = self.kept, None
-        return kept
+        """Return the saved exponentials in the first backward; later ones compute them again."""
+        saved_exp, self.saved_exp = self.saved_exp, None
+        return saved_exp
 
 
 class _ClipLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor, scale: Tensor, batch: Batch, rules: Rules) -> tuple[Tensor, Diagnostics | None]:
-        loss, diagnostics, ctx.way_back = _solve(batch.read(x), batch.read(y), scale, batch, rules)
+    def forward(
+        ctx: Any, x: Tensor, y: Tensor, scale: Tensor, batch: LossBatch, rules: ClipRules
+    ) -> tuple[Tensor, Diagnostics | None]:
+        loss, diagnostics, ctx.saved = _forward(batch.read(x), batch.read(y), scale, batch, rules)
         ctx.batch, ctx.rules = batch, rules
         ctx.ids_version = None if batch.ids_N is None else batch.ids_N._version
         save(ctx, x=x, y=y, scale=scale)
@@ -151,37 +245,40 @@ class _ClipLoss(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx: Any, g: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         x, y, scale = saved(ctx)
-        batch, way_back = ctx.batch, ctx.way_back
+        batch: LossBatch = ctx.batch
         if batch.ids_N is not None and batch.ids_N._version != ctx.ids_version:
             raise modified("ids")
-        products = _gradients(batch.read(x), batch.read(y), scale, batch, ctx.rules, way_back)
-        dx, dy, dscale, _ = finish(x, y, scale, batch, way_back.dpos_M, way_back.share, g, products, reuse=True)
+        products = _products(batch.read(x), batch.read(y), scale, batch, ctx.rules, ctx.saved)
+        partial = PartialGradients(products, ctx.saved.dpos_M, ctx.saved.share)
+        dx, dy, dscale, _ = finish(g, x, y, scale, batch, partial, reuse=True)
         need_x, need_y, need_scale, *_ = ctx.needs_input_grad
         return dx if need_x else None, dy if need_y else None, dscale if need_scale else None, None, None
 
 
 @outside_autocast
-def _solve(x_MD: Tensor, y_ND: Tensor, scale: Tensor, batch: Batch, rules: Rules) -> tuple[Tensor, Diagnostics | None, Saved]:
-    """The loss of the whole batch, this rank's diagnostics, and what backward needs."""
-    # Only where pairs are compared with the positives do these travel, and have to be there first.
+def _forward(
+    x_MD: Tensor, y_ND: Tensor, scale: Tensor, batch: LossBatch, rules: ClipRules
+) -> tuple[Tensor, Diagnostics | None, ClipSaved]:
+    """Return the loss of the whole batch, this rank's diagnostics, and what backward needs."""
+    # The positives travel with the block, and have to be computed first, only if pairs are compared with them.
     compares = rules.drop_above is not None or rules.diagnostics
     compared_M = batch.tiles.positives(x_MD, y_ND, batch.compute) if compares else None
-    kept: Any = None
+    saved_exp: Any = None
 
-    def visit(block: Documents, owner: int) -> tuple[Any, Any]:
-        nonlocal kept
+    def visit(block: ClipBlock, owner: int) -> tuple[Any, Any]:
+        nonlocal saved_exp
         pairs = _pairs(block, owner, batch, rules, compared_M)
-        # Of this rank's own block, which both tours visit first: working memory is free again for the others.
-        keep = pairs.is_local and batch.needs_grad is not None
-        found = batch.tiles.softmax_stats(
-            x_MD, block.y_ND, scale, pairs, columns=rules.symmetric, compute=batch.compute, save_exp=keep
+        # Only of this rank's own block, which both tours visit first: then the workspace is free again for the others.
+        save_exp = pairs.is_local and batch.needs_grad is not None
+        stats = batch.tiles.softmax_stats(
+            x_MD, block.y_ND, scale, pairs, columns=rules.symmetric, compute=batch.compute, save_exp=save_exp
         )
-        kept = found.saved_exp if keep else kept
-        return (found.rows, found.row_ranking), (found.columns, found.column_ranking)
+        saved_exp = stats.saved_exp if save_exp else saved_exp
+        return (stats.rows, stats.row_ranking), (stats.columns, stats.column_ranking)
 
-    block = Documents(y_ND, batch.ids_N, compared_M if rules.symmetric else None, None)
+    block = ClipBlock(y_ND, batch.ids_N, compared_M if rules.symmetric else None, None)
     (row_stats, row_ranking), (column_stats, column_ranking) = batch.ring.tour(block, batch.lengths, visit, merge)
-    # Else the device has work to do while these are on their way.
+    # Otherwise they are computed here, so that the device has work while the last results arrive.
     positive_M = batch.tiles.positives(x_MD, y_ND, batch.compute) if compared_M is None else compared_M
     loss_M, dpos_M, rows, columns = batch.tiles.normalise(
         row_stats, column_stats, positive_M, scale, batch.weights_M, rules.label_smoothing
@@ -189,37 +286,39 @@ def _solve(x_MD: Tensor, y_ND: Tensor, scale: Tensor, batch: Batch, rules: Rules
     (loss,), weight = batch.totals(loss_M.sum())
     share = 1 / (weight * (2 if rules.symmetric else 1))
     diagnostics = diagnose(positive_M, row_ranking, column_ranking) if rules.diagnostics else None
-    return loss * share, diagnostics, Saved(rows, columns, dpos_M, share, compared_M, kept)
+    return loss * share, diagnostics, ClipSaved(rows, columns, dpos_M, share, compared_M, saved_exp)
 
 
 @outside_autocast
-def _gradients(x_MD: Tensor, y_ND: Tensor, scale: Tensor, batch: Batch, rules: Rules, way_back: Saved) -> list[Tensor | None]:
-    """gx_MD and gy_ND of the others."""
+def _products(
+    x_MD: Tensor, y_ND: Tensor, scale: Tensor, batch: LossBatch, rules: ClipRules, saved_state: ClipSaved
+) -> list[Tensor | None]:
+    """Return gx_MD and gy_ND of the negatives."""
     needs_grad = batch.needs_grad
     assert needs_grad is not None
 
-    def visit(block: Documents, owner: int) -> tuple[Any, Any]:
-        pairs = _pairs(block, owner, batch, rules, way_back.compared_M)
-        kept = way_back.pop() if pairs.is_local else None
+    def visit(block: ClipBlock, owner: int) -> tuple[Any, Any]:
+        pairs = _pairs(block, owner, batch, rules, saved_state.compared_M)
+        saved_exp = saved_state.pop() if pairs.is_local else None
         return batch.tiles.softmax_grads(
             x_MD,
             block.y_ND,
             scale,
             pairs,
-            way_back.rows,
+            saved_state.rows,
             block.columns,
             needs_grad=needs_grad,
             compute=batch.compute,
-            dpos_M=way_back.dpos_M,
-            saved_exp=kept,
+            dpos_M=saved_state.dpos_M,
+            saved_exp=saved_exp,
         )
 
-    compared_N = way_back.compared_M if rules.symmetric else None
-    block = Documents(y_ND, batch.ids_N, compared_N, way_back.columns)
+    compared_N = saved_state.compared_M if rules.symmetric else None
+    block = ClipBlock(y_ND, batch.ids_N, compared_N, saved_state.columns)
     return list(batch.ring.tour(block, batch.lengths, visit, merge))
 
 
-def _pairs(block: Documents, owner: int, batch: Batch, rules: Rules, compared_M: Tensor | None) -> Pairs:
+def _pairs(block: ClipBlock, owner: int, batch: LossBatch, rules: ClipRules, compared_M: Tensor | None) -> Pairs:
     return Pairs(
         is_local=owner == batch.ring.rank,
         ids_M=None if batch.ids_N is None else batch.ids_N[: batch.rows],

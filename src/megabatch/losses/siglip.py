@@ -6,7 +6,7 @@ It has no normaliser: value and gradients come from one pass over the tiles, one
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -14,10 +14,62 @@ from torch.nn.functional import softplus
 
 from ..ring import Group
 from ..tiles.contract import Pairs, merge
-from .autograd import finish, first_derivative_only, outside_autocast, outside_graphs, save, saved
-from .diagnostics import Diagnostics, diagnose
-from .inputs import Batch, Sharing, check_duplicates, join_backward, prepare, scalar
-from .module import LossModule
+from .autograd import (
+    LossModule,
+    LossResult,
+    PartialGradients,
+    finish,
+    first_derivative_only,
+    outside_autocast,
+    outside_graphs,
+    save,
+    saved,
+)
+from .batch import Diagnostics, Execution, Inputs, LossBatch, diagnose, prepare
+from .checks import check_duplicates
+
+if TYPE_CHECKING:
+    # torch depends on typing_extensions; typing has Unpack from Python 3.11 on.
+    from typing_extensions import Unpack
+
+
+class SigLipOptions(TypedDict, total=False):
+    """The options of `siglip_loss` that `SigLipLoss` stores, for type checkers. `clip_loss` documents them."""
+
+    duplicates: str
+    group: Group
+    equal_shards: bool
+    backend: str | None
+    workspace: int | None
+    precision: str
+
+
+@overload
+def siglip_loss(
+    x: Tensor,
+    y: Tensor,
+    scale: Tensor | float,
+    bias: Tensor | float,
+    *,
+    ids: Tensor | None = None,
+    weights: Tensor | None = None,
+    diagnostics: Literal[False] = False,
+    **options: Unpack[SigLipOptions],
+) -> Tensor: ...
+
+
+@overload
+def siglip_loss(
+    x: Tensor,
+    y: Tensor,
+    scale: Tensor | float,
+    bias: Tensor | float,
+    *,
+    ids: Tensor | None = None,
+    weights: Tensor | None = None,
+    diagnostics: Literal[True],
+    **options: Unpack[SigLipOptions],
+) -> tuple[Tensor, Diagnostics]: ...
 
 
 @outside_graphs
@@ -36,67 +88,100 @@ def siglip_loss(
     workspace: int | None = None,
     precision: str = "ieee",
     diagnostics: bool = False,
-) -> Any:
-    """The sum over all pairs of `-logsigmoid(±(scale * x @ y.T + bias))`, + for positives, divided by the number of rows of x.
+) -> Tensor | tuple[Tensor, Diagnostics]:
+    """Return the sigmoid contrastive loss (SigLIP) of all rows of all ranks, without storing the similarity matrix.
 
-    bias: added to the logits; a float, or a tensor that may require a gradient. y may have more rows than x: extra negatives.
-    weights: (M,) weight of each row of x: the weighted mean over rows of the sum over their pairs.
-    Everything else as in `clip_loss`; pairs with equal ids that are not the positive itself are left out or, with
-    duplicates="positive", have the label +1.
+    It is the sum over all pairs of `-logsigmoid(label * (scale * x @ y.T + bias))`, divided by the number of rows of x. The label
+    is +1 for positives (row i of x and row i of y) and -1 for negatives. Memory is O(rows * width) per rank. The formula, with the
+    whole matrix, is `megabatch.reference.siglip_loss`.
+
+    Inputs:
+        x: (M, D) embeddings of this rank, in float64, float32, bfloat16 or float16, normalised or not.
+        y: (N, D) embeddings of this rank with the same dtype, N >= M; the rows beyond the first M are extra negatives.
+        scale: factor of the similarities, 1 / temperature: a float, or a tensor with one element, which may require a gradient.
+        bias: added to the logits: a float or tensor like scale. Both must be equal on all ranks.
+        ids: (N,) integers, one for each row of y; row i of x has the id of row i of y. Pairs with equal ids are no negatives.
+        weights: (M,) weights of the rows of x: the result is the weighted mean over rows of the sum over their pairs.
+
+    Which pairs count:
+        duplicates: what pairs with equal ids, apart from the positive itself, are. "mask": left out. "positive": further positives,
+            with the label +1.
+
+    How it is computed: group, equal_shards, backend, workspace, precision and diagnostics are those of `clip_loss`.
+
+    Returns the loss as a float32 scalar (float64 for float64 embeddings), the same on every rank. DDP's average of gradients is
+    exactly the gradient of this loss.
 
     >>> import torch, megabatch
     >>> x, y = torch.nn.functional.normalize(torch.randn(2, 1024, 64), dim=-1).unbind()
     >>> loss = megabatch.siglip_loss(x.requires_grad_(), y, scale=10.0, bias=-10.0)
     >>> loss.backward()
     """
-    rules = Rules(duplicates, diagnostics)
-    batch = prepare(
-        x,
-        y,
-        {"scale": scale, "bias": bias},
-        loss="siglip_loss",
-        ids=ids,
-        weights=weights,
-        sharing=Sharing(group, equal_shards, backend, workspace, precision),
-        options=rules,
-        same_rows=False,
-    )
-    scale, bias = scalar(scale, x, batch), scalar(bias, x, batch)
+    rules = SigLipRules(duplicates, diagnostics)
+    execution = Execution(group, equal_shards, backend, workspace, precision)
+    batch = prepare(Inputs(x, y, {"scale": scale, "bias": bias}, ids, weights), rules, execution)
+    scale, bias = batch.scalar(scale, x), batch.scalar(bias, x)
     if batch.needs_grad is None:
-        loss, found, _ = _solve(batch.read(x), batch.read(y), scale, bias, batch, rules)
+        loss, ranking, _ = _forward(batch.read(x), batch.read(y), scale, bias, batch, rules)
     else:
-        loss, found = _SigLipLoss.apply(join_backward(batch, x, y, scale, bias), y, scale, bias, batch, rules)
-    return (loss, found) if diagnostics else loss
+        loss, ranking = _SigLipLoss.apply(batch.join_backward(x, y, scale, bias), y, scale, bias, batch, rules)
+    return loss if ranking is None else (loss, ranking)
 
 
-class SigLipLoss(LossModule):
-    """`siglip_loss` with its options kept: `SigLipLoss(group=None)(x, y, scale, bias, ids=..., weights=...)`."""
+class SigLipLoss(LossModule[LossResult]):
+    """`siglip_loss` as a Module, which stores its options.
+
+    >>> import torch, megabatch
+    >>> x, y = torch.nn.functional.normalize(torch.randn(2, 1024, 64), dim=-1).unbind()
+    >>> criterion = megabatch.SigLipLoss(duplicates="positive")
+    >>> loss = criterion(x, y, 10.0, -10.0, ids=torch.arange(1024))
+    """
 
     loss = staticmethod(siglip_loss)
 
+    if TYPE_CHECKING:
+
+        @overload
+        def __init__(
+            self: SigLipLoss[Tensor], *, diagnostics: Literal[False] = False, **options: Unpack[SigLipOptions]
+        ) -> None: ...
+
+        @overload
+        def __init__(
+            self: SigLipLoss[tuple[Tensor, Diagnostics]], *, diagnostics: Literal[True], **options: Unpack[SigLipOptions]
+        ) -> None: ...
+
+        def __init__(self, **options: Any) -> None: ...
+
 
 @dataclass(frozen=True)
-class Rules:
-    """The options that say which pairs count, and how."""
+class SigLipRules:
+    """The options of `siglip_loss` that say which pairs count, and how."""
 
     duplicates: str
     diagnostics: bool
+
+    loss_name: ClassVar[str] = "siglip_loss"
+    same_rows: ClassVar[bool] = False
 
     def check(self) -> None:
         check_duplicates(self.duplicates)
 
 
-class Documents(NamedTuple):
-    """A block on its way round the ring: embeddings, ids, and for diagnostics the similarities of the positives."""
+class SigLipBlock(NamedTuple):
+    """One rank's block in the ring: embeddings, ids and, for diagnostics, the similarities of the positives."""
 
     y_ND: Tensor
     ids_N: Tensor | None
     positive_N: Tensor | None
 
 
-class Saved(NamedTuple):
-    """What the gradient needs: gx_MD and gy_ND of the others, the gradient in the positives' logits, that in the bias, and what all
-    of it is still to be multiplied with."""
+class SigLipSaved(NamedTuple):
+    """What backward needs from forward.
+
+    gx_MD, gy_ND: the gradient products of the negatives; dpos_M: the gradient in the logits of the positives.
+    slope: the gradient in the bias; share: the factor of the mean, by which all of it is still to be multiplied.
+    """
 
     gx_MD: Tensor | None
     gy_ND: Tensor | None
@@ -108,9 +193,9 @@ class Saved(NamedTuple):
 class _SigLipLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, batch: Batch, rules: Rules
+        ctx: Any, x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, batch: LossBatch, rules: SigLipRules
     ) -> tuple[Tensor, Diagnostics | None]:
-        loss, diagnostics, ctx.way_back = _solve(batch.read(x), batch.read(y), scale, bias, batch, rules)
+        loss, diagnostics, ctx.saved = _forward(batch.read(x), batch.read(y), scale, bias, batch, rules)
         ctx.batch = batch
         save(ctx, x=x, y=y, scale=scale, bias=bias)
         return loss, diagnostics
@@ -119,9 +204,10 @@ class _SigLipLoss(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx: Any, g: Tensor, _: None) -> tuple[Tensor | None, ...]:
         x, y, scale, _bias = saved(ctx)
-        *products, dpos_M, slope, share = ctx.way_back
-        # Not reused: backward may be called again.
-        dx, dy, dscale, factor = finish(x, y, scale, ctx.batch, dpos_M, share, g, products, reuse=False)
+        gx_MD, gy_ND, dpos_M, slope, share = ctx.saved
+        partial = PartialGradients([gx_MD, gy_ND], dpos_M, share)
+        # The products are not overwritten: backward may be called again.
+        dx, dy, dscale, factor = finish(g, x, y, scale, ctx.batch, partial, reuse=False)
         need_x, need_y, need_scale, need_bias, *_ = ctx.needs_input_grad
         return (
             dx if need_x else None,
@@ -134,13 +220,13 @@ class _SigLipLoss(torch.autograd.Function):
 
 
 @outside_autocast
-def _solve(
-    x_MD: Tensor, y_ND: Tensor, scale: Tensor, bias: Tensor, batch: Batch, rules: Rules
-) -> tuple[Tensor, Diagnostics | None, Saved | None]:
-    """The loss of the whole batch, this rank's diagnostics and, if gradients are wanted, what backward needs."""
+def _forward(
+    x_MD: Tensor, y_ND: Tensor, scale: Tensor, bias: Tensor, batch: LossBatch, rules: SigLipRules
+) -> tuple[Tensor, Diagnostics | None, SigLipSaved | None]:
+    """Return the loss of the whole batch, this rank's diagnostics and, if gradients are needed, what backward needs."""
     positive_M = batch.tiles.positives(x_MD, y_ND, batch.compute)
 
-    def visit(block: Documents, owner: int) -> tuple[Any, Any]:
+    def visit(block: SigLipBlock, owner: int) -> tuple[Any, Any]:
         pairs = Pairs(
             is_local=owner == batch.ring.rank,
             ids_M=None if batch.ids_N is None else batch.ids_N[: batch.rows],
@@ -150,21 +236,22 @@ def _solve(
             positive_N=block.positive_N,
             ranked=rules.diagnostics,
         )
-        found = batch.tiles.sigmoid_sums(
+        sums = batch.tiles.sigmoid_sums(
             x_MD, block.y_ND, scale, bias, pairs, batch.weights_M, needs_grad=batch.needs_grad, compute=batch.compute
         )
-        return (found.value_M, found.slope_M, found.gx_MD, found.row_ranking), (found.gy_ND, found.column_ranking)
+        return (sums.value_M, sums.slope_M, sums.gx_MD, sums.row_ranking), (sums.gy_ND, sums.column_ranking)
 
-    # A document without a row of its own has no positive to compare with, and NaN is above and below nothing.
+    # A row of y without a row of x has no positive to compare with; NaN compares as false with every similarity.
     extra = positive_M.new_full((len(y_ND) - len(x_MD),), torch.nan)
-    block = Documents(y_ND, batch.ids_N, torch.cat((positive_M, extra)) if rules.diagnostics else None)
+    block = SigLipBlock(y_ND, batch.ids_N, torch.cat((positive_M, extra)) if rules.diagnostics else None)
     (value_M, slope_M, gx_MD, row_ranking), (gy_ND, column_ranking) = batch.ring.tour(block, batch.lengths, visit, merge)
-    own_logit_M = scale * positive_M + bias
-    weight_M = torch.ones_like(own_logit_M) if batch.weights_M is None else batch.weights_M
-    dpos_M = -weight_M * torch.sigmoid(-own_logit_M)
-    sums = [(weight_M * (value_M + softplus(-own_logit_M))).sum()]
+    positive_logit_M = scale * positive_M + bias
+    weight_M = torch.ones_like(positive_logit_M) if batch.weights_M is None else batch.weights_M
+    dpos_M = -weight_M * torch.sigmoid(-positive_logit_M)
+    sums = [(weight_M * (value_M + softplus(-positive_logit_M))).sum()]
     if slope_M is not None:
         sums.append((weight_M * slope_M + dpos_M).sum())
     (loss, *slope), weight = batch.totals(*sums)
     diagnostics = diagnose(positive_M, row_ranking, column_ranking) if rules.diagnostics else None
-    return loss / weight, diagnostics, Saved(gx_MD, gy_ND, dpos_M, slope[0], 1 / weight) if slope else None
+    saved_state = SigLipSaved(gx_MD, gy_ND, dpos_M, slope[0], 1 / weight) if slope else None
+    return loss / weight, diagnostics, saved_state
