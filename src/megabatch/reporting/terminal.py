@@ -10,7 +10,7 @@ import re
 import sys
 import unicodedata
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from .report import Code, Column, Notes, Paragraph, Report, Table
 
@@ -112,7 +112,7 @@ def plain_table(columns: Sequence[Column], cells: Sequence[Sequence[str]], title
     return "\n".join(lines)
 
 
-def _justify(column: Column) -> str:
+def _justify(column: Column) -> Literal["left", "right"]:
     return "right" if column.kind == "number" else "left"
 
 
