@@ -197,7 +197,7 @@ class _FitBench:
     rows = 64
 
     def __init__(self, run: config.Run, here: Any, folder: Path) -> None:
-        self.here, self.largest = here, Step(0, 64, 1.0)
+        self.ranks, self.largest = here, Step(0, 64, 1.0)
         self.state = [nn.Linear(1, 1)]
 
     def step(self, chunk: int) -> None:
