@@ -296,7 +296,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--batches", default=",".join(map(str, BATCHES)))
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--redraw", type=Path, help="only draw the picture of a file of rows")
+    parser.add_argument("--redraw", type=Path, help="only draw the figure of a file of rows")
     options = parser.parse_args(arguments)
     out = options.redraw or options.out or RESULTS / f"batches-{options.device}.jsonl"
     if not options.redraw:
