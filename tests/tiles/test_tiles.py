@@ -117,10 +117,10 @@ class Block:
 
     def counted(self, side: int) -> Tensor:
         """Return the mask of the others that rows (side 0) or columns (side 1) count."""
-        kept = self.negative
+        counted = self.negative
         if self.case.drop_above is not None:
-            kept = kept & (self.z <= self.positive[side] + self.case.drop_above)
-        return kept | self.further
+            counted = counted & (self.z <= self.positive[side] + self.case.drop_above)
+        return counted | self.further
 
     def log_sum(self, side: int) -> Tensor:
         return (self.scale.double() * self.z).masked_fill(~self.counted(side), -torch.inf).logsumexp(1 - side)
@@ -199,9 +199,9 @@ def tiles(request: Any) -> ModuleType:
 
 
 def every_case_but(*names: str) -> Any:
-    kept = [pytest.param(case, torch.float32, id=name) for name, case in CASES.items() if name not in names]
-    kept += [pytest.param(CASES[name], torch.float16, id=f"{name}, fp16") for name in IN_HALF]
-    return pytest.mark.parametrize("case, dtype", kept)
+    params = [pytest.param(case, torch.float32, id=name) for name, case in CASES.items() if name not in names]
+    params += [pytest.param(CASES[name], torch.float16, id=f"{name}, fp16") for name in IN_HALF]
+    return pytest.mark.parametrize("case, dtype", params)
 
 
 @every_case_but()
@@ -240,12 +240,12 @@ def test_gradients_of_the_softmax(tiles, case, dtype):
 def test_saved_exponentials_give_the_gradients_of_the_softmax(tiles, case, dtype):
     block = Block(case, dtype)
     blocks = block.x, block.y, block.scale, block.pairs
-    kept = tiles.softmax_stats(*blocks, columns=True, compute=block.compute, keep=True).kept
+    saved_exp = tiles.softmax_stats(*blocks, columns=True, compute=block.compute, save_exp=True).saved_exp
     rows, columns, needs_grad = block.softmax(0), block.softmax(1), NeedsGrad(True, True)
-    found = tiles.softmax_grads(*blocks, rows, columns, needs_grad=needs_grad, compute=block.compute, kept=kept)
+    found = tiles.softmax_grads(*blocks, rows, columns, needs_grad=needs_grad, compute=block.compute, saved_exp=saved_exp)
     block.assert_products(*found, needs_grad, block.gradient(rows, 0) + block.gradient(columns, 1))
-    kept = tiles.softmax_stats(*blocks, columns=False, compute=block.compute, keep=True).kept
-    found = tiles.softmax_grads(*blocks, rows, None, needs_grad=needs_grad, compute=block.compute, kept=kept)
+    saved_exp = tiles.softmax_stats(*blocks, columns=False, compute=block.compute, save_exp=True).saved_exp
+    found = tiles.softmax_grads(*blocks, rows, None, needs_grad=needs_grad, compute=block.compute, saved_exp=saved_exp)
     block.assert_products(*found, needs_grad, block.gradient(rows, 0))
 
 
