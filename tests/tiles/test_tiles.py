@@ -52,28 +52,28 @@ EVERYTHING = {"drop_above": 0.1, "smoothed": True, "weighted": True}
 OPTIONS = {
     "plain": Case((21, 37, 20)),
     "equal ids left out": Case(ids="mask"),
-    "several positives": Case(ids="several"),
-    "one pair with equal ids": Case((16, 37, 7), is_local=False, ids="several", rare=True),
+    "multiple positives": Case(ids="multi_positive"),
+    "one pair with equal ids": Case((16, 37, 7), is_local=False, ids="multi_positive", rare=True),
     "dropping": Case(drop_above=-0.2),
     "smoothed": Case(smoothed=True),
     "ranked": Case(ids="mask", ranked=True),
     "weighted": Case(weighted=True, is_local=False),
     "scale zero": Case(scale=0.0, smoothed=True),
-    "scale below zero": Case(scale=-3.0, ids="several"),
+    "scale below zero": Case(scale=-3.0, ids="multi_positive"),
     "everything, ids left out": Case(ids="mask", **EVERYTHING),
-    "everything, several positives": Case(ids="several", ranked=True, **EVERYTHING),
-    "everything, another's block": Case(ids="several", is_local=False, **EVERYTHING),
+    "everything, multiple positives": Case(ids="multi_positive", ranked=True, **EVERYTHING),
+    "everything, another's block": Case(ids="multi_positive", is_local=False, **EVERYTHING),
     "everything, panels": Case((20, 70, 20), ids="mask", workspace=64, **EVERYTHING),
     "logits far apart": Case((21, 37, 20), gap=300.0, workspace=64),
-    "logits far apart, everything": Case((20, 20, 7), gap=300.0, ids="several", **EVERYTHING),
+    "logits far apart, everything": Case((20, 20, 7), gap=300.0, ids="multi_positive", **EVERYTHING),
 }
 EDGES = {
     "one row": Case((1, 37, 100), ids="mask", **EVERYTHING),
-    "one row, one document": Case((1, 1, 7), ids="several", ranked=True, **EVERYTHING),
-    "one document, width one": Case((21, 1, 1), is_local=False, ids="several", **EVERYTHING),
+    "one row, one document": Case((1, 1, 7), ids="multi_positive", ranked=True, **EVERYTHING),
+    "one document, width one": Case((21, 1, 1), is_local=False, ids="multi_positive", **EVERYTHING),
     "more rows than documents": Case((37, 5, 7), is_local=False, ids="mask", workspace=64, ranked=True),
-    "no rows": Case((0, 19, 8), is_local=False, ids="several", ranked=True, **EVERYTHING),
-    "no documents": Case((19, 0, 8), is_local=False, ids="several", ranked=True, **EVERYTHING),
+    "no rows": Case((0, 19, 8), is_local=False, ids="multi_positive", ranked=True, **EVERYTHING),
+    "no documents": Case((19, 0, 8), is_local=False, ids="multi_positive", ranked=True, **EVERYTHING),
     "whole blocks": Case((16, 64, 32)),
 }
 CASES = {**OPTIONS, **EDGES}
@@ -103,13 +103,13 @@ class Block:
         positive_M, positive_N = (torch.randn(length, generator=g).to(DEVICE) / 3 for length in (rows, documents))
         ids = (ids_M, ids_N) if case.ids else (None, None)
         self.pairs = Pairs(
-            case.is_local, *ids, case.ids == "several", case.drop_above, positive_M, positive_N, case.smoothed, case.ranked
+            case.is_local, *ids, case.ids == "multi_positive", case.drop_above, positive_M, positive_N, case.smoothed, case.ranked
         )
 
         self.z = self.x.double() @ self.y.double().T
         self.own = torch.eye(rows, documents, dtype=torch.bool, device=DEVICE) & case.is_local
         same = (ids_M[:, None] == ids_N) & (case.ids is not None) & ~self.own
-        self.further = same & (case.ids == "several")
+        self.further = same & (case.ids == "multi_positive")
         self.negative = ~self.own & ~same
         self.sign = 1.0 - 2.0 * self.further
         self.logits = self.scale.double() * self.z + self.bias.double()
@@ -128,7 +128,9 @@ class Block:
     def assert_stats(self, found: Stats, side: int) -> None:
         logits = (self.scale * self.z).abs().amax() if self.z.numel() else 0.0
         assert_close(found.peak.double() + found.total.double().log(), self.log_sum(side), 8 * EPS * (1 + logits))
-        assert (found.further is None) == (self.case.ids != "several") and (found.counted is None) == (not self.case.smoothed)
+        assert (found.further is None) == (self.case.ids != "multi_positive") and (found.counted is None) == (
+            not self.case.smoothed
+        )
         for asked, total, number in ((self.further, *found[2:4]), (self.counted(side), *found[4:6])):
             if total is not None:
                 assert_close(total, (self.z * asked).sum(1 - side), 16 * EPS * (1 + (self.z.abs() * asked).sum(1 - side)))
@@ -148,7 +150,7 @@ class Block:
         log_sum = self.log_sum(side)
         peak = log_sum.masked_fill(log_sum == -torch.inf, 0).float()
         above, gain, further, counted = torch.rand(4, len(peak), generator=g).to(DEVICE)
-        multi_positive, smoothed = self.case.ids == "several", self.case.smoothed
+        multi_positive, smoothed = self.case.ids == "multi_positive", self.case.smoothed
         return Softmax(peak + above, gain + 0.1, further if multi_positive else None, counted / 10 if smoothed else None)
 
     def gradient(self, softmax: Softmax, side: int) -> Tensor:
@@ -285,7 +287,7 @@ def test_only_the_requested_product_is_computed(tiles, needs_grad):
 
 
 def test_two_blocks_merge_into_the_whole(tiles):
-    block = Block(Case((13, 29, 20), ids="several", ranked=True, **EVERYTHING), torch.float32)
+    block = Block(Case((13, 29, 20), ids="multi_positive", ranked=True, **EVERYTHING), torch.float32)
     parts = []
     for is_local, where in ((True, slice(0, 18)), (False, slice(18, None))):
         pairs = replace(block.pairs, is_local=is_local, ids_N=block.pairs.ids_N[where], positive_N=block.pairs.positive_N[where])
