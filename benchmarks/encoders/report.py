@@ -1,4 +1,4 @@
-"""Rows of encoders as text: a line while they are measured, a table on the terminal, a table of the README."""
+"""Rows of encoders as text: a line of progress, a table for the terminal, a table for the docs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HEADERS = (
 
 
 def table(rows: list[Row]) -> list[tuple[str, ...]]:
-    """The cells under HEADERS, one tuple a measured row of `benchmarks.encoders`."""
+    """Return the cells under HEADERS, one tuple per measured row."""
     return [
         (
             row["case"],
@@ -43,14 +43,14 @@ def table(rows: list[Row]) -> list[tuple[str, ...]]:
 
 
 def keep_text(row: Row) -> str:
-    """What a row asked to keep and, where it left that open, how many chunks of images and of texts were kept."""
+    """Return the value of keep and, for "auto", how many chunks of images and of texts were kept."""
     if row["keep"] == "auto" and row.get("kept"):
         return f"auto: {row['kept']['image']} + {row['kept']['text']}"
     return "" if row["keep"] is None else str(row["keep"])
 
 
 def markdown(rows: list[Row]) -> str:
-    """The table of rows of `benchmarks.encoders`: a line for each of them, and where they were run."""
+    """Return the Markdown table of the rows, and its caption."""
     lines = [
         "| step | pairs | chunk | keep | seconds | peak MiB | useful | hardware |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
@@ -68,15 +68,15 @@ def markdown(rows: list[Row]) -> str:
 
 
 def caption(rows: list[Row]) -> str:
-    """What a step is, the machine, the versions, the date, and what the numbers count."""
+    """Return the caption: what a step is, the machine, the versions, the date, and the meaning of the numbers."""
     measured = [row for row in rows if "seconds" in row]
     if not measured:
         raise ValueError("no row holds a measurement: run `python -m benchmarks.encoders` first")
     row, machine = measured[0], measured[0]["machine"]
-    # Compiled towers are checked in bf16 alone, at a batch that only fits in chunks.
+    # Compiled towers are checked in bf16 only, at a batch that fits only in chunks.
     precision, exact = ("float32", "float64") if "float32" in row["errors"] else ("bfloat16", "a two-pass step in float32")
     worst = max(each["errors"][precision] for each in measured)
-    # Rows that share a name share the check, so that the last of them stands for all.
+    # Rows of one contestant share the check, so the last of them represents all.
     factors = {each["contestant"]: each["scale_factor"] for each in measured if "float32" in each["errors"]}
     wrong = [f"{factor:.1f} times too large in {name}" for name, factor in factors.items() if factor and factor > 1.1]
     scale = f" The gradient of the scale was {', '.join(wrong)}." if wrong else ""

@@ -1,4 +1,4 @@
-"""The picture of the encoders' rows: time and peak against keep, and the contestants side by side."""
+"""The figure of the encoders' rows: time and peak against keep, and the contestants side by side."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.report import device_name, three_digits
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """Writes the picture of measured rows: time and peak against keep on the left, the contestants as bars on the right."""
+    """Write the figure of measured rows: time and peak against keep on the left, the contestants as bars on the right."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -33,7 +33,7 @@ def draw(rows: list[Row], path: Path) -> None:
 
 
 def _draw_sweep(panels: dict, rows: list[Row]) -> None:
-    """Seconds and peak against keep, at the chunk that most rows have; plain PyTorch is a dashed line where it fits."""
+    """Draw seconds and peak against keep, at the chunk of most rows; plain PyTorch is a dashed line if it fits."""
     cached = [row for row in rows if row["contestant"] == "megabatch"]
     if not cached:
         return
@@ -42,7 +42,7 @@ def _draw_sweep(panels: dict, rows: list[Row]) -> None:
     plain = [row for row in rows if row["contestant"] == "uncached" and row["pairs"] == sweep[0]["pairs"]]
     heading = f"{sweep[0]['pairs']:,} pairs in chunks of {chunk}"
     for name, field, title in (
-        ("seconds", "seconds", f"{heading}: seconds a step"),
+        ("seconds", "seconds", f"{heading}: seconds per step"),
         ("peak", "peak_allocated_mib", f"{heading}: peak memory, MiB"),
     ):
         panel, values = panels[name], [row[field] for row in sweep]
@@ -61,7 +61,7 @@ def _draw_sweep(panels: dict, rows: list[Row]) -> None:
 
 
 def _draw_bars(panel: Any, rows: list[Row]) -> None:
-    """A bar of seconds for each contestant, with its peak beside it."""
+    """Draw a bar of seconds for each contestant, labelled with its peak."""
     places = range(len(rows) - 1, -1, -1)
     colours = [picture.OURS if row["contestant"] == "megabatch" else picture.OTHERS[0] for row in rows]
     panel.barh(places, [row["seconds"] for row in rows], color=colours, height=0.55)
