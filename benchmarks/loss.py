@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import peers, picture, report
+from benchmarks import figures, peers, report
 from benchmarks.check import LOSSES
 from benchmarks.measure import Case, Row, measure, run_case, worst
 
@@ -181,7 +181,7 @@ def _show(rows: list[Row], path: Path) -> None:
         print(f"timed, but wrong: {line}")
     if measured:
         print("Speed and memory are relative to OpenCLIP in the same run; extra MiB include the gradients of both inputs.")
-        picture.draw(rows, path)
+        figures.draw(rows, path)
         print(f"figure: {path}")
 
 

@@ -18,10 +18,10 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.encoders import figure, schemes
+from benchmarks.encoders import schemes
 from benchmarks.encoders.cases import CASES, FULL, SMALL, Case
 from benchmarks.encoders.measure import Bench
-from benchmarks.encoders.report import HEADERS, outcome, table, what
+from benchmarks.encoders.report import HEADERS, draw, outcome, table, what
 from benchmarks.measure import Row
 from benchmarks.report import read_rows, reason, show, write_rows
 
@@ -136,7 +136,7 @@ def _show(rows: list[Row], path: Path) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         print("no figure: matplotlib is not installed")
     elif any(row["case"] in ("contestants", "chunks") for row in measured):
-        figure.draw(measured, path)
+        draw(measured, path)
         print(f"figure: {path}")
 
 
