@@ -30,8 +30,7 @@ import megabatch
 from benchmarks.machine import describe
 from megabatch import config
 from megabatch.data.loader import Loader
-from megabatch.data.sampler import InOrder, stable_hash
-from megabatch.data.split import split
+from megabatch.data.sampler import InOrder, split, stable_hash
 from megabatch.reporting.figures import save
 from megabatch.reporting.format import count_text, percent_text
 from megabatch.reporting.history import number

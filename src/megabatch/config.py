@@ -81,7 +81,7 @@ class Data:
     """
 
     source: str = "glyphs"
-    kind: Literal["glyphs", "webdataset", "table", "folder", "datasets", "jsonl"] | None = None
+    kind: str | None = None
     x: str | None = None
     y: str | None = None
     label: str | None = None

@@ -435,13 +435,13 @@ def test_panels_of_products_cover_every_pair_once() -> None:
 
 def test_measured_block_sizes_replace_those_of_the_same_device_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tune = pytest.importorskip("benchmarks.tune")
-    monkeypatch.setattr(tune.measured, "MEASURED", tmp_path / "tuned_configs.json")
-    (tmp_path / "tuned_configs.json").write_text('{"blocks": [], "rings": []}')
+    monkeypatch.setattr(tune.tuned_configs, "TUNED", tmp_path / "tuned_configs.json")
+    (tmp_path / "tuned_configs.json").write_text('{"blocks": [], "pipelines": []}')
     place = {"kernel": "stats", "kind": "bfloat16", "width": 768}
     for device, m in (("A", 64), ("B", 64), ("A", 128)):
-        tune._write({"blocks": [{**place, "device": device, "m": m}], "rings": []})
-    tune._write({"blocks": [], "rings": [{**place, "device": "A", "behind": 4}]})
+        tune._write({"blocks": [{**place, "device": device, "m": m}], "pipelines": []})
+    tune._write({"blocks": [], "pipelines": [{**place, "device": "A", "lag": 4}]})
     kept = json.loads((tmp_path / "tuned_configs.json").read_text())
     assert sorted((entry["device"], entry["m"]) for entry in kept["blocks"]) == [("A", 128), ("B", 64)]
-    assert [(entry["device"], entry["behind"]) for entry in kept["rings"]] == [("A", 4)]
-    assert all(entry["date"] and entry["torch"] == torch.__version__ for entry in (*kept["blocks"], *kept["rings"]))
+    assert [(entry["device"], entry["lag"]) for entry in kept["pipelines"]] == [("A", 4)]
+    assert all(entry["date"] and entry["torch"] == torch.__version__ for entry in (*kept["blocks"], *kept["pipelines"]))

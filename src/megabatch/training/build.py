@@ -11,9 +11,8 @@ from torch import nn
 from ..config import Run
 from ..data import open_source
 from ..data.loader import Loader
-from ..data.sampler import InOrder, Order
+from ..data.sampler import InOrder, Order, split
 from ..data.source import Damage, Kind, Source
-from ..data.split import split
 from ..objectives import OBJECTIVES
 from ..towers.model import Classifier, build_pair, build_towers
 from ..towers.tower import BuiltTower

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..data.collate import Unread
-from ..data.loader import Batch, once
+from ..data.collate import SkippedSample
+from ..data.loader import RankBatch, one_pass
 from ..data.sampler import Order
 from ..data.source import Source
 from ..recall import RECALL_AT
@@ -164,13 +164,13 @@ class Embedded(NamedTuple):
     y: Tensor
     ids: Tensor
     at: list[tuple[int, int]]
-    bad: list[Unread]
+    bad: list[SkippedSample]
 
 
 class NothingReadable(ValueError):
     """None of the held-out samples can be read; `bad` lists them."""
 
-    def __init__(self, bad: list[Unread]) -> None:
+    def __init__(self, bad: list[SkippedSample]) -> None:
         super().__init__(f"none of {len(bad):,} held-out samples can be read; the first one: {bad[0].key}: {bad[0].reason}")
         self.bad = bad
 
@@ -184,7 +184,7 @@ def evaluate_and_log(
     """
     try:
         quality, embedded = evaluate_held_out(parts, average)
-        bad: list[Unread] = quality.pop("unreadable")
+        bad: list[SkippedSample] = quality.pop("unreadable")
     except NothingReadable as error:
         quality, embedded, bad = {}, None, error.bad
     new = [sample for sample in bad if logger.bad(sample.key, sample.reason, split="held-out", **at)]
@@ -241,7 +241,7 @@ def embed_source(parts: Assembly, source: Source, limit: int) -> Embedded:
     order = evaluation_order(source)
     x, y, ids = [], [], []
     at: list[tuple[int, int]] = []
-    bad: list[Unread] = []
+    bad: list[SkippedSample] = []
     for batch in evaluation_batches(parts, source, limit, bad):
         assert batch.ids is not None
         rows = len(batch.keys)
@@ -253,7 +253,7 @@ def embed_source(parts: Assembly, source: Source, limit: int) -> Embedded:
     return Embedded(torch.cat(x), torch.cat(y), torch.cat(ids), at, bad)
 
 
-def evaluation_batches(parts: Assembly, source: Source, limit: int, bad: list[Unread]) -> Iterator[Batch]:
+def evaluation_batches(parts: Assembly, source: Source, limit: int, bad: list[SkippedSample]) -> Iterator[RankBatch]:
     """Yield batches of at most `limit` samples of a source, always the same ones, without augmentation. All ranks call it.
 
     Batches without rows on any rank are left out; NothingReadable is raised if none is left. Samples of all ranks that cannot be
@@ -261,7 +261,7 @@ def evaluation_batches(parts: Assembly, source: Source, limit: int, bad: list[Un
     """
     loader = parts.loader(source, evaluation_order(source), augment=False)
     is_empty = True
-    for batch in loader.batches(once(min(limit, sum(source.lengths)), EVALUATION_BATCH)):
+    for batch in loader.batches(one_pass(min(limit, sum(source.lengths)), EVALUATION_BATCH)):
         ranks = parts.ranks.gather((len(batch.keys), batch.x is not None, batch.bad))
         bad += [sample for _, _, unread in ranks for sample in unread]
         if not any(rows for rows, _, _ in ranks):
@@ -287,7 +287,7 @@ def _sides(parts: Assembly) -> list[str]:
 
 def _accuracy(parts: Assembly, objective: Classification) -> dict[str, Any]:
     right = rows = 0.0
-    bad: list[Unread] = []
+    bad: list[SkippedSample] = []
     for batch in evaluation_batches(parts, parts.held_out, parts.run.evaluate.limit, bad):
         assert batch.labels is not None
         logits = objective.classify(batch.x).cpu()

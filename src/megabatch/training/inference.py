@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import config, packages, trust
-from ..data.images import decode
+from ..data.decoding import decode_image
 from ..data.source import BadSample
 from ..files import check_file, replacing
 from ..objectives import PAIR_LOSSES
@@ -150,7 +150,7 @@ def search(
         kind = _kinds(parts)[side]
         if kind == "image" and not Path(query).is_file():
             raise ValueError(f"{query!r} is not an image file, and tower {side} takes images; name one, or choose the other side")
-        raw = decode(Path(query), query, parts.run.data.max_pixels) if kind == "image" else query
+        raw = decode_image(Path(query), query, parts.run.data.max_pixels) if kind == "image" else query
         held_out = embed_source(parts, parts.held_out, parts.run.evaluate.limit)
         answering = held_out.y if side == "x" else held_out.x
         scores, places = nearest(_embed(parts, [raw], side).cpu(), answering, min(k, len(answering)))
@@ -248,7 +248,7 @@ def _read(parts: Assembly, files: Sequence[tuple[Path, Side]]) -> Iterator[tuple
     for path, side in files:
         try:
             if path.suffix.lower() in IMAGE_SUFFIXES:
-                yield side, [decode(path, str(path), parts.run.data.max_pixels)], [str(path)]
+                yield side, [decode_image(path, str(path), parts.run.data.max_pixels)], [str(path)]
             else:
                 lines = [line for line in path.read_text("utf-8").splitlines() if line.strip()]
                 if lines:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import config, environment, host_memory, packages, trust
 from ..chunks.keep import can_read_free_bytes
-from ..data.loader import Batch
+from ..data.loader import RankBatch
 from ..files import write_text
 from ..objectives import OBJECTIVES
 from ..towers.model import Pair
@@ -134,7 +134,7 @@ class Training:
         if stop:
             raise Stopped(f"stopped by signal {stop} after the last step; the same command resumes the run", 128 + stop)
 
-    def _take_step(self, step: Step, batches: Iterator[Batch], logger: RunLogger, sign: StopSign) -> int:
+    def _take_step(self, step: Step, batches: Iterator[RankBatch], logger: RunLogger, sign: StopSign) -> int:
         """Take the next step and log it; return the signal that asks the run to stop, or 0."""
         began = time.perf_counter()
         batch = next(batches)
@@ -153,7 +153,7 @@ class Training:
             callback(logger)
         return stop
 
-    def step(self, step: Step, batch: Batch) -> tuple[Outcome, float]:
+    def step(self, step: Step, batch: RankBatch) -> tuple[Outcome, float]:
         """Take one optimizer step and return its outcome and the gradient norm before clipping.
 
         Raises EmptyBatch on every rank, and changes nothing, if none of the samples can be read.
@@ -183,7 +183,7 @@ class Training:
         return outcome, norm
 
     def report(
-        self, step: Step, batch: Batch, outcome: Outcome, norm: float, began: float, logger: RunLogger, sign: StopSign
+        self, step: Step, batch: RankBatch, outcome: Outcome, norm: float, began: float, logger: RunLogger, sign: StopSign
     ) -> int:
         """Log a step; return the signal that asks the run to stop, or 0. All ranks return the same."""
         right, rows, bad, asked = self.ranks.sum(float(outcome.right), outcome.rows, len(batch.bad), float(sign.number > 0))
@@ -207,7 +207,7 @@ class Training:
         logger.event("step", **fields)
         return self._after_step(batch, bool(bad), bool(asked), logger, sign)
 
-    def _report_skipped(self, step: Step, batch: Batch, began: float, logger: RunLogger, sign: StopSign) -> int:
+    def _report_skipped(self, step: Step, batch: RankBatch, began: float, logger: RunLogger, sign: StopSign) -> int:
         """Log a step without readable samples: it counts, and the weights stay as they are. Returns as `report` does."""
         seconds = time.perf_counter() - began
         self.seconds += seconds
@@ -217,7 +217,7 @@ class Training:
         (asked,) = self.ranks.sum(float(sign.number > 0))
         return self._after_step(batch, True, bool(asked), logger, sign)
 
-    def _after_step(self, batch: Batch, bad: bool, asked: bool, logger: RunLogger, sign: StopSign) -> int:
+    def _after_step(self, batch: RankBatch, bad: bool, asked: bool, logger: RunLogger, sign: StopSign) -> int:
         """Count unreadable samples and return the signal that asks the run to stop, or 0.
 
         bad, asked: whether any rank has met an unreadable sample, or a signal.
@@ -277,7 +277,7 @@ class Training:
             self.ramp.load(metadata["ramp"])
             self.schedule = self.ramp.schedule()
 
-    def _count_bad(self, batch: Batch, logger: RunLogger) -> None:
+    def _count_bad(self, batch: RankBatch, logger: RunLogger) -> None:
         """Log the unreadable samples of a step that no rank met before; raise Stopped where there are too many."""
         last = ""
         for sample in (sample for rank in self.ranks.gather(batch.bad) for sample in rank):
@@ -311,7 +311,7 @@ class Training:
         if len(self.unread) >= sum(self.parts.training.lengths):
             raise Stopped(f"none of the {len(self.unread):,} training samples can be read; {last}", 1)
 
-    def _stop_at_nonfinite(self, loss: float, norm: float, batch: Batch) -> None:
+    def _stop_at_nonfinite(self, loss: float, norm: float, batch: RankBatch) -> None:
         keys = [key for rank in self.ranks.gather(batch.keys) for key in rank]
         path = self.folder / f"nonfinite-step-{self.number + 1}.json"
         if self.ranks.first:

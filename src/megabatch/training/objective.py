@@ -14,7 +14,7 @@ from ..chunks.ddp_fsdp import least_rows
 from ..chunks.keep import can_read_free_bytes
 from ..chunks.rows import map_tensors, rows_of, split
 from ..config import Run
-from ..data.loader import Batch
+from ..data.loader import RankBatch
 from ..objectives import OBJECTIVES
 from ..towers.model import Classifier, Pair
 from .distributed import Ranks, autocast, shard, share
@@ -66,7 +66,7 @@ class Contrastive:
         meeting = self.ranks.group is not None and (self.run.compute.sharding == "fsdp2" or self.run.compute.sync_batchnorm)
         return self.step if meeting else retry_on_oom(self.step, optimizer, group=self.ranks.group)
 
-    def step(self, batch: Batch) -> Outcome:
+    def step(self, batch: RankBatch) -> Outcome:
         """Run forward and backward."""
         rows = len(batch.keys)
         with autocast(self.run.compute, self.ranks.device)():
@@ -88,7 +88,7 @@ class Contrastive:
         with autocast(self.run.compute, self.ranks.device)():
             return (self.encode_x if side == "x" else self.encode_y)(inputs)
 
-    def _loss(self, x: Tensor, y: Tensor, batch: Batch) -> Any:
+    def _loss(self, x: Tensor, y: Tensor, batch: RankBatch) -> Any:
         ids = None if batch.ids is None else batch.ids.to(x.device)
         both = batch.negatives is None
         return contrastive_loss(self.model, self.run, x, y, ids, symmetric=both, group=self.ranks.group, diagnostics=True)
@@ -157,7 +157,7 @@ class Classification:
             self.noise.remove()
         self.noise = None
 
-    def step(self, batch: Batch) -> Outcome:
+    def step(self, batch: RankBatch) -> Outcome:
         self._right.zero_()
         rows = self._accumulate.chunk
         if self.noise is not None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ... import config, measurements, packages, trust
-from ...data.loader import Batch
+from ...data.loader import RankBatch
 from ...reporting.html import write_report
 from ...ring import Ring
 from ...training.build import assemble
@@ -80,7 +80,7 @@ class FitBench:
         self.rows = -(-self.largest.pairs // here.size)
         self.training.parts.model.train()
         with contextlib.closing(self.training.parts.shuffled().batches([(self.largest.first, self.largest.pairs)])) as batches:
-            self.batch: Batch = next(batches)
+            self.batch: RankBatch = next(batches)
 
     @property
     def state(self) -> list[Any]:

@@ -17,9 +17,8 @@ from statistics import fmean, median
 from typing import Any
 
 from ... import config
-from ...data.sampler import Order, stable_hash
+from ...data.sampler import Order, Subset, stable_hash
 from ...data.source import Source
-from ...data.split import Part
 from ...files import write_text
 from ...measurements import check_types
 from ...reporting.history import read_history
@@ -193,7 +192,7 @@ def _part(source: Source, places: Places) -> Source:
     indices = [array("q") for _ in source.lengths]
     for shard, index in sorted(places):
         indices[shard].append(index)
-    return Part(source, indices)
+    return Subset(source, indices)
 
 
 def _settings(run: config.Run) -> dict[str, Any]:

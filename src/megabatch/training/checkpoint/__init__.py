@@ -21,6 +21,7 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
+from megabatch.ring import Ring
 from megabatch.training.checkpoint import folder as folders
 from megabatch.training.checkpoint import manifest as manifests
 from megabatch.training.checkpoint.folder import available, newest
@@ -70,7 +71,7 @@ def load(path: str | Path, tensors: Mapping[str, Any], *, whole: bool = True) ->
     path = Path(path)
     state, manifest = agree(lambda: (flat(tensors), _read(path)))
     # Ranks may hold different tensors.
-    asked = set[str]().union(*gather(list(state)))
+    asked = set[str]().union(*Ring.world().gather_objects(list(state), torch.device("cpu")))
     agree(lambda: _compare(path, state, manifest, manifest.tensors.keys() - asked if whole else ()))
     agree(lambda: _verify(path, manifest))
     try:
@@ -90,26 +91,8 @@ def read_metadata(path: str | Path) -> dict[str, Any]:
 
 
 def agree(work: Callable[[], T]) -> T:
-    """Return the result of `work`. An exception on any rank is raised on all ranks, so that none waits for the others."""
-    result: T | None = None
-    error: Exception | None = None
-    try:
-        result = work()
-    except Exception as caught:
-        error = caught
-    for other in gather(error):
-        if other is not None:
-            raise other
-    return result  # type: ignore[return-value]
-
-
-def gather(value: T) -> list[T]:
-    """Return the values of all ranks, in rank order."""
-    if not dist.is_initialized():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+    """Return work(); raise the exception of any rank on all of them, so that no rank waits for one that failed."""
+    return Ring.world().raise_together(work, torch.device("cpu"))
 
 
 def flat(tensors: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
