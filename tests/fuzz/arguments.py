@@ -188,7 +188,7 @@ def _replace_work() -> None:
         (measuring_rates, "measure_here", lambda: _RATES),
     ):
         if not hasattr(module, name):
-            raise AttributeError(f"{module} has no {name}: say here what stands between checks and work now")
+            raise AttributeError(f"{module} has no {name}: name here what now separates checks from work")
         setattr(module, name, instead)
     # Pages with figures take long, and nothing in them comes from arguments alone.
     plan_report.write = lambda plan, path: path  # type: ignore[assignment]
