@@ -1,4 +1,4 @@
-"""Rows of the memory benchmark as text: a line while they are measured, the tables of the documents, what they come to."""
+"""Rows of the memory benchmark as text: a line per case, the tables of the documentation, a summary."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 from benchmarks.memory_accuracy.cases import GIB, HELD_OUT
 from benchmarks.report import device_name
 
-# What the prediction is held to: the worst and the median error of the peak, the worst of the reserve.
+# Accepted errors: worst and median of the peak, worst of the reserve.
 WORST, MEDIAN, WORST_RESERVED = 0.05, 0.015, 0.10
 OTHERS = {"rule_of_thumb": "rule of thumb", "torchinfo": "torchinfo", "accelerate": "accelerate"}
 Row = dict[str, Any]
 
 
 def line(row: Row) -> str:
-    """A row while the program runs."""
-    start = f"{row['model']}, {row['rows']} rows, {how(row)}"
+    """Return the line that is printed while the program runs."""
+    start = f"{row['model']}, {row['rows']} rows, {options_of(row)}"
     if "failed" in row:
         return f"{start}: failed, {row['failed']}"
     if row.get("kind") == "limit":
@@ -27,37 +27,37 @@ def line(row: Row) -> str:
     return f"{start}: {row['measured'] / GIB:.2f} GiB, off by {row['error']:+.2%}; reserved off by {row['reserved_error']:+.2%}"
 
 
-def how(row: Row) -> str:
-    """Precision, and what else is said of the step."""
-    said = [row["precision"]]
+def options_of(row: Row) -> str:
+    """Return the precision and the other options of a step."""
+    options = [row["precision"]]
     if row["objective"] != "supervised":
-        said.append(row["objective"])
+        options.append(row["objective"])
     if row["checkpointing"]:
-        said.append("checkpointing")
+        options.append("checkpointing")
     if row["chunk"] is not None:
-        said.append(f"chunks of {row['chunk']}")
+        options.append(f"chunks of {row['chunk']}")
     if row["keep"]:
-        said.append(f"keep {row['keep']}")
-    return ", ".join(said)
+        options.append(f"keep {row['keep']}")
+    return ", ".join(options)
 
 
 def markdown(rows: list[Row]) -> str:
-    """The table of all cases, and what it comes to."""
+    """Return the table of all cases and its summary."""
     lines = [
         f"| model | rows | step | peak, GiB | predicted | reserved, GiB | predicted | {' | '.join(OTHERS.values())} |",
         "| --- | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for row in _measured(rows):
-        says = " | ".join(f"{row[f'others_{name}'] / row['measured'] - 1:+.0%}" for name in OTHERS)
+        others = " | ".join(f"{row[f'others_{name}'] / row['measured'] - 1:+.0%}" for name in OTHERS)
         lines.append(
-            f"| {_marked(row)} | {row['rows']:,} | {how(row)} | {row['measured'] / GIB:.2f} | **{row['error']:+.2%}** "
-            f"| {row['measured_reserved'] / GIB:.2f} | {row['reserved_error']:+.1%} | {says} |"
+            f"| {_marked(row)} | {row['rows']:,} | {options_of(row)} | {row['measured'] / GIB:.2f} | **{row['error']:+.2%}** "
+            f"| {row['measured_reserved'] / GIB:.2f} | {row['reserved_error']:+.1%} | {others} |"
         )
     return "\n".join([*lines, "", summary(rows)])
 
 
 def limits_markdown(rows: list[Row]) -> str:
-    """The table of what ran within a limit."""
+    """Return the table of the steps that ran within a limit."""
     lines = [
         "| model | step | limit | largest said to fit | predicted | reserved when it ran | |",
         "| --- | --- | ---: | ---: | ---: | ---: | --- |",
@@ -65,13 +65,13 @@ def limits_markdown(rows: list[Row]) -> str:
     for row in (row for row in rows if row.get("kind") == "limit"):
         size = f"{row['rows']:,} rows" if row["objective"] == "supervised" else f"chunks of {row['chunk']:,}"
         numbers = [f"{row[name] / GIB:.2f} GiB" for name in ("limit", "predicted_reserved", "measured_reserved")]
-        said = "ran" if row["ran"] else "**out of memory**"
-        lines.append(f"| {row['model']} | {how(row)} | {numbers[0]} | {size} | {numbers[1]} | {numbers[2]} | {said} |")
+        outcome = "ran" if row["ran"] else "**out of memory**"
+        lines.append(f"| {row['model']} | {options_of(row)} | {numbers[0]} | {size} | {numbers[1]} | {numbers[2]} | {outcome} |")
     return "\n".join(lines)
 
 
 def summary(rows: list[Row]) -> str:
-    """How good the prediction is over all cases, whether that meets what it is held to, and how far off others are."""
+    """Return the errors over all cases, whether they are accepted, and the errors of other estimates."""
     measured = _measured(rows)
     machine = measured[0]["machine"]
     peak, reserved = (sorted(abs(row[name]) for row in measured) for name in ("error", "reserved_error"))
@@ -104,7 +104,7 @@ def _marked(row: Row) -> str:
 
 def _name(measured: list[Row], error: str) -> str:
     worst = max(measured, key=lambda row: abs(row[error]))
-    return f"{worst['model']}, {worst['rows']} rows, {how(worst)}"
+    return f"{worst['model']}, {worst['rows']} rows, {options_of(worst)}"
 
 
 def _span(measured: list[Row], name: str) -> str:
@@ -113,7 +113,7 @@ def _span(measured: list[Row], name: str) -> str:
 
 
 def _measured(rows: list[Row]) -> list[Row]:
-    found = [row for row in rows if "error" in row]
-    if not found:
+    measured = [row for row in rows if "error" in row]
+    if not measured:
         raise ValueError("no row holds a measurement: run `python -m benchmarks.memory_accuracy` on a GPU first")
-    return found
+    return measured

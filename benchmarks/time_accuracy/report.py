@@ -1,4 +1,4 @@
-"""Rows of the time benchmark as text: a line while they are measured, the table of the documents, what they come to."""
+"""Rows of the time benchmark as text: a line per case, the table of the documentation, a summary."""
 
 from __future__ import annotations
 
@@ -6,53 +6,55 @@ import statistics
 from typing import Any
 
 from benchmarks.memory_accuracy.cases import Case, of_row
-from benchmarks.memory_accuracy.report import how
+from benchmarks.memory_accuracy.report import options_of
 from benchmarks.report import device_name
 from benchmarks.time_accuracy.cases import fresh_cases
 
-# What the prediction is held to.
+# The accepted error.
 WORST = 0.20
 Row = dict[str, Any]
 
 
 def line(case: Case, row: Row) -> str:
-    """A row while the program runs."""
-    start = f"{case.model}, {case.rows} rows, {how(row)}"
+    """Return the line that is printed while the program runs."""
+    start = f"{case.model}, {case.rows} rows, {options_of(row)}"
     if "failed" in row:
         return f"{start}: failed, {row['failed']}"
     if "operations" in row:
         return f"{start}: {sum(us for _, _, us, _ in row['operations']) / 1e3:,.1f} ms of the device"
-    said = f", predicted {1e3 * row['predicted_s']:,.1f} ({row['error']:+.0%})" if "error" in row else ""
-    return f"{start}: {1e3 * row['seconds']:,.1f} ms{said}"
+    predicted = f", predicted {1e3 * row['predicted_s']:,.1f} ({row['error']:+.0%})" if "error" in row else ""
+    return f"{start}: {1e3 * row['seconds']:,.1f} ms{predicted}"
 
 
 def markdown(rows: list[Row]) -> str:
-    """The table of all cases, and what it comes to."""
+    """Return the table of all cases and its summary."""
     lines = ["| model | rows | step | measured, ms | predicted | | held back |", "| --- | ---: | --- | ---: | ---: | ---: | ---: |"]
     for row in _measured(rows):
         blind = f"{_blind_error(row):+.0%}" if "blind_s" in row else ""
         lines.append(
-            f"| {row['model']} | {row['rows']:,} | {how(row)} | {1e3 * row['seconds']:,.1f} | {1e3 * row['predicted_s']:,.1f} "
-            f"| **{row['error']:+.0%}** | {blind} |"
+            f"| {row['model']} | {row['rows']:,} | {options_of(row)} | {1e3 * row['seconds']:,.1f} "
+            f"| {1e3 * row['predicted_s']:,.1f} | **{row['error']:+.0%}** | {blind} |"
         )
     return "\n".join([*lines, "", summary(rows)])
 
 
 def summary(rows: list[Row]) -> str:
-    """How far off the prediction is, and how far off it was of models that were held back until the shares stood."""
+    """Return the errors of the prediction, and those of the first prediction for models that were held out of the fit."""
     measured = _measured(rows)
     machine = measured[0]["machine"]
-    said = [f"{len(measured)} steps on {device_name(machine)}, torch {machine['torch']}, {machine['date'][:10]}: {_off(measured)}."]
+    sentences = [
+        f"{len(measured)} steps on {device_name(machine)}, torch {machine['torch']}, {machine['date'][:10]}: {_off(measured)}."
+    ]
     held = [row | {"error": _blind_error(row)} for row in measured if "blind_s" in row]
     fresh = set(fresh_cases())
     before, after = ([row for row in held if (of_row(row) in fresh) == late] for late in (False, True))
     if held:
-        said.append("The last column is what was said of models on which no share had been found, before they were looked at.")
+        sentences.append("The last column is what was said of models on which no share had been found, before they were looked at.")
     if before:
-        said.append(f"Of those whose misses were learnt from: {_off(before)}.")
+        sentences.append(f"Of those whose misses were learnt from: {_off(before)}.")
     if after:
-        said.append(f"Of those that came after: {_off(after)}.")
-    return " ".join(said)
+        sentences.append(f"Of those that came after: {_off(after)}.")
+    return " ".join(sentences)
 
 
 def _off(rows: list[Row]) -> str:
@@ -67,7 +69,7 @@ def _blind_error(row: Row) -> float:
 
 
 def _measured(rows: list[Row]) -> list[Row]:
-    found = [row for row in rows if "error" in row]
-    if not found:
+    measured = [row for row in rows if "error" in row]
+    if not measured:
         raise ValueError("no row holds a prediction beside a measurement: run `python -m benchmarks.time_accuracy` on a GPU first")
-    return found
+    return measured

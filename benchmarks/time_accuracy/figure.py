@@ -1,4 +1,4 @@
-"""The picture of the time benchmark: predicted seconds against measured ones."""
+"""The figure of the time benchmark: predicted against measured seconds."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from benchmarks.report import device_name
 from benchmarks.time_accuracy.cases import fresh_cases, held_back
 from benchmarks.time_accuracy.report import WORST, Row
 
-FOUND, LEARNT, FRESH = "shares found on these", "held back, as said then, and learnt from", "held back after that, as said then"
+FITTED, LEARNT, FRESH = "used for the fit", "held out; misses were learnt from", "held out afterwards"
 GROUPS: dict[str, dict[str, Any]] = {
-    FOUND: {"s": 30, "facecolors": "none", "edgecolors": picture.OURS},
+    FITTED: {"s": 30, "facecolors": "none", "edgecolors": picture.OURS},
     LEARNT: {"s": 24, "marker": "x", "linewidths": 1.2, "color": picture.FAINT},
     FRESH: {"s": 30, "color": picture.OURS},
 }
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """Writes one panel with both axes logarithmic, the band that the prediction is held to, and the models that were held back."""
+    """Write one panel with logarithmic axes, the accepted band of errors, and the models that were held out."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -44,7 +44,7 @@ def draw(rows: list[Row], path: Path) -> None:
         panel.set_ylim(*span)
         for axis in (panel.xaxis, panel.yaxis):
             axis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-        panel.set_xlabel("measured, ms a step")
+        panel.set_xlabel("measured, ms per step")
         panel.set_ylabel("predicted, ms")
         panel.set_title(f"a step, predicted and measured; band: {WORST:.0%}", loc="left", fontsize=11, fontweight="bold")
         panel.legend(loc="upper left", frameon=False, fontsize=9)
@@ -62,4 +62,4 @@ def _group(row: Row) -> str:
     case = of_row(row)
     if case in set(fresh_cases()):
         return FRESH
-    return LEARNT if held_back(case) else FOUND
+    return LEARNT if held_back(case) else FITTED

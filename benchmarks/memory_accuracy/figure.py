@@ -1,4 +1,4 @@
-"""The picture of the memory benchmark: the prediction's errors case by case, all arithmetic as a factor of the measured peak."""
+"""The figure of the memory benchmark: errors of the prediction by case, and all estimates as a factor of the measured peak."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import picture
-from benchmarks.memory_accuracy.report import OTHERS, WORST, Row, how
+from benchmarks.memory_accuracy.report import OTHERS, WORST, Row, options_of
 from benchmarks.report import device_name
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """Writes two panels over the same cases: errors of peak and reserve in percent, and factors on a log scale."""
+    """Write two panels over the same cases: errors of peak and reserve in percent, and factors on a log scale."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -22,7 +22,7 @@ def draw(rows: list[Row], path: Path) -> None:
         figure, (left, right) = plt.subplots(1, 2, figsize=(12.5, 1.4 + 0.24 * len(rows)), sharey=True)
         _draw_errors(left, rows)
         _draw_factors(right, rows)
-        left.set_yticks(range(len(rows)), [f"{row['model']}, {row['rows']:,}, {how(row)}" for row in rows], fontsize=8)
+        left.set_yticks(range(len(rows)), [f"{row['model']}, {row['rows']:,}, {options_of(row)}" for row in rows], fontsize=8)
         left.set_ylim(len(rows) - 0.4, -0.6)
         machine = rows[0]["machine"]
         figure.tight_layout(rect=(0, 0.03, 1, 1), w_pad=2)
@@ -55,7 +55,7 @@ def _draw_factors(panel: Any, rows: list[Row]) -> None:
         panel.scatter(factors, places, s=24, color=picture.OTHERS[number], marker="sD^"[number], label=title)
     panel.scatter([1 + row["error"] for row in rows], places, s=26, color=picture.OURS, label="megabatch", zorder=3)
     panel.set_xscale("log")
-    # Room on the right for the names.
+    # Space on the right for the legend.
     panel.set_xlim(right=10 * panel.get_xlim()[1])
     panel.xaxis.set_major_formatter(lambda value, _: f"{value:g}×")
     panel.tick_params(axis="y", length=0)
