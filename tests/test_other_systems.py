@@ -27,7 +27,7 @@ from megabatch.costs.devices import cpu_device
 from megabatch.data import open_source
 from megabatch.measurements import Measured
 from megabatch.measuring.fit import fit
-from megabatch.measuring.fit.memory import Limit, PeakResident, limit_of
+from megabatch.measuring.fit.memory import Limit, ResidentTracker, limit_of
 from megabatch.measuring.profile.curve import Size, judge, point
 from megabatch.measuring.profile.quantities import Timed
 from megabatch.measuring.profile.report import profile_report, sentences
@@ -242,7 +242,7 @@ def test_files_are_replaced(windows, tmp_path):
 
 
 def test_fit_measures_by_samples_where_the_peak_cannot_be_reset(system):
-    with PeakResident() as seen:
+    with ResidentTracker() as seen:
         before = host_memory.resident()
         x = torch.ones(16 * MIB)
         for _ in range(5):

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.memory_accuracy import figure, report
+from benchmarks.memory_accuracy import report
 from benchmarks.memory_accuracy.cases import Case, Limit, cases, limits, of_row, quick_cases
 from benchmarks.memory_accuracy.measuring import measured_row
 from benchmarks.memory_accuracy.predicting import fitting_row, predicted_row
@@ -148,7 +148,7 @@ def joined(predicted: Row, measured: Row) -> Row:
 def _show(rows: list[Row], out: Path) -> None:
     if any("error" in row for row in rows):
         print(report.summary(rows))
-        figure.draw(rows, out.with_suffix(".png"))
+        report.draw(rows, out.with_suffix(".png"))
         print(f"figure: {out.with_suffix('.png')}")
 
 

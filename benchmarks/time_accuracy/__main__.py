@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.memory_accuracy.cases import Case, of_row, quick_cases
 from benchmarks.report import read_rows
-from benchmarks.time_accuracy import figure, report
+from benchmarks.time_accuracy import report
 from benchmarks.time_accuracy.cases import cases, fresh_cases
 from benchmarks.time_accuracy.measuring import operations_row, timed_row
 from benchmarks.time_accuracy.predicting import predicted_rows
@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not options.measure_only and not options.operations:
         rows = list(_write(predicted_rows(rows), out))
         print(report.summary(rows))
-        figure.draw(rows, out.with_suffix(".png"))
+        report.draw(rows, out.with_suffix(".png"))
     return int(any("failed" in row for row in rows))
 
 

@@ -57,5 +57,5 @@ def fresh_cases() -> Iterator[Case]:
         yield Case(name, 16, "bf16")
 
 
-def held_back(case: Case) -> bool:
+def held_out(case: Case) -> bool:
     return case.model not in CALIBRATION

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks import check, clocks, errors, loss, memory, peers, picture, readme, report
+from benchmarks import check, clocks, errors, figures, loss, memory, peers, readme, report
 from benchmarks import measure as measuring
 from benchmarks.measure import Case, Row, measure, needed_bytes, run_case, share
 from megabatch import reference
@@ -100,7 +100,7 @@ def test_a_wrong_result_of_another_package_is_timed_and_marked(monkeypatch: pyte
     assert report.table(rows)[1][-1].endswith("(wrong)") and not report.table(rows)[0][-1].endswith("(wrong)")
     assert [line.split(":")[0] for line in report.wrong(rows)] == ["clip, other, N = 64"]
     rows = [row | {"matrix_product_tflops": 700.0} for row in rows]
-    picture.draw([row | share(row) for row in rows], tmp_path / "wrong.png")
+    figures.draw([row | share(row) for row in rows], tmp_path / "wrong.png")
 
 
 @pytest.mark.parametrize(("kind", "smoothing"), [("clip", 0.0), ("clip", 0.1), ("siglip", 0.0)])
@@ -435,13 +435,13 @@ def test_panels_of_products_cover_every_pair_once() -> None:
 
 def test_measured_block_sizes_replace_those_of_the_same_device_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tune = pytest.importorskip("benchmarks.tune")
-    monkeypatch.setattr(tune.measured, "MEASURED", tmp_path / "tuned_configs.json")
-    (tmp_path / "tuned_configs.json").write_text('{"blocks": [], "rings": []}')
+    monkeypatch.setattr(tune.tuned_configs, "TUNED", tmp_path / "tuned_configs.json")
+    (tmp_path / "tuned_configs.json").write_text('{"blocks": [], "pipelines": []}')
     place = {"kernel": "stats", "kind": "bfloat16", "width": 768}
     for device, m in (("A", 64), ("B", 64), ("A", 128)):
-        tune._write({"blocks": [{**place, "device": device, "m": m}], "rings": []})
-    tune._write({"blocks": [], "rings": [{**place, "device": "A", "behind": 4}]})
+        tune._write({"blocks": [{**place, "device": device, "m": m}], "pipelines": []})
+    tune._write({"blocks": [], "pipelines": [{**place, "device": "A", "lag": 4}]})
     kept = json.loads((tmp_path / "tuned_configs.json").read_text())
     assert sorted((entry["device"], entry["m"]) for entry in kept["blocks"]) == [("A", 128), ("B", 64)]
-    assert [(entry["device"], entry["behind"]) for entry in kept["rings"]] == [("A", 4)]
-    assert all(entry["date"] and entry["torch"] == torch.__version__ for entry in (*kept["blocks"], *kept["rings"]))
+    assert [(entry["device"], entry["lag"]) for entry in kept["pipelines"]] == [("A", 4)]
+    assert all(entry["date"] and entry["torch"] == torch.__version__ for entry in (*kept["blocks"], *kept["pipelines"]))

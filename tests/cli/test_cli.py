@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from commands import PATIENCE_S
 
 import megabatch
 from megabatch import cli, environment
@@ -21,7 +22,7 @@ def run_python(*arguments: str, path: Path | None = None) -> subprocess.Complete
     paths = [str(path)] if path is not None else []
     paths += [os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else []
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    return subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True, timeout=PATIENCE_S)
 
 
 def test_module_runs_as_the_command():
@@ -60,7 +61,10 @@ def test_without_a_verb_it_prints_help(capsys):
     assert cli.main([]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("usage: megabatch")
-    assert "env" in printed
+    lines = printed.splitlines()
+    assert len(lines) <= 25 and max(map(len, lines)) < 80
+    verbs = ["plan", "audit", "fit", "profile", "noise", "sweep", "train", "evaluate", "embed", "search", "env"]
+    assert [line.split()[0] for line in lines if line.startswith("  ") and line[2] != "-"] == verbs
 
 
 def test_unknown_verb_is_refused(capsys):
@@ -136,7 +140,7 @@ def test_device_that_cannot_be_asked_is_reported_with_its_error(monkeypatch):
     report = environment.describe()
     errors = {device["device"]: device["error"] for device in report["devices"] if "error" in device}
     assert errors == {"cuda": "RuntimeError: driver/library version mismatch"}
-    assert "cuda: cannot be asked: RuntimeError: driver/library version mismatch" in environment.as_text(report)
+    assert "cuda: cannot be queried: RuntimeError: driver/library version mismatch" in environment.as_text(report)
 
 
 def test_text_of_what_this_machine_may_lack():
@@ -158,7 +162,7 @@ def test_text_of_what_this_machine_may_lack():
     assert ["device", "cuda:0: H100, capability 9.0, 80.0 GiB; fused tiles"] in lines
     assert ["peers", "lightning 2.5.0"] in lines
     assert ["distributed", "not in this build of PyTorch"] in lines
-    assert ["launcher", "announced nothing"] in lines
+    assert ["launcher", "no variables"] in lines
 
 
 MISTAKE = """[batch]

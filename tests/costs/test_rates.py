@@ -15,7 +15,8 @@ from megabatch.costs.hardware import find_machine
 from megabatch.costs.rates import Rates, as_text, read_rates, write_rates
 from megabatch.measuring import rates
 from megabatch.measuring.rates import measure_here, measure_rates
-from megabatch.planning.planner import choose_precision, plan
+from megabatch.planning.planner import plan
+from megabatch.planning.problem import choose_precision
 from megabatch.training.distributed import ranks
 
 H200 = Rates("NVIDIA H200", "cuda", 139 * 2**30, 8, {"fp32": 5e13, "bf16": 8e14}, 4e12, 5e10, 3e11, 8, "2.13.0", "2026-11-15")

@@ -15,7 +15,7 @@ from benchmarks.memory_accuracy.cases import Case, of_row, quick_cases
 from benchmarks.report import read_rows
 from benchmarks.time_accuracy import __main__ as program
 from benchmarks.time_accuracy import measuring, report
-from benchmarks.time_accuracy.cases import CALIBRATION, cases, fresh_cases, held_back
+from benchmarks.time_accuracy.cases import CALIBRATION, cases, fresh_cases, held_out
 from benchmarks.time_accuracy.predicting import predicted_rows, work_of
 
 KEPT = read_rows(Path(__file__).parents[2] / "benchmarks/results/time-cuda.jsonl")
@@ -51,12 +51,12 @@ def test_fresh_cases_have_models_that_were_not_used_for_the_fit() -> None:
     known = {case.model for case in cases()}
     fresh = list(fresh_cases())
     assert len(fresh) >= 15 and len({case.model for case in fresh}) == len(fresh)
-    assert not known & {case.model for case in fresh} and all(held_back(case) for case in fresh)
+    assert not known & {case.model for case in fresh} and all(held_out(case) for case in fresh)
 
 
 def test_most_first_predictions_of_held_out_models_were_within_the_accepted_error() -> None:
     blind = [row for row in KEPT if "blind_s" in row]
-    assert len(blind) >= 20 and all(held_back(of_row(row)) == ("blind_s" in row) for row in KEPT)
+    assert len(blind) >= 20 and all(held_out(of_row(row)) == ("blind_s" in row) for row in KEPT)
     assert not {row["model"] for row in blind} & set(CALIBRATION)
     fresh = set(fresh_cases())
     within = [of_row(row) in fresh for row in blind if abs(row["blind_s"] / row["seconds"] - 1) <= 0.20]
@@ -153,8 +153,8 @@ def test_the_table_and_its_summary() -> None:
     ]
     assert table[7].startswith("4 steps on a device, torch 2.0, 2026-11-15: off by 10% in the median, 3 of 4 within 20%, ")
     assert "within 20%, vgg16 in fp32 -25%. The last column" in table[7]
-    assert "learnt from: off by 23% in the median, 1 of 2 within 20%, vgg16 in fp32 +30%." in table[7]
-    assert table[7].endswith("Of those that came after: off by 5% in the median, 1 of 1 within 20%.")
+    assert "improved the classes: off by 23% in the median, 1 of 2 within 20%, vgg16 in fp32 +30%." in table[7]
+    assert table[7].endswith("added afterwards: off by 5% in the median, 1 of 1 within 20%.")
     assert "last column" not in report.summary(ROWS[:1])
     with pytest.raises(ValueError, match="no row holds a prediction beside a measurement"):
         report.summary([FAILED])

@@ -84,16 +84,16 @@ def enforced(limit: Limit, device: torch.device) -> Iterator[None]:
         module.set_per_process_memory_fraction(before, device)
 
 
-class PeakMemory:
+class PeakTracker:
     """A context manager; afterwards `bytes` is the peak memory inside it, None on a device that does not report its memory."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.bytes: int | None = None
-        self._host = PeakResident() if device.type == "cpu" else None
+        self._host = ResidentTracker() if device.type == "cpu" else None
         self._module: Any = torch.get_device_module(device)
 
-    def __enter__(self) -> PeakMemory:
+    def __enter__(self) -> PeakTracker:
         if self._host is not None:
             self._host.__enter__()
         elif hasattr(self._module, "reset_peak_memory_stats"):
@@ -108,13 +108,13 @@ class PeakMemory:
             self.bytes = self._module.max_memory_allocated(self.device)
 
 
-class PeakResident:
+class ResidentTracker:
     """A context manager; afterwards `bytes` is the highest resident set of this process inside it.
 
     It uses the kernel's own peak where that can be reset, and samples every two milliseconds elsewhere.
     """
 
-    def __enter__(self) -> PeakResident:
+    def __enter__(self) -> ResidentTracker:
         self.bytes = 0
         self._done = threading.Event()
         self._sampler: threading.Thread | None = None
@@ -150,7 +150,7 @@ def return_freed_pages() -> None:
             trim(0)
     # mimalloc, which PyTorch uses on ARM, returns pages only after a delay, inside a later call.
     before, now = sys.maxsize, resident_bytes()
-    while now < before - host_memory.INEXACT:
+    while now < before - host_memory.COUNTING_ERROR:
         time.sleep(MIMALLOC_DELAY_S)
         for size in MIMALLOC_SIZES:
             # If even this fails, there is little to return.

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ...chunks.ddp_fsdp import modules_in, submodules
 from ...chunks.oom import Attempt, Shrinkable, current_attempt, is_out_of_memory, release
 from ...ring import Ring
-from .memory import Limit, PeakMemory, enforced
+from .memory import Limit, PeakTracker, enforced
 from .snapshot import Snapshot
 
 # The first step creates the optimizer's state, after its forward and backward: only the second one needs memory for all of them.
@@ -57,7 +57,7 @@ class Trials:
     def __call__(self, size: int) -> bool:
         seconds = 0.0
         try:
-            with enforced(self._limit, self._device), PeakMemory(self._device) as peak:
+            with enforced(self._limit, self._device), PeakTracker(self._device) as peak:
                 verdict = RAN
                 for _ in range(STEPS):
                     began = time.perf_counter()

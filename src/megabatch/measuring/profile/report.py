@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ...evidence import steps_factor
 from ...measurements import Measured, Profile
 from ...objectives import OBJECTIVES
-from ...planning.batch import steps_factor
 from ...reporting.format import bytes_text, change_text, seconds_text
 from ...reporting.report import Axis, Chart, Figure, KeyNumber, Notes, Report, Section, Series, Table, whole
 from .quantities import QUANTITIES, Quantity, columns
