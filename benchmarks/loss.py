@@ -1,6 +1,6 @@
 """Time and memory of the losses beside other implementations: `python -m benchmarks.loss --help`.
 
-One run writes one file of rows, a table on the terminal and a picture beside the file.
+One run writes one file of rows, a table on the terminal and a figure beside the file.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import peers, picture, report
+from benchmarks import figures, peers, report
 from benchmarks.check import LOSSES
 from benchmarks.measure import Case, Row, measure, run_case, worst
 
@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not kept:
         rows = _run(cases, rows, options, out)
         print(f"rows: {out}")
-    _show(rows, options.picture or out.with_suffix(".png"))
+    _show(rows, options.figure or out.with_suffix(".png"))
     failed = any(report.is_ours(row) and "error" in row for row in rows)
     return int(failed or not any("total_s" in row for row in rows))
 
@@ -87,8 +87,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--in-process", action="store_true", help="all cases in this process, for CUDA: no start-up for each")
     parser.add_argument("--out", type=Path, help="file of rows (results/loss-DEVICE.jsonl)")
     parser.add_argument("--append", action="store_true", help="keep the file's rows of other cases")
-    parser.add_argument("--picture", type=Path, help="file of the picture (beside the rows)")
-    parser.add_argument("--redraw", type=Path, metavar="FILE", help="table and picture again, from kept rows")
+    parser.add_argument("--figure", type=Path, help="file of the figure (beside the rows)")
+    parser.add_argument("--redraw", type=Path, metavar="FILE", help="table and figure again, from kept rows")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="the README's table, from kept rows")
     return parser
 
@@ -177,8 +177,8 @@ def _show(rows: list[Row], path: Path) -> None:
         print(f"timed, but wrong: {line}")
     if measured:
         print("speed and memory are relative to OpenCLIP in the same run; extra MiB include the gradients of both inputs")
-        picture.draw(rows, path)
-        print(f"picture: {path}")
+        figures.draw(rows, path)
+        print(f"figure: {path}")
 
 
 if __name__ == "__main__":

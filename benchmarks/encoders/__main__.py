@@ -1,6 +1,6 @@
 """Time and memory of whole CLIP training steps, by ways to take a large batch through: `python -m benchmarks.encoders --help`.
 
-One run writes one file of rows, a table on the terminal and a picture beside the file. On CUDA the model is ViT-L/14, on a CPU a
+One run writes one file of rows, a table on the terminal and a figure beside the file. On CUDA the model is ViT-L/14, on a CPU a
 tiny one that only shows that everything works. A step is zero_grad, both encoders, loss, backward and AdamW, in bf16 autocast,
 with pictures and texts in host memory. A contestant whose gradients are wrong is not timed.
 """
@@ -18,10 +18,10 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.encoders import picture, schemes
+from benchmarks.encoders import schemes
 from benchmarks.encoders.cases import CASES, FULL, SMALL, Case
 from benchmarks.encoders.measure import Bench
-from benchmarks.encoders.report import HEADERS, outcome, table, what
+from benchmarks.encoders.report import HEADERS, draw, outcome, table, what
 from benchmarks.measure import Row
 from benchmarks.report import read_rows, reason, show, write_rows
 
@@ -99,8 +99,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", help="contestants, with commas")
     parser.add_argument("--quick", action="store_true", help="a tiny model, one timed step: does everything work?")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds a case may take with all its contestants")
-    parser.add_argument("--output", type=Path, help="file of rows (results/encoders-DEVICE[-quick].jsonl), beside it the picture")
-    parser.add_argument("--redraw", type=Path, metavar="FILE", help="table and picture again, from kept rows")
+    parser.add_argument("--output", type=Path, help="file of rows (results/encoders-DEVICE[-quick].jsonl), beside it the figure")
+    parser.add_argument("--redraw", type=Path, metavar="FILE", help="table and figure again, from kept rows")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     return parser
 
@@ -132,10 +132,10 @@ def _show(rows: list[Row], path: Path) -> None:
         if "seconds" not in row:
             print(f"not measured: {row['case']}, {what(row)}: {reason(row)}")
     if importlib.util.find_spec("matplotlib") is None:
-        print("no picture: matplotlib is not installed")
+        print("no figure: matplotlib is not installed")
     elif any(row["case"] in ("contestants", "chunks") for row in measured):
-        picture.draw(measured, path)
-        print(f"picture: {path}")
+        draw(measured, path)
+        print(f"figure: {path}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What predict_memory says beside what a GPU then takes: rows to benchmarks/results/memory-cuda.jsonl, a picture beside them.
+"""What predict_memory says beside what a GPU then takes: rows to benchmarks/results/memory-cuda.jsonl, a figure beside them.
 
     python -m benchmarks.memory_accuracy                 # all cases and limits, on a GPU: about three minutes
     python -m benchmarks.memory_accuracy --no-limits     # the cases alone
@@ -6,7 +6,7 @@
     python -m benchmarks.memory_accuracy --quick         # two tiny cases on a CPU: that the program works
     python -m benchmarks.memory_accuracy --predict-only  # no device: predictions and others' formulas alone
     python -m benchmarks.memory_accuracy --again FILE    # predictions anew beside kept measurements, which needs no device
-    python -m benchmarks.memory_accuracy --redraw FILE   # table and picture again, from kept rows
+    python -m benchmarks.memory_accuracy --redraw FILE   # table and figure again, from kept rows
 
 Each prediction and each measurement has a process of its own, a prediction without a device to look at.
 """
@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.memory_accuracy import picture, report
+from benchmarks.memory_accuracy import report
 from benchmarks.memory_accuracy.cases import Case, Limit, cases, limits, of_row, quick_cases
 from benchmarks.memory_accuracy.measuring import measured_row
 from benchmarks.memory_accuracy.predicting import fitting_row, predicted_row
@@ -148,8 +148,8 @@ def joined(predicted: Row, measured: Row) -> Row:
 def _show(rows: list[Row], out: Path) -> None:
     if any("error" in row for row in rows):
         print(report.summary(rows))
-        picture.draw(rows, out.with_suffix(".png"))
-        print(f"picture: {out.with_suffix('.png')}")
+        report.draw(rows, out.with_suffix(".png"))
+        print(f"figure: {out.with_suffix('.png')}")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -162,7 +162,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", default="", help="cases whose model's name holds this, or one of these, with commas")
     parser.add_argument("--output", type=Path, default=RESULTS / "memory-cuda.jsonl")
     parser.add_argument("--again", type=Path, metavar="FILE", help="predictions anew, beside the measurements of kept rows")
-    parser.add_argument("--redraw", type=Path, metavar="FILE", help="table and picture again, from kept rows")
+    parser.add_argument("--redraw", type=Path, metavar="FILE", help="table and figure again, from kept rows")
     parser.add_argument("--jobs", type=int, default=4, help="predictions made at once")
     parser.add_argument("--at-once", type=int, default=1, help="steps measured at once, each in its own process")
     for hidden in ("--part", "--what"):

@@ -1,4 +1,4 @@
-"""What is predicted of a step's seconds beside what a GPU takes: rows to benchmarks/results/time-cuda.jsonl, a picture beside them.
+"""What is predicted of a step's seconds beside what a GPU takes: rows to benchmarks/results/time-cuda.jsonl, a figure beside them.
 
     python -m benchmarks.time_accuracy                 # all cases, on a GPU: about six minutes
     python -m benchmarks.time_accuracy --kinds         # with the device's seconds by kinds of kernels, from the profiler
@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.memory_accuracy.cases import Case, of_row, quick_cases
 from benchmarks.report import read_rows
-from benchmarks.time_accuracy import picture, report
+from benchmarks.time_accuracy import report
 from benchmarks.time_accuracy.cases import cases, fresh_cases
 from benchmarks.time_accuracy.measuring import timed_row
 from benchmarks.time_accuracy.operations import operations_row
@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not options.measure_only and not options.operations:
         rows = list(_kept(predicted_rows(rows), out))
         print(report.summary(rows))
-        picture.draw(rows, out.with_suffix(".png"))
+        report.draw(rows, out.with_suffix(".png"))
     return int(any("failed" in row for row in rows))
 
 

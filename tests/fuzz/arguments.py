@@ -231,7 +231,7 @@ class _Training:
 
     def __init__(self, run: config.Run, folder: Path) -> None:
         self.run, self.folder = run, folder
-        self.course = [Step(64 * number, 64, 1.0) for number in range(100)]
+        self.schedule = [Step(64 * number, 64, 1.0) for number in range(100)]
         self.parts = SimpleNamespace(held_out=SimpleNamespace(lengths=[10]), objective=None)
 
     def load(self, path: Path) -> None:

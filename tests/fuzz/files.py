@@ -281,7 +281,7 @@ def _load_checkpoint(files: dict[str, bytes], folder: Path) -> None:
     path.mkdir()
     for name, content in files.items():
         (path / name).write_bytes(content)
-    checkpoint.read_facts(path)
+    checkpoint.read_metadata(path)
     checkpoint.load(path, _state())
 
 

@@ -134,7 +134,11 @@ def _draw(query: str, answers: Sequence[Answer], out: Path) -> Path:
 def _show_result(folder: Path) -> None:
     result = json.loads((folder / "result.json").read_text("utf-8")) if (folder / "result.json").exists() else {}
     if result.get("evaluation"):
-        _show_quality(result["evaluation"], result.get("chance"))
+        _show_quality(result["evaluation"])
+    if result:
+        from ..training.summary import sentences
+
+        print("\n".join(sentences(result)))
     if result.get("bad"):
         print(f"{result['bad']:,} training samples could not be read and were skipped; {folder / 'log.jsonl'} names them")
     if (folder / "report.html").exists():
@@ -151,19 +155,17 @@ def _show_unread(found: dict[str, Any]) -> None:
         print(f"… and {len(lines) - MOST_LISTED:,} more; --json lists them all")
 
 
-def _show_quality(found: dict[str, Any], chance: dict[str, float] | None = None) -> None:
+def _show_quality(found: dict[str, Any]) -> None:
+    from ..reporting.run_report import quality_table
+
     bad = found.get("bad", 0)
     unread = f"; {bad:,} of {bad + found['pairs']:,} held-out samples could not be read" if bad else ""
     if "accuracy" in found:
         print(f"held-out accuracy: {found['accuracy']:.1%} of {found['pairs']:,}{unread}")
         return
-    at = list(found["x_to_y"])
-    x, y = found["sides"]
-    directions = ((f"{x} → {y}", "x_to_y", "x_median_rank"), (f"{y} → {x}", "y_to_x", "y_median_rank"))
-    rows = [[name, *(f"{found[side][k]:.1%}" for k in at), f"{found[median]:g}"] for name, side, median in directions]
-    if chance is not None:
-        rows.append(["chance", *(f"{chance[k]:.2%}" for k in at), f"{(found['pairs'] + 1) / 2:g}"])
     print(f"held-out recall among {found['pairs']:,} pairs{unread}")
-    print_table(text_table(["direction", *(f"recall@{k}" for k in at), "median rank"], rows))
+    quality = quality_table(found, tuple(found["sides"]))
+    if quality is not None:
+        print_table(quality)
     for k, share in found.get("zero_shot", {}).items():
         print(f"zero-shot accuracy, top {k}: {share:.1%}")
