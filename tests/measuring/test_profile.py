@@ -17,7 +17,8 @@ from megabatch.measuring.profile.curve import Size, judge, point
 from megabatch.measuring.profile.profile_run import sizes_of, time_sizes
 from megabatch.measuring.profile.quantities import Timed, median_and_spread
 from megabatch.measuring.profile.report import sentences
-from megabatch.measuring.profile.steps import ProfileBench, time_steps
+from megabatch.measuring.profile.steps import ProfileBench
+from megabatch.measuring.timing import time_steps
 from megabatch.reporting.html import as_html
 from megabatch.reporting.terminal import print_report
 from megabatch.training.distributed import Ranks, ranks
