@@ -96,7 +96,7 @@ def test_a_part_can_be_loaded_by_itself(tmp_path):
     part = {"model": blank(saved["model"])}
     checkpoint.load(path, part, whole=False)
     assert_same_bits(part, {"model": saved["model"]})
-    with pytest.raises(ValueError, match="only in it"):
+    with pytest.raises(ValueError, match="only in the checkpoint"):
         checkpoint.load(path, part)
 
 
@@ -223,7 +223,7 @@ def test_damage_is_named_and_the_one_before_is_offered(tmp_path):
             checkpoint.load(path, loaded)
         assert_same_bits(loaded, blank(state()))
         assert str(path) in str(caught.value)
-        assert f"the one before is {before}" in str(caught.value)
+        assert f"the previous one, {before}" in str(caught.value)
         return str(caught.value)
 
     def flip(path: Path) -> None:
@@ -232,7 +232,7 @@ def test_damage_is_named_and_the_one_before_is_offered(tmp_path):
         (path / FILE).write_bytes(data)
 
     written = (before / FILE).stat().st_size
-    assert f"is truncated: file {FILE} has 100 bytes, {written} were written" in refusal(lambda p: os.truncate(p / FILE, 100))
+    assert f"is truncated: file {FILE} has 100 bytes, and {written} were written" in refusal(lambda p: os.truncate(p / FILE, 100))
     assert f"is truncated: file {FILE} is missing" in refusal(lambda p: (p / FILE).unlink())
     assert f"is altered: file {FILE} has the checksum" in refusal(flip)
     assert "not a checkpoint of megabatch: it has no file" in refusal(lambda p: (p / "checkpoint.json").unlink())
@@ -249,10 +249,10 @@ def test_what_is_offered_is_itself_complete(tmp_path):
         checkpoint.save(tmp_path, step, state(), {}, keep=9)
     for step in (2, 3):
         os.truncate(tmp_path / f"step-0000000{step}" / FILE, 10)
-    with pytest.raises(ValueError, match=r"the one before is .*step-00000001"):
+    with pytest.raises(ValueError, match=r"the previous one, .*step-00000001"):
         checkpoint.load(tmp_path / "step-00000003", state())
     os.truncate(tmp_path / "step-00000001" / FILE, 10)
-    with pytest.raises(ValueError, match="there is no complete one before it"):
+    with pytest.raises(ValueError, match="there is no complete earlier one"):
         checkpoint.load(tmp_path / "step-00000003", state())
 
 
@@ -263,9 +263,9 @@ def test_another_model_is_refused_before_anything_is_filled(tmp_path):
     del other["mask"]
     with pytest.raises(ValueError) as caught:
         checkpoint.load(path, other)
-    assert "model.gain is missing in it; mask is only in it" in str(caught.value)
-    assert "model.weight is float32 [7, 3] in it and float32 [3, 7] here" in str(caught.value)
-    assert "model.bias is bfloat16 [5] in it and float32 [5] here" in str(caught.value)
+    assert "model.gain is missing in the checkpoint; mask is only in the checkpoint" in str(caught.value)
+    assert "model.weight is float32 [7, 3] in the checkpoint and float32 [3, 7] in the run" in str(caught.value)
+    assert "model.bias is bfloat16 [5] in the checkpoint and float32 [5] in the run" in str(caught.value)
     assert other["odd"].eq(1).all()
 
 
@@ -334,12 +334,12 @@ def not_filled(path: Path) -> None:
     [
         (as_dcp_has_it, "it has no file checkpoint.json"),
         (as_manifest, "checkpoint.json cannot be read"),
-        (as_tensors, "lies outside of its tensor or its file"),
+        (as_tensors, "is outside of its tensor or its file"),
         (as_bytes_entry, "'odd' is 'bytes', not a tensor of numbers"),
-        (elsewhere, "file '../secret' is none of a checkpoint's"),
-        (linked, "is not a plain file"),
-        (outside_of_its_file, "lies outside of its tensor or its file"),
-        (outside_of_its_tensor, "lies outside of its tensor or its file"),
+        (elsewhere, "file '../secret' does not belong to a checkpoint"),
+        (linked, "is not a regular file"),
+        (outside_of_its_file, "is outside of its tensor or its file"),
+        (outside_of_its_tensor, "is outside of its tensor or its file"),
         (not_filled, "the boxes of 'odd' do not fill it"),
     ],
 )
@@ -365,12 +365,12 @@ def test_pickles_are_not_even_imported_to_read():
 
 def test_what_cannot_be_saved_is_refused_by_name(tmp_path):
     for tensors, facts, complaint in [
-        ({"optimizer": {"lr": 0.1}}, {}, r"optimizer\.lr is 0\.1: a checkpoint holds tensors"),
+        ({"optimizer": {"lr": 0.1}}, {}, r"optimizer\.lr is 0\.1: a checkpoint stores tensors"),
         ({"z": torch.zeros(2, dtype=torch.complex64)}, {}, "z is a torch.strided tensor of torch.complex64"),
         ({"s": torch.eye(2).to_sparse()}, {}, "s is a torch.sparse_coo tensor"),
         ({"a": {"b": torch.zeros(1)}, "a.b": torch.zeros(1)}, {}, "a.b names two tensors"),
-        ({}, {"x": torch.zeros(1)}, "must be what JSON can say"),
-        ({}, {"x": float("nan")}, "must be what JSON can say"),
+        ({}, {"x": torch.zeros(1)}, "values that JSON has"),
+        ({}, {"x": float("nan")}, "values that JSON has"),
     ]:
         with pytest.raises(ValueError, match=complaint):
             checkpoint.save(tmp_path, 1, tensors, facts, keep=1)

@@ -150,7 +150,7 @@ def test_a_ramp_through_too_many_sizes_is_refused_and_one_within_the_limit_is_no
 
 @pytest.mark.parametrize("epochs", [1e-9, 0.0004])
 def test_epochs_of_less_than_one_sample_are_refused(epochs):
-    with pytest.raises(ValueError, match=rf"schedule.epochs is {epochs!r}: less than one sample of the 1,000 there are"):
+    with pytest.raises(ValueError, match=rf"schedule.epochs is {epochs!r}: with 1,000 samples, that is less than one"):
         step_schedule(config.build({"schedule": {"epochs": epochs}}), 1000)
 
 

@@ -219,7 +219,7 @@ def test_mistakes_are_named():
         pass
     with pytest.raises(ValueError, match="window is 0"):
         NoiseScale(model, window=0)
-    with pytest.raises(ValueError, match="no parameter of the model learns"):
+    with pytest.raises(ValueError, match="no parameter of the model is trainable"):
         NoiseScale(net().requires_grad_(False))
     for share in (None, 0.5):
         with noise.micro_batch(4, share=share):

@@ -77,13 +77,13 @@ def test_a_folder_that_no_run_made_stays_as_it_was(pairs, tmp_path, monkeypatch,
     Path("settings", "run.toml").write_text(text)
     before = tree(tmp_path)
     assert cli.main(["train", "settings/run.toml", *(["--fresh"] if fresh else [])]) == 2
-    assert "megabatch did not make it" in told(run_of(pairs, out, *SMALL), fresh=fresh)
+    assert "is not one of megabatch" in told(run_of(pairs, out, *SMALL), fresh=fresh)
     assert tree(tmp_path) == before
 
 
 def test_out_that_is_a_file_is_refused(pairs, tmp_path):
     (tmp_path / "file").write_text("mine")
-    assert "that is a file" in told(run_of(pairs, tmp_path / "file", *SMALL), fresh=True)
+    assert "it is a file" in told(run_of(pairs, tmp_path / "file", *SMALL), fresh=True)
     assert (tmp_path / "file").read_text() == "mine"
 
 
@@ -121,7 +121,7 @@ def test_fresh_refuses_a_folder_that_holds_anything_else_before_it_deletes(train
     path.write_text("mine")
     before = tree(trained.out)
     sentence = told(trained, fresh=True)
-    assert name.partition("/mine.txt")[0].partition("/rank")[0] in sentence and "move that away" in sentence
+    assert name.partition("/mine.txt")[0].partition("/rank")[0] in sentence and "move that elsewhere" in sentence
     assert {n: v for n, v in tree(trained.out).items() if n != run_folder.MARK} == {
         n: v for n, v in before.items() if n != run_folder.MARK
     }
@@ -333,7 +333,7 @@ VERBS = {
 def test_a_measurement_leaves_runs_and_files_of_others_alone(trained, tmp_path, verb):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "log.jsonl").write_text("mine")
-    for out, words in ((tmp_path / "mine", "did not make it"), (Path(trained.out), "is one of `megabatch train`")):
+    for out, words in ((tmp_path / "mine", "is not one of megabatch"), (Path(trained.out), "is one of `megabatch train`")):
         before = tree(out)
         with pytest.raises(ValueError, match=words):
             VERBS[verb](trained, out)
