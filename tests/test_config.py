@@ -1,4 +1,4 @@
-"""A run's configuration: what is read is what was written, and nothing wrong passes."""
+"""The configuration of a run: reading restores what was written, and wrong values are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints: bit for bit, whole or not at all, on any number of ranks, and nothing in them is executed."""
+"""Checkpoints are exact, written completely or not at all, load on any number of ranks, and execute no code."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def assert_same_bits(actual: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """The manifest as somebody writes it who knows the format: with the right checksum."""
+    """Rewrite the manifest with a matching checksum, as an attacker who knows the format would."""
     table = json.loads((path / "checkpoint.json").read_text())
     change(table["content"])
     table["crc32"] = zlib.crc32(json.dumps(table["content"], sort_keys=True).encode())
@@ -127,7 +127,7 @@ def test_a_second_save_of_a_step_replaces_the_first(tmp_path):
 
 
 def save_until(folder: Path, step: int, moment: int) -> None:
-    """Saves, and is killed just before the folder is touched for the moment-th time."""
+    """Save, and be killed just before the folder is touched for the moment-th time."""
     seen = 0
 
     def count(event: str, args: Any) -> None:
@@ -143,10 +143,10 @@ def save_until(folder: Path, step: int, moment: int) -> None:
 
 
 def forked(work: Callable[[], None]) -> int | None:
-    """The status that a child process ends with; None where it hangs, as it may if a thread of the parent held a lock just then."""
+    """Return the exit status of a child process; None if it hangs, because a thread of the parent held a lock during the fork."""
     pid = os.fork()
     if pid == 0:
-        # The child ends here, whatever happens: it is no worker.
+        # The child must end here: it is not a worker of pytest.
         try:
             work()
             os._exit(0)
@@ -163,7 +163,7 @@ def forked(work: Callable[[], None]) -> int | None:
 
 
 def crash(rank: int, size: int, parent: Path, step: int) -> list[bool]:
-    """For each moment of a save, whether the new checkpoint was there afterwards; a child process is killed at each."""
+    """Kill a child process at each moment of a save; return for each whether the new checkpoint existed afterwards."""
     dist.destroy_process_group()
     taken: list[bool] = []
     while True:
@@ -191,7 +191,7 @@ def crash(rank: int, size: int, parent: Path, step: int) -> list[bool]:
 @pytest.mark.parametrize("step", [1, 2])
 def test_killed_at_any_moment_complete_checkpoints_are_left(world, tmp_path, step):
     [taken] = world.run(1, crash, tmp_path, step)
-    # Both sides of the moment at which the new one takes over were seen.
+    # Kills before and after the rename were seen.
     assert taken == sorted(taken)
     assert taken.count(False) > 4
     assert taken.count(True) > 2
@@ -284,7 +284,7 @@ def as_manifest(path: Path) -> None:
 
 
 def as_tensors(path: Path) -> None:
-    """Code in place of numbers, every size and sum as it should be."""
+    """Pickled code in place of numbers, with matching sizes and checksums."""
     torch.save(Evil(), path / FILE)
     data = (path / FILE).read_bytes()
     rewrite(path, lambda content: content["files"].update({FILE: {"bytes": len(data), "crc32": zlib.crc32(data)}}))
@@ -352,7 +352,7 @@ def test_nothing_in_a_checkpoint_is_executed_or_leads_out_of_it(tmp_path, monkey
         checkpoint.load(path, loaded)
     assert_same_bits(loaded, blank(state()))
     assert not (tmp_path / "executed").exists()
-    # The attack itself works where it is believed.
+    # The attack works if the file is unpickled.
     pickle.loads(pickle.dumps(Evil()))
     assert (tmp_path / "executed").exists()
 
@@ -380,7 +380,7 @@ def test_what_cannot_be_saved_is_refused_by_name(tmp_path):
 
 
 def whole_state() -> dict[str, Tensor]:
-    """Rows that no number of ranks divides, fewer rows than ranks, split columns, and one copy on every rank."""
+    """Tensors with rows that do not divide by the ranks, fewer rows than ranks, split columns, and a copy on every rank."""
     generator = torch.Generator().manual_seed(3)
     sizes = {"rows": (7, 3), "few": (2, 5), "columns": (4, 5), "copied": (3,), "plain": (6,), "one": ()}
     return {name: torch.randn(size, generator=generator) for name, size in sizes.items()}
@@ -415,14 +415,14 @@ def test_split_tensors_come_back_on_another_number_of_ranks(world, tmp_path, bef
 
 
 def train(size: int, steps: range, path: str | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model after these steps, from the checkpoint if there is one; FSDP2 on several ranks."""
+    """Return a model after these steps, from the checkpoint if there is one; with FSDP2 on several ranks."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
     if size > 1:
         fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     if path is not None:
-        # A step makes the optimizer's state, which is then filled.
+        # A step creates the optimizer's state, which is then loaded.
         advance(model, optimizer, range(1))
         checkpoint.load(path, training_state(model, optimizer))
     advance(model, optimizer, steps)
@@ -462,7 +462,7 @@ def test_fsdp2_takes_up_the_state_of_one_process_and_one_process_that_of_fsdp2(w
 
 
 def fail_on_one(rank: int, size: int, folder: Path) -> list[tuple[str, str]]:
-    """The messages of every rank where only the last one is in trouble: no room, no tensor, no file."""
+    """Return the error messages of every rank when only the last one fails: full disk, no tensor, no file."""
     messages = []
 
     def trouble(work: Callable[[], Any]) -> None:
