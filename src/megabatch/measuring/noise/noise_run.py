@@ -17,9 +17,9 @@ from ...environment import device_name
 from ...files import write_text
 from ...measurements import Measured, Noise, write
 from ...reporting.html import write_report
+from ...training import distributed
 from ...training.build import assemble
 from ...training.checkpoint.folder import place
-from ...training.distributed import ranks
 from ...training.loop import Training
 from ...training.noise.collect import WINDOW
 from ...training.noise.estimator import LEAST, Moments, estimate
@@ -71,8 +71,8 @@ def noise(
         watch=replace(run.watch, report=False),
     )
     packages.require(packages.HTML)
-    with ranks(run.compute) as here, claimed_by_ranks(out, "noise", here.first):
-        training = Training(assemble(run, here), out)
+    with distributed.ranks(run.compute) as ranks, claimed_by_ranks(out, "noise", ranks.first):
+        training = Training(assemble(run, ranks), out)
         if checkpoint is not None:
             training.load(checkpoint)
         last = _last_step(training, steps, branches=branch is not None)
@@ -86,8 +86,8 @@ def noise(
             branches = branching.branch(training, place(out / "checkpoints", last), options)
             found = replace(found, branch=largest(branches))
         today = date.today().isoformat()
-        result = Measured(found, config.as_table(run), device_name(here.device), str(torch.__version__), today)
-        if here.first:
+        result = Measured(found, config.as_table(run), device_name(ranks.device), str(torch.__version__), today)
+        if ranks.first:
             _write(result, branches, out)
     return result
 
