@@ -13,7 +13,7 @@ from small_works import RUN, TOOLS
 from megabatch.costs.counting import count_work
 from megabatch.costs.hardware import find_machine
 from megabatch.costs.rates import Rates, as_text, read_rates, write_rates
-from megabatch.measuring import rates
+from megabatch.measuring import rates, timing
 from megabatch.measuring.rates import measure_here, measure_rates
 from megabatch.planning.planner import plan
 from megabatch.planning.problem import choose_precision
@@ -44,14 +44,15 @@ def test_a_slow_precision_is_measured_within_the_time_limit(monkeypatch):
         sizes.append(work().shape[0])
         return 1.0
 
-    monkeypatch.setattr(rates, "_seconds_of", slow)
+    for module in (rates, timing):
+        monkeypatch.setattr(module, "seconds_of", slow)
     assert rates._product(torch.device("cpu"), torch.float32, 0.25) == 2 * 64**3
     assert max(sizes) == 64
 
 
 def test_the_host_time_is_per_counted_operation(monkeypatch):
     # A layer of a transformer, forward and backward, in one second.
-    monkeypatch.setattr(rates, "_seconds_each", lambda work, device, seconds: 1.0)
+    monkeypatch.setattr(rates, "seconds_each", lambda work, device, seconds: 1.0)
     calls = round(1 / rates._host(torch.device("cpu"), 0.25))
     assert 40 < calls < 200
     model = torch.nn.TransformerEncoderLayer(16, 2, 16, batch_first=True)
