@@ -315,7 +315,7 @@ def test_rows_with_shares_as_markdown(shared: Path) -> None:
     assert lines[4].startswith("| 65,536 | 768 | OpenCLIP | 127 ms | 30 % | 1.00× | 102 ms |")
     assert lines[5].startswith("| 65,536 | 768 | Cut Cross-Entropy (gradient off by 9e-01) | 1.50 s | 3 % | 0.08× | 1.20 s |")
     assert lines[7] == "| 1,048,576 | 768 | **megabatch** | **10.6 s** | 91 % |  |  |  |  | 512 MiB |"
-    assert lines[8] == "| 1,048,576 | 768 | OpenCLIP | needs 8,192 GiB | | | | | | |"
+    assert lines[8] == "| 1,048,576 | 768 | OpenCLIP | needs 8,192 GiB |  |  |  |  |  |  |"
     assert "with torch 2.11.0, OpenCLIP 3.3.0, Cut Cross-Entropy 25.1.1, 2026-11-15." in lines[-1]
     assert "700 TFLOP/s; percentages are shares of their rate, counting 8·N²·D (clip) and 6·N²·D (siglip) operations" in lines[-1]
     assert "as many operations after the same rest, which ran at 800 TFLOP/s" in lines[-1]
