@@ -10,14 +10,15 @@ from benchmarks.figures import FAINT, OURS, canvas
 from benchmarks.memory_accuracy.cases import Case, of_row
 from benchmarks.memory_accuracy.report import step_text
 from benchmarks.report import device_name, markdown_table
-from benchmarks.time_accuracy.cases import fresh_cases, held_back
+from benchmarks.time_accuracy.cases import fresh_cases, held_out
 
 # Required accuracy.
 WORST = 0.20
 Row = dict[str, Any]
-FOUND, LEARNT, FRESH = "shares found on these", "held back, as said then, and learnt from", "held back after that, as said then"
+# Groups of models in the figure; for those that were held out, it shows the first prediction.
+FITTED, LEARNT, FRESH = "used for the fit", "held out at first, then learnt from", "held out"
 GROUPS: dict[str, dict[str, Any]] = {
-    FOUND: {"s": 30, "facecolors": "none", "edgecolors": OURS},
+    FITTED: {"s": 30, "facecolors": "none", "edgecolors": OURS},
     LEARNT: {"s": 24, "marker": "x", "linewidths": 1.2, "color": FAINT},
     FRESH: {"s": 30, "color": OURS},
 }
@@ -30,8 +31,8 @@ def line(case: Case, row: Row) -> str:
         return f"{start}: failed, {row['failed']}"
     if "operations" in row:
         return f"{start}: {sum(us for _, _, us, _ in row['operations']) / 1e3:,.1f} ms of the device"
-    said = f", predicted {1e3 * row['predicted_s']:,.1f} ({row['error']:+.0%})" if "error" in row else ""
-    return f"{start}: {1e3 * row['seconds']:,.1f} ms{said}"
+    predicted = f", predicted {1e3 * row['predicted_s']:,.1f} ({row['error']:+.0%})" if "error" in row else ""
+    return f"{start}: {1e3 * row['seconds']:,.1f} ms{predicted}"
 
 
 def markdown(rows: list[Row]) -> str:
@@ -48,25 +49,27 @@ def markdown(rows: list[Row]) -> str:
         ]
         for row in _measured(rows)
     ]
-    headers = ("model", "rows", "step", "measured, ms", "predicted", "", "held back")
+    headers = ("model", "rows", "step", "measured, ms", "predicted", "", "held out")
     return f"{markdown_table(headers, lines, left=('model', 'step'))}\n\n{summary(rows)}"
 
 
 def summary(rows: list[Row]) -> str:
-    """Return the errors of the prediction, and of those for models that were held back until the shares were fixed."""
+    """Return the errors of the prediction, and of the first prediction for models that were held out of the fit."""
     measured = _measured(rows)
     machine = measured[0]["machine"]
-    said = [f"{len(measured)} steps on {device_name(machine)}, torch {machine['torch']}, {machine['date'][:10]}: {_off(measured)}."]
+    sentences = [
+        f"{len(measured)} steps on {device_name(machine)}, torch {machine['torch']}, {machine['date'][:10]}: {_off(measured)}."
+    ]
     held = [row | {"error": _blind_error(row)} for row in measured if "blind_s" in row]
     fresh = set(fresh_cases())
     before, after = ([row for row in held if (of_row(row) in fresh) == late] for late in (False, True))
     if held:
-        said.append("The last column is what was said of models on which no share had been found, before they were looked at.")
+        sentences.append("The last column is the error of the first prediction for models that were not used for the fit.")
     if before:
-        said.append(f"Of those whose misses were learnt from: {_off(before)}.")
+        sentences.append(f"Models whose errors then improved the classes: {_off(before)}.")
     if after:
-        said.append(f"Of those that came after: {_off(after)}.")
-    return " ".join(said)
+        sentences.append(f"Models that were added afterwards: {_off(after)}.")
+    return " ".join(sentences)
 
 
 def _off(rows: list[Row]) -> str:
@@ -81,14 +84,14 @@ def _blind_error(row: Row) -> float:
 
 
 def _measured(rows: list[Row]) -> list[Row]:
-    found = [row for row in rows if "error" in row]
-    if not found:
+    measured = [row for row in rows if "error" in row]
+    if not measured:
         raise ValueError("no row holds a prediction beside a measurement: run `python -m benchmarks.time_accuracy` on a GPU first")
-    return found
+    return measured
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """Write one panel with two logarithmic axes, the required accuracy as a band, and the models that were held back."""
+    """Write one panel with two logarithmic axes, the required accuracy as a band, and the models that were held out."""
     rows = [row for row in rows if "error" in row]
     machine = rows[0]["machine"]
     with canvas(path, f"{device_name(machine)} · torch {machine['torch']} · {machine['date'][:10]}") as plt:
@@ -116,4 +119,4 @@ def _group(row: Row) -> str:
     case = of_row(row)
     if case in set(fresh_cases()):
         return FRESH
-    return LEARNT if held_back(case) else FOUND
+    return LEARNT if held_out(case) else FITTED
