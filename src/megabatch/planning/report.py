@@ -7,28 +7,11 @@ from pathlib import Path
 
 from .. import config
 from ..files import check_file, write_text
-from ..reporting.format import bytes_text, seconds_text
+from ..reporting.figures import Axis, Bars, Chart, Figure, Level, Points, Series
+from ..reporting.format import Format, bytes_text, seconds_text, whole
 from ..reporting.html import as_html
 from ..reporting.markdown import as_markdown
-from ..reporting.report import (
-    Axis,
-    Bars,
-    Chart,
-    Code,
-    Column,
-    Figure,
-    Format,
-    KeyNumber,
-    Level,
-    Notes,
-    Paragraph,
-    Points,
-    Report,
-    Section,
-    Series,
-    Table,
-    whole,
-)
+from ..reporting.report import Code, Column, KeyNumber, Notes, Paragraph, Report, Section, Table
 from .plan import Plan
 
 # Parts below this share of the whole are drawn together.

@@ -16,8 +16,9 @@ from megabatch import packages
 from megabatch.files import write_text
 
 from . import figures
+from .figures import Figure
 from .format import plain
-from .report import Figure, Report
+from .report import Report
 
 if TYPE_CHECKING:
     from PIL.Image import Image

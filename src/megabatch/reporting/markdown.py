@@ -6,8 +6,9 @@ import json
 import math
 from typing import Any
 
+from .figures import Bars, Figure
 from .format import plain
-from .report import Bars, Block, Code, Figure, Gallery, Notes, Paragraph, Question, Report, Table
+from .report import Block, Code, Gallery, Notes, Paragraph, Question, Report, Table
 
 # Characters of a cell, a note or a paragraph.
 MOST_CHARACTERS = 1000

@@ -7,8 +7,9 @@ from typing import Any
 
 from ...measurements import Fit, Measured
 from ...objectives import OBJECTIVES
-from ...reporting.format import bytes_text, seconds_text
-from ...reporting.report import Axis, Chart, Column, Figure, KeyNumber, Level, Notes, Report, Section, Series, Table, whole
+from ...reporting.figures import Axis, Chart, Figure, Level, Series
+from ...reporting.format import bytes_text, seconds_text, whole
+from ...reporting.report import Column, KeyNumber, Notes, Report, Section, Table
 from .trial import REASONS, REFUSED
 
 # Factor by which the x-axis extends beyond the sizes, and share of its width between two sizes that are written below it.

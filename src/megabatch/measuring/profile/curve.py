@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 from ...measurements import Profile
 from ...planning.batch import steps_factor
 from ..predictions import StepPrediction
-from .quantities import TimedSample, Timed, values
+from .quantities import Timed, TimedSample, values
 
 Points = Sequence[tuple[int, float]]
 # A rate within this fraction of the best one is as good.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ...reporting.format import bytes_text, count_text, seconds_text
-from ...reporting.report import Column, Format, whole
+from ...reporting.format import Format, bytes_text, count_text, seconds_text, whole
+from ...reporting.report import Column
 from ..predictions import StepPrediction
 
 

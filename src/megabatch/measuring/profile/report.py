@@ -8,8 +8,9 @@ from typing import Any
 from ...measurements import Measured, Profile
 from ...objectives import OBJECTIVES
 from ...planning.batch import steps_factor
-from ...reporting.format import bytes_text, change_text, seconds_text
-from ...reporting.report import Axis, Chart, Figure, KeyNumber, Notes, Report, Section, Series, Table, whole
+from ...reporting.figures import Axis, Chart, Figure, Series
+from ...reporting.format import bytes_text, change_text, seconds_text, whole
+from ...reporting.report import KeyNumber, Notes, Report, Section, Table
 from .quantities import QUANTITIES, Quantity, columns
 
 # From so many sizes on, only every second one is labelled.
