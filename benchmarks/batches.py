@@ -30,8 +30,7 @@ import megabatch
 from benchmarks.machine import describe
 from megabatch import config
 from megabatch.data.loader import Loader
-from megabatch.data.sampler import InOrder, stable_hash
-from megabatch.data.split import split
+from megabatch.data.sampler import InOrder, split, stable_hash
 from megabatch.reporting.figures import Axis, Chart, Figure, Series, save
 from megabatch.reporting.format import count_text, percent_text
 from megabatch.reporting.history import number
@@ -39,7 +38,7 @@ from megabatch.towers.model import Pair, build_pair, build_towers
 from megabatch.training.build import open_data
 from megabatch.training.evaluate import retrieval
 from megabatch.training.optimizer import build_optimizer, clip_gradients
-from megabatch.training.schedules import course
+from megabatch.training.schedules import step_schedule
 
 RESULTS = Path(__file__).parent / "results"
 BATCHES, SEEDS = (64, 512, 4096, 16384), (0, 1, 2)
@@ -101,7 +100,7 @@ def train(case: Case, pairs: dict[str, Pairs], device: torch.device) -> dict[str
         # What a captured graph reads has to be on the device.
         group |= {"capturable": device.type == "cuda", "fused": device.type == "cuda", "foreach": False, "lr": rate}
     began = time.perf_counter()
-    steps = course(run, len(here["training"].x))[: case.samples // case.batch]
+    steps = step_schedule(run, len(here["training"].x))[: case.samples // case.batch]
     take = _Step(model, optimizer, run, here["training"], case.batch)
     for step, rows in zip(steps, _stream(len(here["training"].x), case, device), strict=False):
         rate.fill_(run.optimizer.lr * step.rate)

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.planning` writes what docs/planning.md takes from plans: its example, published steps beside predicted."""
+"""Write the generated parts of docs/planning.md, the example and the published steps: `python -m benchmarks.planning`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from benchmarks.peers import declare_torchvision_schemas
 from megabatch.costs.hardware import find_machine
 from megabatch.costs.strategy import Strategy
 from megabatch.costs.time import step_time
-from megabatch.planning.planner import Planner, Tools
+from megabatch.planning.estimator import Estimator, estimator_for
+from megabatch.planning.planner import plan_for
+from megabatch.planning.problem import problem_of
 from megabatch.planning.report import plan_report
 from megabatch.planning.request import Request
 from megabatch.reporting.markdown import as_markdown
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "planning.md"
-QUESTION: dict[str, Any] = {
+REQUEST: dict[str, Any] = {
     "model": "ViT-L/14",
     "data": "10M",
     "epochs": 30,
@@ -27,13 +29,16 @@ QUESTION: dict[str, Any] = {
     "dim": 768,
 }
 CHUNK = 128
-# A picture of Inf-CL's on the GPU: 3 × 224² numbers of 4 bytes.
+# An image of Inf-CL on the GPU: 3 × 224² numbers of 4 bytes.
 IMAGE_BYTES = 3 * 224 * 224 * 4
 
 
 class Published(NamedTuple):
-    """A row of Inf-CL's tables. seconds: labels of figure 4 (which of two within 1 % is whose is not told). peak, loss: GB of table
-    1, and of table 2 at the largest batch. offload: whether pictures wait on the host, as they always do here."""
+    """A row of Inf-CL's tables.
+
+    seconds: labels of figure 4 (two labels within 1 % of each other cannot be told apart). peak, loss: GB, from table 1, and from
+    table 2 at the largest batch. offload: whether images wait on the host, as they always do in megabatch.
+    """
 
     gpus: int
     pairs: int
@@ -63,18 +68,19 @@ INF_CL = (
 
 def main() -> None:
     declare_torchvision_schemas()
-    planner = Planner(Request(**QUESTION), Tools())
-    example = as_markdown(plan_report(planner.plan()))
+    problem = problem_of(Request(**REQUEST))
+    estimator = estimator_for(problem)
+    example = as_markdown(plan_report(plan_for(problem, estimator)))
     text = DOCS.read_text("utf-8")
-    for name, part in (("example", example), ("inf-cl", published(planner))):
+    for name, part in (("example", example), ("inf-cl", published(estimator))):
         text = re.sub(
             rf"(<!-- {name} -->\n).*?(<!-- end -->)", lambda found, part=part: found[1] + part + found[2], text, flags=re.S
         )
     DOCS.write_text(text, encoding="utf-8")
 
 
-def published(planner: Planner) -> str:
-    """A table of the published steps beside the predicted ones: seconds of a step, peak and memory of the loss in GB."""
+def published(estimator: Estimator) -> str:
+    """Return a table of published and predicted steps: seconds of a step, peak and memory of the loss in GB."""
     head = (
         "A800",
         "pairs",
@@ -89,8 +95,8 @@ def published(planner: Planner) -> str:
     lines = ["| " + " | ".join(head) + " |", "|" + " ---: |" * len(head)]
     for row in INF_CL:
         strategy = Strategy(row.gpus, row.pairs // row.gpus, CHUNK, 0, precision="bf16")
-        step = step_time(planner.task, strategy, find_machine(f"{row.gpus}xA800"))
-        memory, least = planner.peaks.predict(strategy), planner.peaks.predict(replace(strategy, shard=2 * CHUNK))
+        step = step_time(estimator.task, strategy, find_machine(f"{row.gpus}xA800"))
+        memory, least = estimator.peaks.predict(strategy), estimator.peaks.predict(replace(strategy, shard=2 * CHUNK))
         peak, loss = memory.reserved_bytes, memory.phases["loss"] - least.phases["loss"]
         images = "" if row.offload else f" + {strategy.shard * IMAGE_BYTES / 1e9:.1f}"
         cells = [f"{row.gpus}", f"{row.pairs:,}", _number(row.seconds, 1), f"{step.seconds:,.1f}", f"{step.parts['loss']:,.1f}"]

@@ -1,9 +1,9 @@
-"""Measures the block sizes of the fused kernels on this device: `python -m benchmarks.tune`, and writes them into the package.
+"""Tune the block sizes of the fused kernels on this device and write them into the package: `python -m benchmarks.tune`.
 
-Of the kernels for Hopper it measures the rings, and from which size on they are faster than the others.
+For the Hopper kernels it tunes the pipelines, and the size from which on they are faster than the portable kernels.
 
-Every candidate is compiled in parallel first, then timed; whether kernels are right is for the tests. What the file holds for other
-devices stays.
+All candidates are compiled in parallel first, then timed. Correctness is left to the tests. Entries of other devices stay in the
+file.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import datetime, timezone
 from itertools import pairwise, product
 from typing import Any
@@ -26,12 +26,12 @@ from torch import Tensor
 
 from megabatch.tiles import fused
 from megabatch.tiles.contract import ComputeOptions, NeedsGrad, Pairs, Softmax
-from megabatch.tiles.fused import hopper
-from megabatch.tiles.fused import tuned_configs as measured
+from megabatch.tiles.fused import architectures, gradient_panels, launch, tuned_configs
 from megabatch.tiles.fused.launch import Launch, Panel
-from megabatch.tiles.fused.tuned_configs import Blocks, Rings, kind_of
+from megabatch.tiles.fused.tuned_configs import Blocks, Pipeline, kind_of
 
-# m, n, k, warps, stages, programs a multiprocessor, group, pieces. One that does not fit the device fails to start and is left out.
+# m, n, k, warps, stages, programs per multiprocessor, group, pieces. Candidates that do not fit the device fail to start and are
+# left out.
 BF16 = [
     Blocks(128, 128, 64, 4, 3, 2, 8, 1),
     Blocks(128, 128, 64, 4, 3, 2, 6, 1),
@@ -59,24 +59,23 @@ CANDIDATES = {
         Blocks(128, 128, 16, 8, 3, 1, 8, 1),
     ],
 }
-Case = tuple[str, str, int, Blocks | Rings | None]
+Case = tuple[str, str, int, Blocks | Pipeline | None]
 KERNELS = ("stats", "gradient", "sigmoid")
-# group, slots for x, slots for y, behind, places: what shared memory has room for.
-RINGS = {
+# group, x_slots, y_slots, lag, out_slots: what fits into shared memory.
+PIPELINES = {
     "stats": [(8, 3, 7, 5, 0), (8, 3, 7, 4, 0), (16, 3, 7, 5, 0), (8, 2, 8, 5, 0)],
     "gradient": [
         *((16, 3, 6, 4, 2), (8, 3, 6, 4, 2), (16, 3, 6, 3, 2), (16, 3, 6, 2, 2), (8, 3, 6, 2, 2)),
         *((16, 3, 7, 5, 1), (16, 3, 7, 4, 1), (16, 2, 8, 5, 2)),
     ],
-    "sigmoid": [(16, 3, 6, 4, 2), (8, 3, 6, 4, 2), (16, 3, 7, 5, 1), (16, 2, 8, 5, 2)],
 }
-RING_KINDS = {"stats": ("bfloat16", "float16"), "gradient": ("bfloat16", "int8"), "sigmoid": ("bfloat16",)}
-RING_WIDTHS = (64, 256, 512, 768, 1024)
-# Rows of square panels, from large to small: as long as the kernels for Hopper are faster, they serve.
-RING_ROWS = (16_384, 11_584, 8192, 5792, 4096, 2896, 2048, 1024)
-# Contestants are timed in turns of so many seconds, of which the first half is for the device to find its clock.
+PIPELINE_KINDS = {"stats": ("bfloat16", "float16"), "gradient": ("bfloat16", "int8")}
+PIPELINE_WIDTHS = (64, 256, 512, 768, 1024)
+# Rows of square panels, from large to small. The Hopper kernels are used down to the smallest size at which they are still faster.
+PIPELINE_ROWS = (16_384, 11_584, 8192, 5792, 4096, 2896, 2048, 1024)
+# Candidates are timed in turns of so many seconds; during the first half of each the device settles its clock.
 TURNS, TURN_S = 3, 0.15
-# So many launches are captured at a time: the host would take longer to start small ones.
+# So many launches are captured in one graph, because the host would take longer to launch small kernels.
 CAPTURED = 10
 
 
@@ -84,17 +83,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tune", description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=32_768)
     parser.add_argument("--widths", default="512,768,1024")
-    parser.add_argument("--kinds", default=",".join(CANDIDATES), help="of products: bfloat16, float16, tf32, ieee; or none")
-    parser.add_argument("--rings", action=argparse.BooleanOptionalAction, default=True, help="of the kernels for Hopper too")
-    parser.add_argument("--processes", type=int, default=12, help="that compile at the same time")
-    parser.add_argument("--dry-run", action="store_true", help="print, and leave the file as it is")
+    parser.add_argument(
+        "--kinds", default=",".join(CANDIDATES), help="Kinds of products to tune: bfloat16, float16, tf32, ieee; or none."
+    )
+    parser.add_argument("--pipelines", action=argparse.BooleanOptionalAction, default=True, help="Tune the Hopper kernels too.")
+    parser.add_argument("--processes", type=int, default=12, help="Number of processes that compile at the same time.")
+    parser.add_argument("--dry-run", action="store_true", help="Print the results and do not write the file.")
     options = parser.parse_args(arguments)
     kinds = [] if options.kinds == "none" else options.kinds.split(",")
     unknown = [kind for kind in kinds if kind not in CANDIDATES]
     if unknown:
-        parser.error(f"kinds {', '.join(unknown)}: choose among {', '.join(CANDIDATES)}")
+        parser.error(f"--kinds has {', '.join(unknown)}: choose among {', '.join(CANDIDATES)}")
     if not torch.cuda.is_available():
-        parser.error("there is no CUDA device here, and block sizes are a device's own")
+        parser.error("block sizes are tuned on a CUDA device, and this machine has none")
     cases: list[Case] = [
         (kernel, kind, int(width), blocks)
         for kind in kinds
@@ -102,46 +103,49 @@ def main(arguments: list[str] | None = None) -> int:
         for kernel in KERNELS
         for blocks in CANDIDATES[kind]
     ]
-    ring_cases: list[Case] = []
-    if options.rings and hopper._available(torch.device("cuda", 0)):
-        ring_cases = [
-            (kernel, kind, width, Rings(*rings, least_pairs=0))
-            for kernel in RINGS
-            for kind in RING_KINDS[kernel]
-            for width in RING_WIDTHS
-            for rings in RINGS[kernel]
+    pipeline_cases: list[Case] = []
+    if options.pipelines and architectures.architecture_of(torch.device("cuda", 0)).load_kernels() is not None:
+        pipeline_cases = [
+            (kernel, kind, width, Pipeline(*pipeline, min_tile_pairs=0))
+            for kernel in PIPELINES
+            for kind in PIPELINE_KINDS[kernel]
+            for width in PIPELINE_WIDTHS
+            for pipeline in PIPELINES[kernel]
         ]
-    others = {(*case[:3], None) for case in ring_cases}
+    portable = {(*case[:3], None) for case in pipeline_cases}
     with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
-        pool.starmap(_compile, [*cases, *ring_cases, *others], chunksize=1)
-    found = {"blocks": list(_best(cases, options.rows)), "rings": list(_with_least_pairs(_best(ring_cases, options.rows)))}
+        pool.starmap(_compile, [*cases, *pipeline_cases, *portable], chunksize=1)
+    blocks, pipelines = _best(cases, options.rows), _with_min_tile_pairs(_best(pipeline_cases, options.rows))
+    best = {"blocks": list(blocks), "pipelines": list(pipelines)}
     if not options.dry_run:
-        _write(found)
+        _write(best)
     return 0
 
 
-def _with_least_pairs(entries: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The best rings of each kernel, with the size from which on they are faster than the best blocks; in eight bits, than any way
-    in bf16."""
-    processors = torch.cuda.get_device_properties(0).multi_processor_count
+def _with_min_tile_pairs(entries: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Add to the best pipeline of each kernel the size from which on it is faster than the best blocks; int8 is compared with the
+    fastest bf16 kernel."""
+    from megabatch.tiles.fused.hopper.pipeline import count_tile_pairs
+
+    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
     for entry in entries:
         case = kernel, kind, width = entry["kernel"], entry["kind"], entry["width"]
-        rings = Rings(*(entry[name] for name in Rings._fields))
-        least = None
-        for rows in RING_ROWS:
-            ours, others = _timed([_work(*case, way, rows) for way in (rings, None)])
-            pairs = hopper._pairs(Panel(slice(0, rows), slice(0, rows))) / processors
-            share = f"{ours / others:.3f} of the time of {'bfloat16' if kind == 'int8' else 'blocks'}"
-            print(f"{kernel:9}{kind:9}{width:6}  {rows:,} rows, {pairs:.1f} pairs of tiles a multiprocessor: {share}", flush=True)
-            if ours > others:
+        pipeline = Pipeline(*(entry[name] for name in Pipeline._fields))
+        min_tile_pairs = None
+        for rows in PIPELINE_ROWS:
+            hopper_s, portable_s = _timed([_work(*case, config, rows) for config in (pipeline, None)])
+            pairs = count_tile_pairs(Panel(slice(0, rows), slice(0, rows))) / multiprocessors
+            share = f"{hopper_s / portable_s:.3f} of the time of {'bfloat16' if kind == 'int8' else 'blocks'}"
+            print(f"{kernel:9}{kind:9}{width:6}  {rows:,} rows, {pairs:.1f} pairs of tiles per multiprocessor: {share}", flush=True)
+            if hopper_s > portable_s:
                 break
-            least = round(pairs, 1)
-        yield {**entry, "least_pairs": least}
+            min_tile_pairs = round(pairs, 1)
+        yield {**entry, "min_tile_pairs": min_tile_pairs}
 
 
 def _best(cases: list[Case], rows: int) -> Iterator[dict[str, Any]]:
-    """The fastest candidate for each kernel, kind and width; prints all."""
-    name, capability = measured.device_kind(torch.device("cuda", 0))
+    """Yield the fastest candidate for each kernel, kind and width; print all."""
+    name, capability = tuned_configs.device_kind(torch.device("cuda", 0))
     for kernel, kind, width in dict.fromkeys(case[:3] for case in cases):
         works = {}
         for blocks in (case[3] for case in cases if case[:3] == (kernel, kind, width)):
@@ -149,7 +153,7 @@ def _best(cases: list[Case], rows: int) -> Iterator[dict[str, Any]]:
                 work = _work(kernel, kind, width, blocks, rows if kind != "ieee" else rows // 4)
                 work()
                 works[blocks] = work
-            except Exception as error:  # too much shared memory, too many registers: not a candidate here
+            except Exception as error:  # too much shared memory or too many registers: not a candidate on this device
                 print(f"{kernel:9}{kind:9}{width:6}  {tuple(blocks)}: {str(error).strip().splitlines()[0][:90]}", flush=True)
         times = dict(zip(works, _timed(list(works.values())), strict=True))
         size = rows if kind != "ieee" else rows // 4
@@ -162,32 +166,32 @@ def _best(cases: list[Case], rows: int) -> Iterator[dict[str, Any]]:
         yield {"kernel": kernel, "kind": kind, "width": width, "device": name, "capability": capability, **blocks._asdict()}
 
 
-def _write(found: dict[str, list[dict[str, Any]]]) -> None:
-    """Puts entries in the place of those for the same kernel, kind, width and device."""
+def _write(best: dict[str, list[dict[str, Any]]]) -> None:
+    """Replace the entries of the same kernel, kind, width and device."""
     stamp = {"date": datetime.now(timezone.utc).date().isoformat(), "torch": torch.__version__, "triton": triton.__version__}
-    kept = json.loads(measured.MEASURED.read_text())
+    stored = json.loads(tuned_configs.TUNED.read_text())
     parts = []
-    for what, entries in found.items():
+    for what, entries in best.items():
         replaced = {_place(entry) for entry in entries}
-        others = [entry for entry in kept[what] if _place(entry) not in replaced]
+        others = [entry for entry in stored[what] if _place(entry) not in replaced]
         lines = ",\n".join(json.dumps(entry) for entry in [*others, *({**entry, **stamp} for entry in entries)])
         parts.append(f'"{what}": [\n{lines}\n]')
-    measured.MEASURED.write_text(f"{{{', '.join(parts)}}}\n")
+    tuned_configs.TUNED.write_text(f"{{{', '.join(parts)}}}\n")
 
 
 def _place(entry: dict[str, Any]) -> tuple[Any, ...]:
     return entry["kernel"], entry["kind"], entry["width"], entry["device"]
 
 
-def _compile(kernel: str, kind: str, width: int, way: Blocks | Rings | None) -> None:
+def _compile(kernel: str, kind: str, width: int, config: Blocks | Pipeline | None) -> None:
     try:
-        _work(kernel, kind, width, way, 1024)()
-    except Exception:  # said when it is timed
+        _work(kernel, kind, width, config, 1024)()
+    except Exception:  # reported when it is timed
         return
 
 
 def _timed(works: list[Callable[[], Any]]) -> list[float]:
-    """The median seconds of each launch, sustained."""
+    """Return the median seconds of each launch under sustained load."""
     graphs = [_captured(work) for work in works]
     turns: list[list[float]] = [[] for _ in works]
     for _, (graph, seconds) in product(range(TURNS), zip(graphs, turns, strict=True)):
@@ -197,7 +201,7 @@ def _timed(works: list[Callable[[], Any]]) -> list[float]:
             marks.append(torch.cuda.Event(enable_timing=True))
             marks[-1].record()
             graph.replay()
-            # One replay waits while another runs.
+            # Keep one replay queued while another runs.
             if len(marks) > 2:
                 marks[-2].synchronize()
         torch.cuda.synchronize()
@@ -216,46 +220,54 @@ def _captured(work: Callable[[], Any]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def _work(kernel: str, kind: str, width: int, way: Blocks | Rings | None, rows: int) -> Callable[[], Any]:
-    """A launch of the kernel alone: without the products that follow it, with the merging that belongs to it.
+def _work(kernel: str, kind: str, width: int, config: Blocks | Pipeline | None, rows: int) -> Callable[[], Any]:
+    """Return a function that launches a kernel alone: without the GEMMs that follow it, with the merging of its partial sums.
 
-    way: rings, for the kernel for Hopper; or blocks for the other one, None for those that are known. int8 is a way for bf16, and
-    None there all ways that are known in bf16.
+    config: a Pipeline for the Hopper kernel, Blocks for the portable one, or None for the portable one with its tuned blocks. The
+    kind int8 is an option for bf16; with None it is bf16 with the fastest kernels known.
     """
     torch.manual_seed(0)
-    int8_similarities = kind == "int8"
-    dtype = torch.bfloat16 if int8_similarities else getattr(torch, kind, torch.float32)
+    is_int8 = kind == "int8"
+    dtype = torch.bfloat16 if is_int8 else getattr(torch, kind, torch.float32)
     x, y = (torch.nn.functional.normalize(torch.randn(rows, width, device="cuda"), dim=1).to(dtype) for _ in range(2))
     scale, bias = torch.tensor(20.0, device="cuda"), torch.tensor(-10.0, device="cuda")
-    pairs = Pairs(is_local=True)
-    compute = ComputeOptions(
-        2**33, kind if kind in ("tf32", "ieee") else "ieee", int8_similarities=int8_similarities and way is not None
-    )
+    pairs, needs_grad = Pairs(is_local=True), NeedsGrad(True, True)
+    precision = kind if kind in ("tf32", "ieee") else "ieee"
+    compute = ComputeOptions(2**33, precision, int8_similarities=is_int8 and config is not None)
     vectors: list[Tensor] = [torch.full((rows,), value, device="cuda") for value in (12.0, 1e-4)]
 
     def work() -> Any:
         with ExitStack() as patches:
-            patches.enter_context(mock.patch.object(fused.Products, "add", lambda *_: None))
-            if way is not None or not int8_similarities:
-                patches.enter_context(mock.patch.object(hopper, "rings_for", lambda *_: way if isinstance(way, Rings) else None))
-            if isinstance(way, Blocks):
-                patches.enter_context(mock.patch.object(fused.launch, "blocks_for", lambda *_: way))
+            patches.enter_context(mock.patch.object(gradient_panels.GradientProducts, "add", lambda *_: None))
+            if config is not None or not is_int8:
+                patches.enter_context(_pipelines(config if isinstance(config, Pipeline) else None))
+            if isinstance(config, Blocks):
+                patches.enter_context(mock.patch.object(launch, "blocks_for", lambda *_: config))
             if kernel == "stats":
                 return fused.softmax_stats(x, y, scale, pairs, columns=True, compute=compute)
             if kernel == "gradient":
                 softmax = Softmax(*vectors)
-                needs_grad, dpos_M = NeedsGrad(True, True), vectors[0]
                 return fused.softmax_grads(
-                    x, y, scale, pairs, softmax, softmax, needs_grad=needs_grad, compute=compute, dpos_M=dpos_M
+                    x, y, scale, pairs, softmax, softmax, needs_grad=needs_grad, compute=compute, dpos_M=vectors[0]
                 )
-            return fused.sigmoid_sums(x, y, scale, bias, pairs, None, needs_grad=NeedsGrad(True, True), compute=compute)
+            return fused.sigmoid_sums(x, y, scale, bias, pairs, None, needs_grad=needs_grad, compute=compute)
 
-    assert int8_similarities or kind == kind_of(dtype, compute.precision)
-    whole = Panel(slice(0, rows), slice(0, rows))
-    with mock.patch.object(hopper, "rings_for", lambda *_: way):
-        if isinstance(way, Rings) and hopper.serves(Launch(kernel, x, y, compute), whole) is None:
-            raise ValueError("the blocks of the careful launch are no tiles of the kernel for Hopper")
+    assert is_int8 or kind == kind_of(dtype, precision)
+    if isinstance(config, Pipeline):
+        from megabatch.tiles.fused.hopper.pipeline import select_pipeline
+
+        whole, architecture = Panel(slice(0, rows), slice(0, rows)), architectures.architecture_of(x.device)
+        with _pipelines(config):
+            if select_pipeline(Launch(architecture, kernel, x, y, compute), whole) is None:
+                raise ValueError("the tiles of the safe launch are not those of the Hopper kernel")
     return work
+
+
+def _pipelines(config: Pipeline | None) -> AbstractContextManager[Any]:
+    """Make all Hopper kernels use one pipeline, or with None the portable kernels instead."""
+    if architectures.architecture_of(torch.device("cuda", 0)).load_kernels() is None:
+        return nullcontext()
+    return mock.patch("megabatch.tiles.fused.hopper.pipeline.pipeline_for", lambda *_: config)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Memory to be measured without the C library's heap, where freed blocks of up to 32 MiB stay or go by the order of what is around.
+"""Measure memory without the C library's heap, which keeps or returns freed blocks of up to 32 MiB depending on their neighbours.
 
-How much of it a step leaves behind has differed from machine to machine.
+How much memory a step leaves on that heap differs from machine to machine.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 import torch
-from world import fresh_processes
+from world import MEETING_TIME, fresh_processes
 
 from benchmarks.memory import peak_of
 
@@ -21,7 +21,7 @@ BLOCK, LARGEST = 2**16, 2**25
 
 @contextlib.contextmanager
 def mapped_blocks() -> Iterator[None]:
-    """Meanwhile, blocks of BLOCK bytes and more are this process's only while they are in use. That is slower."""
+    """Context in which blocks of BLOCK bytes and more return to the system as soon as they are freed, which is slower."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     set_threshold = mallopt or (lambda *_: None)
     set_threshold(M_MMAP_THRESHOLD, BLOCK)
@@ -38,17 +38,17 @@ MIB = 2**20
 def child(pipe, work: Callable[..., None], small: tuple, args: tuple) -> None:
     torch.set_num_threads(1)
     work(*small)
-    # Inputs are made inside: they are O(rows) as well, and allocating them beforehand could hide pages that the work reuses.
+    # The work makes its own inputs: they are O(rows) too, and freed pages of inputs made before could hide a part of the peak.
     pipe.send(peak_of(lambda: work(*args), "cpu").extra_bytes)
 
 
 def measured(work: Callable[..., None], small: tuple, args: tuple) -> int:
-    """The peak of work(*args) in a fresh process that has run work(*small)."""
+    """Return the peak of work(*args) in a new process that has run work(*small) before."""
     context = fresh_processes()
-    here, there = context.Pipe()
-    process = context.Process(target=child, args=(there, work, small, args))
+    pipe, child_pipe = context.Pipe()
+    process = context.Process(target=child, args=(child_pipe, work, small, args))
     process.start()
-    assert here.poll(120)
-    result = here.recv()
+    assert pipe.poll(MEETING_TIME.total_seconds())
+    result = pipe.recv()
     process.join()
     return result

@@ -1,4 +1,4 @@
-"""Work of a few numbers, for times and plans that can be worked out by hand."""
+"""Workloads of a few numbers, for times and plans that can be computed by hand."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from torch import nn
 
 from megabatch import config
 from megabatch.costs.counting import Call, Pass, Work
-from megabatch.planning.planner import Tools
+from megabatch.planning.estimator import Tools
 from megabatch.planning.workload import Workload
 
 
 def small_work(
     flops: float, row_bytes: float, fixed: float, operations: int, parameters: int, *, locked: bool = False, inputs: float = 0.0
 ) -> Work:
-    """A forward of one product and of elementwise operations that move all bytes; a backward of each of them twice.
+    """Return a forward pass of one GEMM and elementwise operations that move all bytes; backward runs each of them twice.
 
     A locked tower has no backward.
     """
     others = operations - 1
-    forward = Pass((Call("product", flops, 0.0, 0.0), Call("elementwise", 0.0, row_bytes / others, fixed / others, others)))
+    forward = Pass((Call("matmul", flops, 0.0, 0.0), Call("elementwise", 0.0, row_bytes / others, fixed / others, others)))
     backward = Pass(() if locked else tuple(call._replace(times=2 * call.times) for call in forward.calls))
     return Work(forward, backward, parameters, 0 if locked else parameters, inputs)
 
 
 class Stated(NamedTuple):
-    """A prediction of memory, as the tracer makes it."""
+    """A memory prediction with the fields of the tracer's."""
 
     peak_bytes: int
     reserved_bytes: int
@@ -39,8 +39,8 @@ WORK = (small_work(50e9, 0.2e9, 0.3e9, 400, 80_000_000), small_work(6e9, 0.03e9,
 RUN = config.build(config.EMBEDDED, ["compute.precision=bf16"])
 
 
-def predict(question, run, work, machine):
-    """2 GB of state, 0.1 GB for each row of a chunk or of a kept one, 10 kB for each of a shard."""
+def predict(request, run, work, machine):
+    """Return a memory model: 2 GB of state, 0.1 GB per row of a chunk or of a kept chunk, 10 kB per row of the shard."""
 
     def predicted(strategy):
         kept = 0 if strategy.accumulate else max(0, min(strategy.keep, strategy.chunks) - 1)
@@ -50,8 +50,8 @@ def predict(question, run, work, machine):
     return predicted
 
 
-def counted(question, run, precision, machine):
-    return Workload(WORK[: 2 if question.pairs else 1], (nn.Identity(),) * 2, (lambda rows: rows,) * 2)
+def counted(request, run, precision, machine):
+    return Workload(WORK[: 2 if request.pairs else 1], (nn.Identity(),) * 2, (lambda rows: rows,) * 2)
 
 
 TOOLS = Tools(counted, predict)

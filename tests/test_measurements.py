@@ -1,4 +1,4 @@
-"""Measurements as files, and plans that rest on them: what was measured stands in the place of what would be predicted."""
+"""Measurements as files, and plans in which they replace predictions."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from megabatch.measurements import Fit, Measured, Noise, Profile, Sweep
 from megabatch.planning.plan import Plan
 from megabatch.planning.planner import plan
 
-SAID = "measured on NVIDIA H200, 2026-11-15"
+ORIGIN = "measured on NVIDIA H200, 2026-11-15"
 CLASSIFY = config.build(config.EMBEDDED, ["compute.precision=bf16", "loss.objective=classify"])
 
 
 def planned(*found, model=RUN, gpu="H200", **asked):
-    # 786,432 samples seen pay for a batch of 1,024.
+    # 786,432 samples seen give a batch of 1,024.
     return plan(model, gpu=gpu, tools=TOOLS, measured=found, seen=768 * 1024, **asked)
 
 
@@ -62,33 +62,33 @@ def test_without_measurements_nothing_changes():
 
 @given(st.integers(0, 14), st.floats(1e-6, 1), st.sampled_from(["samples", "updates", "time"]), st.sampled_from([1, 2]))
 @settings(max_examples=40, deadline=None)
-def test_a_sweeps_batch_and_rate_are_the_plans(power, lr, same, gpus):
+def test_a_plan_takes_batch_and_rate_of_a_sweep(power, lr, same, gpus):
     found = planned(of(Sweep(gpus * 2**power, lr, same)), gpus=gpus)
     assert (found.batch, found.run.batch.size, found.run.optimizer.lr) == (gpus * 2**power, gpus * 2**power, lr)
     for name in ("batch", "learning rate"):
-        assert SAID in found.number(name).why and found.number(name).confidence == "measured"
-    assert not any(note.startswith("sweep the learning rate") for note in found.notes)
+        assert ORIGIN in found.number(name).why and found.number(name).confidence == "measured"
+    assert not any(note.startswith("Sweep the learning rate") for note in found.notes)
     assert Plan.from_json(found.as_json()) == found
 
 
 def test_a_sweeps_batch_is_a_multiple_of_the_gpus():
     found = planned(of(Sweep(512, 1e-3, "samples")), gpus=3)
-    assert found.batch == 513 and "512 is no multiple of 3 GPUs, 513 is" in found.number("batch").why
-    # Nearly the batch of the sweep: the rule leaves its rate, to two digits.
+    assert found.batch == 513 and "from 512 to 513" in found.number("batch").why
+    # The batch is nearly the sweep's, so the rate is the same to two digits.
     assert found.run.optimizer.lr == 1e-3
 
 
-def test_a_sweep_over_other_data_lends_its_rate_only():
+def test_of_a_sweep_over_other_data_only_the_rate_is_used():
     other = dataclasses.replace(RUN, data=dataclasses.replace(RUN.data, source="other.csv"))
     found = planned(of(Sweep(256, 1e-3, "samples"), other))
     assert found.batch == planned().batch == 1024
     # Adam, four times the batch: twice the rate.
     assert found.run.optimizer.lr == pytest.approx(2e-3)
-    assert found.number("learning rate").confidence == "medium" and SAID in found.number("learning rate").why
+    assert found.number("learning rate").confidence == "medium" and ORIGIN in found.number("learning rate").why
     assert any("'other.csv'" in note for note in found.notes)
 
 
-def test_what_is_given_goes_before_what_was_measured():
+def test_given_values_take_precedence_over_measured_ones():
     sweep = of(Sweep(256, 1e-3, "samples"))
     assert planned(sweep, batch=2048).batch == 2048
     assert planned(sweep, base_lr="5e-4@256").run.optimizer.lr == pytest.approx(5e-4)
@@ -112,7 +112,7 @@ def profile(*points, against="batch"):
 
 
 @pytest.mark.parametrize("seconds", [0.1, 0.7, 1.2345, 3.3, 71.3])
-def test_measured_steps_stand_where_batch_and_chunk_are_theirs(seconds):
+def test_measured_steps_replace_predictions_at_their_batch_and_chunk(seconds):
     before = planned()
     row = point(before.strategy, seconds, reserved_bytes=before.peak_bytes + 10**8)
     found = planned(of(profile(row)))
@@ -122,14 +122,14 @@ def test_measured_steps_stand_where_batch_and_chunk_are_theirs(seconds):
     assert sum(found.memory.values()) == found.peak_bytes
     less = planned(of(profile({**row, "reserved_bytes": before.peak_bytes // 2})))
     assert sum(less.memory.values()) == pytest.approx(less.peak_bytes, abs=10) and less.peak_bytes == before.peak_bytes // 2
-    for name in ("seconds a step", "peak memory"):
-        assert SAID in found.number(name).why and found.number(name).confidence == "measured"
+    for name in ("seconds per step", "peak memory"):
+        assert ORIGIN in found.number(name).why and found.number(name).confidence == "measured"
     assert sum(found.time.values()) == pytest.approx(seconds)
 
 
 def test_elsewhere_predictions_are_scaled_by_what_was_measured_nearby():
     before = planned()
-    # Twice the time and 1.1 times the memory at this batch; five times at an eighth of it, which is farther from the double one.
+    # Twice the time and 1.1 times the memory at this batch; another factor at an eighth, which is farther from twice the batch.
     small = dataclasses.replace(before.strategy, shard=128, chunk=128)
     rows = [point(before.strategy, 2 * before.seconds_per_step, reserved_bytes=round(1.1 * before.peak_bytes)), point(small, 5.0)]
     found = planned(of(profile(*rows)))
@@ -139,8 +139,8 @@ def test_elsewhere_predictions_are_scaled_by_what_was_measured_nearby():
     asked = planned(of(profile(rows[0])), batch=4096)
     alone = planned(batch=4096)
     assert asked.strategy.chunk <= alone.strategy.chunk
-    assert asked.number("seconds a step").confidence == "medium"
-    assert "scaled by what steps at batch 1,024" in asked.number("seconds a step").why
+    assert asked.number("seconds per step").confidence == "medium"
+    assert "steps at batch 1,024" in asked.number("seconds per step").why
     assert asked.seconds_per_step == pytest.approx(2 * alone.seconds_per_step, rel=0.1)
 
 
@@ -150,40 +150,40 @@ def test_the_fastest_of_the_measured_chunks_is_taken():
     rows = [point(dataclasses.replace(strategy, chunk=chunk, keep=1), seconds[chunk]) for chunk in seconds]
     found = planned(of(profile(*rows, against="chunk")))
     assert found.strategy.chunk == 200
-    assert "the fastest of 3 that were timed, of those that fit" in found.number("chunk").why
+    assert "of 3 timed chunks" in found.number("chunk").why
     assert found.number("chunk").confidence == "measured"
-    # Where batches varied, chunks were not compared with each other.
+    # A profile over batches does not compare chunks.
     assert planned(of(profile(*rows))).strategy.chunk == 1024
 
 
-def test_what_fit_found_caps_the_chunk():
+def test_the_chunk_of_fit_caps_the_chunk():
     found = planned(of(Fit(100, 90 * 2**30)))
     assert found.strategy.chunk == found.run.batch.chunk == 100
-    assert "100 rows are the largest that ran within 90.0 GiB, " + SAID in found.number("chunk").why
+    assert all(part in found.number("chunk").why for part in ("100 rows", "90.0 GiB", ORIGIN))
     assert found.number("chunk").confidence == "measured"
     assert found.peak_bytes <= found.limit_bytes
 
 
 def test_what_has_run_fits_whatever_was_predicted():
-    # Of 10 GiB 8.6e9 bytes may be used: 64 rows by prediction. 90 rows ran.
+    # 8.6e9 bytes of the 10 GiB may be used: 64 rows by prediction, but 90 rows ran.
     assert planned(memory="10GiB").strategy.chunk == 64
     found = planned(of(Fit(90, None)), memory="10GiB")
     assert (found.strategy.chunk, found.strategy.keep) == (90, 1)
-    # What has not run, does not.
+    # A strategy that has not run still has to fit by prediction.
     assert next(way.batch for way in found.alternatives if way.name == "what fits without chunks") == 64
-    # At eight times the batch that fit ran at, more than the chunk takes memory: the prediction has its say again.
+    # At eight times the batch of fit the shard takes more memory, so the prediction decides again.
     assert planned(of(Fit(90, None)), memory="10GiB", batch=8192).strategy.chunk == 64
 
 
 def test_critical_batch_that_was_measured():
     before = planned(model=CLASSIFY, priority="speed")
-    assert any("the critical batch is a prior" in note for note in before.notes)
+    assert any("is a prior" in note for note in before.notes)
     found = planned(of(Noise(200.0, 120.0, 310.0, 64, False, branch=256), CLASSIFY), model=CLASSIFY, priority="speed")
     assert found.batch <= 200 and found.batch < before.batch
     why = found.number("batch").why
-    assert "1 + 200/B" in why and f"the critical batch is 200 (120 to 310), {SAID}" in why
+    assert "1 + 200/B" in why and f"the critical batch is 200 (120 to 310), {ORIGIN}" in why
     assert found.number("batch").confidence == "measured"
-    assert not any("prior" in note for note in found.notes) and any("256 was the largest batch" in note for note in found.notes)
+    assert not any("prior" in note for note in found.notes) and any("256" in note for note in found.notes)
 
 
 def test_noise_of_compared_samples_does_not_choose_a_classifiers_batch_either():
@@ -194,24 +194,24 @@ def test_noise_of_compared_samples_does_not_choose_a_classifiers_batch_either():
 def test_noise_of_compared_samples_is_a_note():
     found = planned(of(Noise(200.0, 120.0, 310.0, 64, True)))
     assert found.batch == planned().batch
-    assert any("at batch 64 implies a critical batch of 200 (120 to 310)" in note and SAID in note for note in found.notes)
+    assert any("batch 64" in note and "200 (120 to 310)" in note and ORIGIN in note for note in found.notes)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ("x.name=vit", r"is of x.name = 'vit', the plan is for 'cnn'"),
-        ("x.options={}", r"is of x.options = {}"),
-        ("y.locked=true", r"is of y.locked = True"),
-        ("loss.dim=64", r"is of loss.dim = 64, the plan is for 128"),
-        ("loss.objective=siglip", r"is of loss.objective = 'siglip', the plan is for 'clip'"),
+        ("x.name=vit", r"x.name = 'vit', but the plan has 'cnn'"),
+        ("x.options={}", r"x.options = {}"),
+        ("y.locked=true", r"y.locked = True"),
+        ("loss.dim=64", r"loss.dim = 64, but the plan has 128"),
+        ("loss.objective=siglip", r"loss.objective = 'siglip', but the plan has 'clip'"),
     ],
 )
 def test_a_measurement_of_something_else_is_refused(kind, change, complaint, tmp_path):
     other = config.build(config.EMBEDDED, ["compute.precision=bf16", change])
     path = measurements.write(of(kind, other), tmp_path / "other.json")
-    with pytest.raises(ValueError, match=rf"other.json: {complaint}"):
+    with pytest.raises(ValueError, match=rf"other.json: was measured with {complaint}"):
         planned(path)
 
 
@@ -223,36 +223,36 @@ def test_the_second_tower_of_a_classifier_does_not_count():
 def test_another_precision_is_refused_where_it_counts_and_noted_where_it_does_not():
     other = config.build(config.EMBEDDED)
     for found in KINDS[:2]:
-        with pytest.raises(ValueError, match=r"is of compute.precision = 'fp32', the plan is for 'bf16'"):
+        with pytest.raises(ValueError, match=r"compute.precision = 'fp32', but the plan has 'bf16'"):
             planned(of(found, other))
         planned(of(found, other), precision="fp32")
     for found in KINDS[2:]:
-        assert any("in fp32; the plan is in bf16" in note for note in planned(of(found, other)).notes)
+        assert any("in fp32, but the plan is in bf16" in note for note in planned(of(found, other)).notes)
 
 
-def test_another_device_weakens_what_it_says():
+def test_measurements_of_another_device_have_lower_confidence():
     before = planned()
     found = planned(of(Fit(100, None), device="NVIDIA A100-SXM4-80GB"))
-    assert found.strategy == before.strategy and any("its chunk is not taken" in note for note in found.notes)
+    assert found.strategy == before.strategy and any("its chunk is not used" in note for note in found.notes)
     row = point(before.strategy, 3.0, predicted_seconds=2.0)
     found = planned(of(profile(row), device="NVIDIA A100-SXM4-80GB"))
     assert found.seconds_per_step == pytest.approx(1.5 * before.seconds_per_step)
-    assert found.number("seconds a step").confidence == "low"
-    assert any("not on H200: times are scaled" in note for note in found.notes)
+    assert found.number("seconds per step").confidence == "low"
+    assert any("not on H200" in note and "scaled" in note for note in found.notes)
     found = planned(of(profile(point(before.strategy, 3.0)), device="NVIDIA A100-SXM4-80GB"))
     assert found.seconds_per_step == before.seconds_per_step
-    assert any("without predictions it is not used" in note for note in found.notes)
+    assert any("it is not used" in note for note in found.notes)
 
 
-def test_on_a_cpu_the_device_is_this_machines():
+def test_on_a_cpu_measurements_must_be_of_this_machine():
     run = config.build(config.EMBEDDED)
     here, there = device_name(torch.device("cpu")), "Another CPU"
     assert planned(of(Fit(100, None), run, here), model=run, gpu="cpu").strategy.chunk == 100
     assert planned(of(Fit(100, None), run, there), model=run, gpu="cpu").strategy.chunk != 100
 
 
-def test_one_of_each_kind_and_profiles_add_up():
-    with pytest.raises(ValueError, match="a second measurement of fit"):
+def test_only_profiles_may_be_given_more_than_once():
+    with pytest.raises(ValueError, match="is a second measurement of fit"):
         planned(of(Fit(100, None)), of(Fit(200, None)))
     strategy = planned().strategy
     rows = [point(dataclasses.replace(strategy, chunk=chunk, keep=1), seconds) for chunk, seconds in ((128, 1.0), (256, 0.5))]
@@ -261,15 +261,15 @@ def test_one_of_each_kind_and_profiles_add_up():
     assert (found.batch, found.strategy.chunk) == (512, 100)
 
 
-def test_a_loop_that_is_no_run_of_ours_says_nothing_of_a_plan():
-    with pytest.raises(ValueError, match="was measured in a loop of its own"):
+def test_a_measurement_without_a_readable_configuration_is_refused():
+    with pytest.raises(ValueError, match="custom loop"):
         planned(Measured(Fit(100, None), {}, "NVIDIA H200", "2.13.0", "2026-11-15"))
     table = json.loads(json.dumps(config.as_table(RUN))) | {"colour": "blue"}
-    with pytest.raises(ValueError, match="the run that it is true of cannot be read"):
+    with pytest.raises(ValueError, match="the configuration of its run cannot be read"):
         planned(Measured(Fit(100, None), table, "NVIDIA H200", "2.13.0", "2026-11-15"))
 
 
-def test_an_interval_without_an_end_is_written_as_json_that_anyone_reads(tmp_path):
+def test_an_infinite_bound_is_written_as_strict_json(tmp_path):
     open_ended = Measured(Noise(12.0, 3.0, float("inf"), 64, False, ({"step": 1, "high": float("inf")},)), {}, "a device", "2")
     path = measurements.write(open_ended, tmp_path / "measured.json")
 

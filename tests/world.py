@@ -1,4 +1,4 @@
-"""A world of worker processes for distributed tests: started once, given a fresh gloo process group for every task."""
+"""Worker processes for distributed tests: started once, with a new gloo process group for every task."""
 
 from __future__ import annotations
 
@@ -15,35 +15,36 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Long enough for ranks of a machine that others keep busy to meet.
-TIMEOUT = timedelta(seconds=180)
+# How long a process waits for another one: to start, to join a process group, to finish. Importing torch alone can take minutes on
+# a machine under load, so this is only meant to end a test that hangs.
+MEETING_TIME = timedelta(minutes=10)
 
 
 def fresh_processes() -> BaseContext:
-    """Starts processes that have done nothing yet. Importing takes seconds: where processes fork, one does it for all."""
+    """Return a context that starts fresh processes. With a fork server, one process imports torch for all, which takes seconds."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    # Optimizers import the compiler, though nothing is compiled, and runs draw.
+    # Optimizers import the compiler, though nothing is compiled, and runs draw figures.
     context.set_forkserver_preload(["torch._dynamo", "megabatch.training.loop", "matplotlib.figure"])
     return context
 
 
 class World:
-    """Processes that run one function as the ranks of a group, and hand back what it returns on each."""
+    """Processes that run one function as the ranks of a group, and return its results."""
 
     def __init__(self) -> None:
         self.workers: list[tuple[Any, Connection]] = []
 
     def run(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """The results of function(rank, size, *args) on ranks 0 to size - 1."""
+        """Return the results of function(rank, size, *args) on ranks 0 to size - 1."""
         while len(self.workers) < size:
             self._start()
         with tempfile.TemporaryDirectory() as folder:
             for rank, (_, pipe) in enumerate(self.workers[:size]):
                 pipe.send_bytes(pickle.dumps((function, rank, size, f"{folder}/store", args)))
             replies = [pickle.loads(pipe.recv_bytes()) for _, pipe in self.workers[:size]]
-        failures = [f"rank {rank}: {text}" for rank, (fine, text) in enumerate(replies) if not fine]
+        failures = [f"rank {rank}: {text}" for rank, (succeeded, text) in enumerate(replies) if not succeeded]
         assert not failures, "\n".join(failures)
         return [result for _, result in replies]
 
@@ -55,11 +56,11 @@ class World:
 
     def _start(self) -> None:
         context = fresh_processes()
-        here, there = context.Pipe()
-        process = context.Process(target=_work, args=(there,), daemon=True)
+        pipe, worker_pipe = context.Pipe()
+        process = context.Process(target=_work, args=(worker_pipe,), daemon=True)
         process.start()
-        there.close()
-        self.workers.append((process, here))
+        worker_pipe.close()
+        self.workers.append((process, pipe))
 
 
 def _work(pipe: Connection) -> None:
@@ -71,20 +72,20 @@ def _work(pipe: Connection) -> None:
         except EOFError:
             return
         try:
-            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=TIMEOUT)
+            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=MEETING_TIME)
             reply = True, function(rank, size, *args)
         except BaseException:
             reply = False, traceback.format_exc()
         finally:
             if dist.is_initialized():
-                # Kept until the next task: who lets go of it last waits for its thread, which by then has nothing to do.
+                # Kept until the next task: releasing the last reference waits for the group's thread, which is idle by then.
                 group = dist.group.WORLD  # noqa: F841
                 dist.destroy_process_group()
         pipe.send_bytes(pickle.dumps(reply))
 
 
 def error_of(function: Callable[[], Any]) -> str:
-    """The message of the ValueError that function raises, or a remark that it raised none."""
+    """Return the message of the ValueError that function raises, or "no error"."""
     try:
         function()
     except ValueError as error:

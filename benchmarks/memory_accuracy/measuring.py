@@ -14,7 +14,7 @@ from benchmarks.machine import describe
 from benchmarks.memory_accuracy.cases import Case
 from benchmarks.memory_accuracy.subjects import subject
 from megabatch.costs.memory.setup import PRECISIONS
-from megabatch.costs.memory.step import default_loss, switch_checkpointing
+from megabatch.costs.memory.step import default_loss, enable_checkpointing
 
 # The first creates the optimizer's state and is not counted.
 STEPS = 3
@@ -57,7 +57,7 @@ def step_of(case: Case) -> Callable[[], None]:
     modules = list(built) if isinstance(built, tuple) else [built]
     if case.checkpointing:
         for module in modules:
-            switch_checkpointing(module, case.model)
+            enable_checkpointing(module, case.model)
     optimizer = torch.optim.AdamW([p for module in modules for p in module.parameters()])
     backward = _supervised(case, modules[0], made.inputs) if case.supervised else _contrastive(case, modules, made.inputs)
 

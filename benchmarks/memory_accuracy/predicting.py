@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from benchmarks.memory_accuracy.cases import Case, Limit
 from benchmarks.memory_accuracy.subjects import subject
 from megabatch.costs.memory import Prediction, predict_memory
-from megabatch.costs.memory.fake_params import StandIn, built
 from megabatch.costs.memory.setup import PRECISIONS
-from megabatch.costs.memory.step import tracing
+from megabatch.costs.memory.step import FakeParameters, build_on_meta, recording
 
 MOST_ROWS = 4096
 # 12 bytes a parameter, for one of its 4.
@@ -80,7 +79,7 @@ def others(case: Case) -> dict[str, int]:
     accelerate: a multiple of the weights, whatever the batch.
     """
     made = subject(case.model)
-    modules = built(made.build)
+    modules = build_on_meta(made.build)
     inputs = made.inputs if isinstance(made.inputs, tuple) else (made.inputs,)
     sizes = {"weights": 0, "inputs": 0, "innermost": 0, "layers": 0}
     modules = modules if isinstance(modules, tuple) else (modules,)
@@ -114,12 +113,12 @@ def _sizes(case: Case, module: nn.Module, make: Callable[[int], Any]) -> dict[st
         if inner in layers:
             sizes["layers"] += first.numel() * element
 
-    with tracing(case.setup()) as recorder, torch.no_grad(), torch.autocast("cpu", dtype, enabled=dtype is not None):
-        stand_in = StandIn(recorder).of(module).eval()
-        hooks = [inner.register_forward_hook(note) for inner in stand_in.modules()]
+    with recording(case.setup()) as recorder, torch.no_grad(), torch.autocast("cpu", dtype, enabled=dtype is not None):
+        fake = FakeParameters(recorder).replace_in(module).eval()
+        hooks = [inner.register_forward_hook(note) for inner in fake.modules()]
         batch = make(case.rows)
         given = list(batch.values()) if isinstance(batch, dict) else [batch]
-        stand_in(**batch) if isinstance(batch, dict) else stand_in(batch)
+        fake(**batch) if isinstance(batch, dict) else fake(batch)
     for hook in hooks:
         hook.remove()
     return {**sizes, "inputs": sum(t.numel() * t.element_size() for t in given)}

@@ -1,6 +1,6 @@
-"""What a bug report needs to say about a machine: versions, devices, and how its processes were launched.
+"""What a bug report should contain about a machine: versions, devices, and how its processes were launched.
 
-All of it is only reported: nothing here decides what is computed.
+It is only reported: nothing here decides what is computed.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from megabatch.tiles import backend_name
 from . import host_memory
 from .version import __version__
 
-Report = dict[str, Any]
+JsonObject = dict[str, Any]
 
-# Triton's builds for other hardware carry other distribution names.
+# Triton's builds for other hardware have other distribution names.
 TRITONS = ("triton", "triton-rocm", "triton-xpu", "triton-windows", "pytorch-triton", "pytorch-triton-rocm")
 PEERS = ("open_clip_torch", "sentence-transformers", "transformers", "lightning")
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
 
 
-def describe() -> Report:
-    """The report: nested dicts and lists of plain types, ready for JSON. None is absent or unknown; memory is in bytes.
+def describe() -> JsonObject:
+    """Return the report: nested dicts and lists of plain types, ready for JSON. None is absent or unknown; memory is in bytes.
 
-    It does not fail: a device that cannot be asked is reported with its error.
+    It does not fail: a device that cannot be queried is reported with its error.
 
     >>> describe()["devices"][0]["device"]
     'cpu'
@@ -47,8 +47,8 @@ def describe() -> Report:
     }
 
 
-def as_text(report: Report) -> str:
-    """The report of `describe` as lines of a label and a value."""
+def as_text(report: JsonObject) -> str:
+    """Return the report of `describe` as lines of a label and a value."""
     lines = [
         ("megabatch", report["megabatch"]),
         ("Python", report["python"]),
@@ -58,13 +58,13 @@ def as_text(report: Report) -> str:
         *(("device", _device_text(device)) for device in report["devices"]),
         ("peers", ", ".join(f"{name} {version}" for name, version in report["peers"].items()) or "none installed"),
         ("distributed", _distributed_text(report["distributed"])),
-        ("launcher", " ".join(f"{k}={v}" for k, v in report["distributed"]["launcher"].items()) or "announced nothing"),
+        ("launcher", " ".join(f"{k}={v}" for k, v in report["distributed"]["launcher"].items()) or "no variables"),
     ]
     return "\n".join(f"{label:<12} {value}" for label, value in lines)
 
 
 def device_name(device: torch.device) -> str:
-    """What a device is called: a GPU by its driver, a CPU by its model."""
+    """Return the name of a device: of a GPU from its driver, of a CPU its model."""
     if device.type == "cpu":
         return _cpu_name() or "cpu"
     properties = getattr(torch.get_device_module(device), "get_device_properties", None)
@@ -72,22 +72,22 @@ def device_name(device: torch.device) -> str:
 
 
 def _installed(distributions: Iterable[str]) -> dict[str, str]:
-    """The versions of those that are installed, from their metadata: importing them could take seconds, or fail."""
-    found = {}
+    """Return the versions of the installed ones, from their metadata: importing them could take seconds, or fail."""
+    versions = {}
     for name in distributions:
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
-def _devices() -> list[Report]:
-    """One entry a device, the CPU first."""
-    kinds: dict[str, Callable[[], list[Report]]] = {"cpu": _cpu, "cuda": _cuda, "mps": _mps, "xpu": _xpu}
+def _devices() -> list[JsonObject]:
+    """Return one entry per device, the CPU first."""
+    kinds: dict[str, Callable[[], list[JsonObject]]] = {"cpu": _cpu, "cuda": _cuda, "mps": _mps, "xpu": _xpu}
     entries = []
     for kind, probe in kinds.items():
-        # A broken driver can raise anything, and it is then that people ask for this report.
+        # A broken driver can raise anything, and that is when this report is needed.
         try:
             entries += probe()
         except Exception as error:
@@ -95,18 +95,18 @@ def _devices() -> list[Report]:
     return entries
 
 
-def _device(device: str, name: str | None, capability: str | None, memory: int | None, **more: Any) -> Report:
+def _device(device: str, name: str | None, capability: str | None, memory: int | None, **more: Any) -> JsonObject:
     entry = {"device": device, "name": name, "capability": capability, "memory": memory, **more}
     return {**entry, "backend": backend_name(torch.device(device))}
 
 
-def _cpu() -> list[Report]:
+def _cpu() -> list[JsonObject]:
     capability = torch.backends.cpu.get_cpu_capability()
     return [_device("cpu", _cpu_name(), capability, host_memory.total(), threads=torch.get_num_threads())]
 
 
-def _cuda() -> list[Report]:
-    # ROCm's devices are torch's "cuda" devices too, and have an architecture name instead of a compute capability.
+def _cuda() -> list[JsonObject]:
+    # ROCm devices are "cuda" devices to torch, and have an architecture name instead of a compute capability.
     entries = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         properties = torch.cuda.get_device_properties(index)
@@ -115,13 +115,13 @@ def _cuda() -> list[Report]:
     return entries
 
 
-def _mps() -> list[Report]:
+def _mps() -> list[JsonObject]:
     if not torch.backends.mps.is_available():
         return []
     return [_device("mps", _cpu_name(), None, torch.mps.recommended_max_memory())]
 
 
-def _xpu() -> list[Report]:
+def _xpu() -> list[JsonObject]:
     entries = []
     for index in range(torch.xpu.device_count() if torch.xpu.is_available() else 0):
         properties = torch.xpu.get_device_properties(index)
@@ -130,25 +130,25 @@ def _xpu() -> list[Report]:
 
 
 def _cpu_name() -> str | None:
-    """The model's name; the standard library knows it on Windows only."""
+    """Return the name of the CPU model; the standard library knows it on Windows only."""
     commands = {"Linux": ["lscpu"], "Darwin": ["sysctl", "machdep.cpu.brand_string"]}
     command = commands.get(platform.system())
     if command is not None:
         try:
-            english = {**os.environ, "LC_ALL": "C"}
-            answer = subprocess.run(command, env=english, capture_output=True, text=True, timeout=5, check=True).stdout
+            environment = {**os.environ, "LC_ALL": "C"}
+            output = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=5, check=True).stdout
         except (OSError, subprocess.SubprocessError):
-            answer = ""
-        for line in answer.splitlines():
+            output = ""
+        for line in output.splitlines():
             label, _, value = line.partition(":")
             if label.strip() in ("Model name", "machdep.cpu.brand_string"):
                 return value.strip()
     return platform.processor() or None
 
 
-def _distributed() -> Report:
+def _distributed() -> JsonObject:
     distributed = torch.distributed
-    report: Report = {
+    report: JsonObject = {
         "available": distributed.is_available(),
         "backends": [],
         "group": None,
@@ -165,24 +165,24 @@ def _distributed() -> Report:
     return report
 
 
-def _torch_text(versions: Report) -> str:
+def _torch_text(versions: JsonObject) -> str:
     builds = [f"{name} {versions[key]}" for name, key in (("CUDA", "cuda"), ("ROCm", "rocm")) if versions[key]]
     return f"{versions['version']}, built {'for ' + ', '.join(builds) if builds else 'without CUDA and ROCm'}"
 
 
-def _device_text(device: Report) -> str:
+def _device_text(device: JsonObject) -> str:
     if "error" in device:
-        return f"{device['device']}: cannot be asked: {device['error']}"
-    facts = [device["name"] or "unknown name"]
+        return f"{device['device']}: cannot be queried: {device['error']}"
+    parts = [device["name"] or "unknown name"]
     if "threads" in device:
-        facts.append(f"{device['threads']} threads")
+        parts.append(f"{device['threads']} threads")
     if device["capability"] is not None:
-        facts.append(f"capability {device['capability']}")
-    facts.append("unknown memory" if device["memory"] is None else f"{device['memory'] / 2**30:.1f} GiB")
-    return f"{device['device']}: {', '.join(facts)}; {device['backend']} tiles"
+        parts.append(f"capability {device['capability']}")
+    parts.append("unknown memory" if device["memory"] is None else f"{device['memory'] / 2**30:.1f} GiB")
+    return f"{device['device']}: {', '.join(parts)}; {device['backend']} tiles"
 
 
-def _distributed_text(distributed: Report) -> str:
+def _distributed_text(distributed: JsonObject) -> str:
     if not distributed["available"]:
         return "not in this build of PyTorch"
     backends = f"has {', '.join(distributed['backends']) or 'no backends'}"

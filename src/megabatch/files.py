@@ -1,4 +1,4 @@
-"""Files that are replaced whole or not at all: written beside the target, flushed to the disk, then renamed over it."""
+"""Write files atomically: beside the target, flushed to disk, then renamed over it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 
 @contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
-    """Yield the path of a temporary file in the same folder, which takes the place of `path` when the block ends without an error.
+    """Yield the path of a temporary file in the same folder, which replaces `path` when the block ends without an error.
 
-    On an error the temporary file is removed and what was at `path` before stays as it was. The folder must exist. A process that
+    On an error the temporary file is removed and `path` is left unchanged. The folder must exist. A process that
     is killed leaves the temporary file behind; the next write to `path` overwrites it. A path that is neither a file nor a folder,
-    such as /dev/stdout, is yielded itself: it cannot be replaced.
+    such as /dev/stdout, is yielded itself, because it cannot be replaced.
 
     >>> import tempfile
     >>> target = Path(tempfile.mkdtemp()) / "result.json"
@@ -48,26 +48,26 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def check_file(path: str | Path, name: str, *, make_folder: bool = False) -> None:
-    """Raise ValueError where no file can be written at `path`, before anything is computed that would be lost.
+    """Raise ValueError if no file can be written at `path`. Call it before computing what would be lost.
 
-    name: what the path is called in the message. make_folder: the folder need not exist, since it is made with the file.
+    name: names the path in the message. make_folder: the folder need not exist, because it is created with the file.
     """
     path = Path(path)
-    shown = f"{name} is {str(path)!r}"
+    subject = f"{name} is {str(path)!r}"
     try:
         if path.is_dir():
-            raise ValueError(f"{shown}: this is a directory; name a file")
+            raise ValueError(f"{subject}: this is a directory; name a file")
         if path.exists() and not path.is_file():
-            raise ValueError(f"{shown}: this is not a regular file; name another one")
+            raise ValueError(f"{subject}: this is not a regular file; name another one")
         if not make_folder and not path.parent.exists():
-            raise ValueError(f"{shown}: there is no directory {str(path.parent)!r}; make it, or name a file in another one")
+            raise ValueError(f"{subject}: there is no directory {str(path.parent)!r}; make it, or name a file in another one")
         _check_writable(path.parent)
     except OSError as error:
-        raise ValueError(f"{shown}: no file can be written there ({error.strerror}); name another one") from None
+        raise ValueError(f"{subject}: no file can be written there ({error.strerror}); name another one") from None
 
 
 def check_folder(path: str | Path, name: str) -> None:
-    """Raise ValueError where `path` is not a directory that files can be written to, and cannot become one."""
+    """Raise ValueError if `path` is not a directory that files can be written to, and cannot become one."""
     try:
         _check_writable(Path(path))
     except OSError as error:
@@ -77,10 +77,10 @@ def check_folder(path: str | Path, name: str) -> None:
 
 
 def _check_writable(folder: Path) -> None:
-    """Raise OSError where no file can be made in `folder` or, while it does not exist, in the nearest directory above it."""
+    """Raise OSError if no file can be created in `folder` or, if it does not exist, in the nearest directory above it."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
-    # Tried rather than asked: permissions do not tell of a read-only disk, and let the superuser do everything.
+    # Tried, not queried: permissions do not show a read-only disk, and allow the superuser everything.
     with tempfile.TemporaryFile(dir=folder):
         pass
 

@@ -1,7 +1,7 @@
 """Memory of this machine and of this process, in bytes.
 
-On Linux it is read from /proc and from the limits of the process's control groups; on other systems psutil tells it. Every function
-returns None where the system does not tell: what to do then is decided by the caller.
+On Linux it is read from /proc and from the limits of the process's control groups, on other systems from psutil. Every function
+returns None if the system does not provide the number; the caller decides what to do then.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ CGROUPS = Path("/sys/fs/cgroup")
 # The files of a control group's limit and usage, and the field of memory.stat that counts page cache the kernel can drop.
 CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 CGROUP_V2 = ("memory.max", "memory.current", "inactive_file")
-# The kernel counts a process's pages in batches per thread, so its numbers lag behind by a few MiB.
-INEXACT = 2**22
-# What to tell a user whose system does not tell.
+# The kernel counts a process's pages in batches per thread, so its numbers lag by a few MiB.
+COUNTING_ERROR = 2**22
+# What to tell the user if memory cannot be read.
 REMEDY = "this system has no /proc and psutil cannot be imported: pip install psutil"
 
 
@@ -34,12 +34,12 @@ def total() -> int | None:
 
 
 def available() -> int | None:
-    """Return what this process can still allocate without swapping: what the machine has available, within a container's limit."""
+    """Return how much this process can still allocate without swapping: the available memory, within a container's limit."""
     free = _fields(PROC / "meminfo").get("MemAvailable")
     if free is None:
         psutil = _psutil()
         return None if psutil is None else int(psutil.virtual_memory().available)
-    # The limit of a container does not show in /proc/meminfo.
+    # /proc/meminfo does not show the limit of a container.
     return max(0, min([free, *_left_in_cgroups()]))
 
 
@@ -60,7 +60,7 @@ def peak_resident() -> int | None:
     try:
         import resource
     except ImportError:
-        # Windows has no such module; psutil has the peak of the working set there.
+        # Windows does not have this module; psutil provides the peak of the working set there.
         psutil = _psutil()
         return None if psutil is None else getattr(psutil.Process().memory_info(), "peak_wset", None)
     # macOS counts bytes, other systems KiB.
@@ -68,7 +68,7 @@ def peak_resident() -> int | None:
 
 
 def reset_peak() -> bool:
-    """Let `peak_resident` begin again at the present resident set size. Return whether it does: only Linux can, not always."""
+    """Restart `peak_resident` from the current resident set size. Return whether that worked: only Linux supports it, not always."""
     try:
         # "5" resets VmHWM (see proc_pid_clear_refs(5)).
         (PROC / "self" / "clear_refs").write_text("5")
@@ -76,7 +76,7 @@ def reset_peak() -> bool:
         return False
     peak, size = peak_resident(), resident()
     # Some sandboxes accept the write and ignore it.
-    return peak is not None and size is not None and peak - size <= INEXACT
+    return peak is not None and size is not None and peak - size <= COUNTING_ERROR
 
 
 def _psutil() -> Any:
@@ -88,13 +88,13 @@ def _psutil() -> Any:
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """Return the sizes in a file of lines like "VmRSS:   5412 kB"; nothing where there is no such file."""
+    """Return the sizes in a file of lines like "VmRSS:   5412 kB"; none if there is no such file."""
     lines = (line.split() for line in _text(path).splitlines())
     return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if words[2:] == ["kB"]}
 
 
 def _left_in_cgroups() -> Iterator[int]:
-    """Yield what is left under the memory limit of each control group that this process is in, from its own up to the root."""
+    """Yield what is left below the memory limit of each control group of this process, from its own up to the root."""
     for line in (_text(PROC / "self" / "cgroup") or "0::/").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -103,7 +103,7 @@ def _left_in_cgroups() -> Iterator[int]:
             root, names = CGROUPS / "memory", CGROUP_V1
         else:
             continue
-        # A container may see the path that its host has for it, of which only the last parents exist inside.
+        # A container may see the path that the host has for it, of which only the uppermost parents exist inside.
         folder = root / path.lstrip("/")
         for group in (folder, *folder.parents):
             limit, used = (_text(group / name).strip() for name in names[:2])

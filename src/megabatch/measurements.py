@@ -1,4 +1,4 @@
-"""What measurements write and a plan reads: one JSON file for each, with the run and the machine that it is true of."""
+"""Measurements as JSON files, each with its run and machine: `measuring` writes them, and a plan reads them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .files import write_text
 
 Kind = Literal["fit", "profile", "noise", "sweep"]
 NOT_FINITE = ("inf", "-inf", "nan")
-# Larger numbers in a file are damage, and arithmetic on them would overflow.
+# A larger number means that the file is damaged, and arithmetic on it would overflow.
 LARGEST = 1e18
-# What counts things, where it is given: at least one. What takes time or room is above zero.
+# Fields that count must be at least 1 if they are given. Fields of time or memory must not be negative.
 COUNTS = ("batch", "best", "branch", "chunk", "enough", "knee", "ranks", "size", "soonest")
 BYTES = ("limit_bytes", "peak_bytes", "reserved_bytes", "predicted_bytes", "predicted_reserved")
 QUANTITIES = ("lr", "pairs_per_s", "seconds", "predicted_seconds", *BYTES)
@@ -25,8 +25,11 @@ QUANTITIES = ("lr", "pairs_per_s", "seconds", "predicted_seconds", *BYTES)
 
 @dataclass(frozen=True)
 class Fit:
-    """The largest chunk that really ran. `limit_bytes`: what it was held to; `trials`: size, ran, why not, peak_bytes, seconds and
-    predicted_bytes of each."""
+    """The largest chunk that ran.
+
+    limit_bytes: the memory limit of the trials. trials: size, ran, why (if it did not run), peak_bytes, seconds and
+    predicted_bytes.
+    """
 
     chunk: int
     limit_bytes: int | None
@@ -35,13 +38,15 @@ class Fit:
 
 @dataclass(frozen=True)
 class Profile:
-    """Steps at several sizes: batch, chunk, keep, ranks, seconds (median), spread (half of the middle half), pairs_per_s,
-    peak_bytes and, of a device, reserved_bytes; predicted_seconds, predicted_bytes and predicted_reserved where there is a
-    prediction. A size that ran out of memory has `out_of_memory` and none of these.
+    """Steps at several sizes.
 
-    `against`: which size varies. `best`: that of the highest rate; `enough`: the smallest within 5 % of it; `knee`: where the
-    curve bends; `soonest`: the batch with which a target is reached first, where the `critical` batch is known.
-    `reading_per_s`: pairs that the loader reads a second; `notes`: what to know of it all."""
+    points: batch, chunk, keep, ranks, seconds (median), spread (half of the interquartile range), pairs_per_s, peak_bytes and, on a
+        GPU, reserved_bytes; with a prediction also predicted_seconds, predicted_bytes and predicted_reserved. A size that ran out
+        of memory has `out_of_memory` instead.
+    against: the size that varies. best: the size with the highest rate. enough: the smallest size within 5 % of it. knee: the size
+        at which the curve bends. soonest: the batch that reaches a target first, if the `critical` batch is known.
+    reading_per_s: pairs per second that the loader reads. notes: remarks on the whole profile.
+    """
 
     points: tuple[Mapping[str, Any], ...]
     best: int
@@ -56,9 +61,11 @@ class Profile:
 
 @dataclass(frozen=True)
 class Noise:
-    """The critical batch that gradient noise implies, with a 95 % interval; `coupled`: samples were compared with each other, and
-    the number belongs to `batch` alone. `course`: step, critical, low, high over training. `branch`: the largest batch that lost
-    nothing when the run was branched, where that was tried."""
+    """The critical batch that gradient noise implies, with a 95 % interval.
+
+    coupled: whether samples were compared with each other, so that the number holds for `batch` only. course: step, critical, low
+    and high over training. branch: the largest batch that lost nothing when the run was branched, or None if that was not tried.
+    """
 
     critical: float
     low: float
@@ -71,8 +78,10 @@ class Noise:
 
 @dataclass(frozen=True)
 class Sweep:
-    """The batch that a sweep recommends, and the learning rate that was best at it. `same`: what all runs had equal.
-    `rows`: batch, lr, mean and spread of the quality, seconds of each batch at its best rate."""
+    """The batch that a sweep recommends, and the best learning rate at it.
+
+    same: what all runs had in common. rows: batch, lr, mean and spread of the quality, and seconds of each batch at its best rate.
+    """
 
     batch: int
     lr: float
@@ -82,7 +91,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Measured:
-    """A measurement: what was found, the run it is true of (as `config.as_table` gives it), the device and the date."""
+    """A measurement: the result, its run (as `config.as_table` gives it), the device, the version of torch and the date."""
 
     found: Fit | Profile | Noise | Sweep
     run: Mapping[str, Any]
@@ -92,14 +101,14 @@ class Measured:
 
     @property
     def kind(self) -> Kind:
-        return next(kind for kind, made in KINDS.items() if isinstance(self.found, made))
+        return next(kind for kind, record in KINDS.items() if isinstance(self.found, record))
 
 
 KINDS: dict[Kind, type[Any]] = {"fit": Fit, "profile": Profile, "noise": Noise, "sweep": Sweep}
 
 
 def write(measured: Measured, path: str | Path) -> Path:
-    """The file of a measurement; its folder is made where it is missing."""
+    """Write a measurement to a file, and create its directory if needed."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, as_json(measured) + "\n")
@@ -107,31 +116,31 @@ def write(measured: Measured, path: str | Path) -> Path:
 
 
 def as_json(measured: Measured) -> str:
-    """What the file of a measurement holds."""
+    """Return the content of a measurement's file."""
     table = {"measured": measured.kind, **asdict(measured), "found": _strict(asdict(measured.found))}
     return json.dumps(table, indent=1, allow_nan=False)
 
 
 def read(path: str | Path) -> Measured:
-    """The measurement of a file."""
+    """Read the measurement of a file. Raises ValueError if the file is missing or damaged."""
     try:
         table = json.loads(Path(path).read_text("utf-8"))
-        made = KINDS[table.pop("measured")]
-        found = {key: tuple(value) if isinstance(value, list) else value for key, value in _loose(table.pop("found")).items()}
-        measured = Measured(made(**found), **table)
+        record = KINDS[table.pop("measured")]
+        fields = {key: tuple(value) if isinstance(value, list) else value for key, value in _loose(table.pop("found")).items()}
+        measured = Measured(record(**fields), **table)
         check_types(measured)
         check_types(measured.found)
         _check_numbers(asdict(measured.found))
         return measured
     except FileNotFoundError:
-        raise ValueError(f"{path}: there is no such file; name one that fit, profile, noise or sweep has written") from None
+        raise ValueError(f"{path}: there is no such file; give one that fit, profile, noise or sweep has written") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        known = ", ".join(get_args(Kind))
-        raise ValueError(f"{path}: holds no measurement of {known} ({error!r}); write it anew") from None
+        kinds = ", ".join(get_args(Kind))
+        raise ValueError(f"{path}: holds no measurement of {kinds} ({error!r}); measure again") from None
 
 
 def check_types(record: Any) -> None:
-    """Raise ValueError where a field of a dataclass, read from a file, does not hold what its annotation says."""
+    """Raise ValueError if a field of a dataclass that was read from a file does not have the annotated type."""
     for name, hint in typing.get_type_hints(type(record)).items():
         value = getattr(record, name)
         if not _fits(value, hint):
@@ -151,14 +160,14 @@ def _fits(value: Any, hint: Any) -> bool:
     if hint is Any:
         return True
     if hint in (int, float):
-        # True is an int to Python.
+        # bool is a subclass of int.
         is_number = isinstance(value, (int, float) if hint is float else int) and not isinstance(value, bool)
         return is_number and not (abs(value) > LARGEST and abs(value) != math.inf)
     return isinstance(value, hint)
 
 
 def _check_numbers(table: Mapping[str, Any]) -> None:
-    """Raise ValueError where a number of a measurement, also in its rows, is none that could have been measured."""
+    """Raise ValueError if a number of a measurement, or of its rows, cannot have been measured."""
     for name, value in table.items():
         for row in value if isinstance(value, (list, tuple)) else ():
             if isinstance(row, Mapping):
@@ -166,12 +175,12 @@ def _check_numbers(table: Mapping[str, Any]) -> None:
         if value is None or name not in COUNTS + QUANTITIES:
             continue
         if not _fits(value, int if name in COUNTS else float) or not (1 if name in COUNTS else 0) <= value < math.inf:
-            rule = "must be a whole number of at least 1" if name in COUNTS else "must be a finite number, not negative"
+            rule = "must be an integer of at least 1" if name in COUNTS else "must be a finite number of at least 0"
             raise ValueError(f"{name} is {value!r:.80}: {rule}")
 
 
 def _strict(value: Any) -> Any:
-    """The value as every reader of JSON takes it, which has no infinity: its name stands for it."""
+    """Return the value in strict JSON, in which infinities and NaN are written as strings."""
     if isinstance(value, Mapping):
         return {key: _strict(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -180,7 +189,7 @@ def _strict(value: Any) -> Any:
 
 
 def _loose(value: Any) -> Any:
-    """What `_strict` was given."""
+    """Undo `_strict`."""
     if isinstance(value, dict):
         return {key: _loose(each) for key, each in value.items()}
     if isinstance(value, list):

@@ -1,7 +1,7 @@
 """Every loss as its plain formula, with the whole similarity matrix: the definition that tests, docs and benchmarks share.
 
-M rows of x, N rows of y, D their width; row i of x has its positive in row i of y, so N >= M.
-Memory is O(M·N) and autograd does the way back: right, readable, and only for batches whose matrix fits.
+x has M rows, y has N >= M rows, both of width D; the positive of row i of x is row i of y.
+Memory is O(M·N), and autograd computes the gradients: correct and readable, for batches whose matrix fits in memory.
 """
 
 from __future__ import annotations
@@ -23,16 +23,15 @@ def clip_loss(
     drop_above: float | None = None,
     weights: Tensor | None = None,
 ) -> Tensor:
-    """The weighted mean over rows (and, symmetric, over columns, halved) of the cross-entropy of `scale * x @ y.T`.
+    """Return the weighted mean over rows of the cross-entropy of `scale * x @ y.T`; if symmetric, averaged with that over columns.
 
-    Row i counts the pairs A_i, among them its positives P_i:
+    Row i has the pairs A_i that count, and among them its positives P_i:
 
         loss_i = logsumexp_{j in A_i} s_ij - (1 - label_smoothing) * mean_{j in P_i} s_ij
                                            - label_smoothing * mean_{j in A_i} s_ij
 
-    P_i is {i}, and with `duplicates="positive"` every j with ids_j = ids_i. A_i is everything except pairs with equal
-    ids (`duplicates="mask"`) and negatives with x_i·y_j > x_i·y_i + drop_above; a column is treated as a row of the
-    transposed matrix.
+    P_i is {i}; with `duplicates="positive"` it is every j with ids_j = ids_i. A_i contains all pairs except those with equal ids
+    (`duplicates="mask"`) and negatives with x_i·y_j > x_i·y_i + drop_above. A column is treated as a row of the transposed matrix.
     """
     similarity = x @ y.T
     loss = _cross_entropy(similarity, scale, _same(similarity, ids), duplicates, label_smoothing, drop_above)
@@ -53,24 +52,25 @@ def siglip_loss(
     duplicates: str = "mask",
     weights: Tensor | None = None,
 ) -> Tensor:
-    """The weighted mean over rows of the sum over all pairs of `-logsigmoid(±(scale * x @ y.T + bias))`.
+    """Return the weighted mean over rows of the sum over their pairs of `-logsigmoid(±(scale * x @ y.T + bias))`.
 
-    The sign is + for positives and - for negatives. Pairs with equal ids that are not the positive itself are left
-    out (`duplicates="mask"`) or are positives too (`duplicates="positive"`).
+    The sign is + for positives and - for negatives. Pairs with equal ids, apart from the positive itself, are left out
+    (`duplicates="mask"`) or are positives too (`duplicates="positive"`).
     """
     similarity = x @ y.T
     logits = scale * similarity + bias
-    same, own = _same(similarity, ids), _own(similarity)
-    positive = same if duplicates == "positive" else own
+    same, diagonal = _same(similarity, ids), _diagonal(similarity)
+    positive = same if duplicates == "positive" else diagonal
     pair_loss = -F.logsigmoid(torch.where(positive, logits, -logits))
     loss = pair_loss.masked_fill(same & ~positive, 0).sum(1)
     return loss.mean() if weights is None else (weights * loss).sum() / weights.sum()
 
 
 def ranks(x: Tensor, y: Tensor, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The rank of each row's positive among its negatives (0 is best, ties count against it), and the hardest negative.
+    """Return the rank of each row's positive among its negatives, and the similarity of its hardest negative.
 
-    Negatives are all pairs that are neither the positive nor share its id. Without negatives the hardest is -inf.
+    Rank 0 is best; ties count against the positive. Negatives are all pairs with another id than the positive's. Without negatives
+    the hardest is -inf.
     For columns: `ranks(y[:len(x)], x, ids)`.
     """
     similarity = x @ y.T
@@ -78,13 +78,13 @@ def ranks(x: Tensor, y: Tensor, ids: Tensor | None = None) -> tuple[Tensor, Tens
     return (negative >= similarity.diagonal()[:, None]).sum(1), negative.amax(1)
 
 
-def _own(similarity: Tensor) -> Tensor:
+def _diagonal(similarity: Tensor) -> Tensor:
     return torch.eye(*similarity.shape, dtype=torch.bool, device=similarity.device)
 
 
 def _same(similarity: Tensor, ids: Tensor | None) -> Tensor:
     rows, columns = similarity.shape
-    return _own(similarity) if ids is None else ids[:rows, None] == ids[None, :columns]
+    return _diagonal(similarity) if ids is None else ids[:rows, None] == ids[None, :columns]
 
 
 def _cross_entropy(
@@ -95,8 +95,7 @@ def _cross_entropy(
     label_smoothing: float,
     drop_above: float | None,
 ) -> Tensor:
-    own = _own(similarity)
-    positive = same if duplicates == "positive" else own
+    positive = same if duplicates == "positive" else _diagonal(similarity)
     counts = positive | ~same
     if drop_above is not None:
         limit = similarity.diagonal()[:, None] + drop_above

@@ -316,7 +316,7 @@ def test_rows_with_shares_as_markdown(shared: Path) -> None:
     assert lines[4].startswith("| 65,536 | 768 | OpenCLIP | 127 ms | 30 % | 1.00× | 102 ms |")
     assert lines[5].startswith("| 65,536 | 768 | Cut Cross-Entropy (gradient off by 9e-01) | 1.50 s | 3 % | 0.08× | 1.20 s |")
     assert lines[7] == "| 1,048,576 | 768 | **megabatch** | **10.6 s** | 91 % |  |  |  |  | 512 MiB |"
-    assert lines[8] == "| 1,048,576 | 768 | OpenCLIP | needs 8,192 GiB | | | | | | |"
+    assert lines[8] == "| 1,048,576 | 768 | OpenCLIP | needs 8,192 GiB |  |  |  |  |  |  |"
     assert "with torch 2.11.0, OpenCLIP 3.3.0, Cut Cross-Entropy 25.1.1, 2026-11-15." in lines[-1]
     assert "700 TFLOP/s; percentages are shares of their rate, counting 8·N²·D (clip) and 6·N²·D (siglip) operations" in lines[-1]
     assert "as many operations after the same rest, which ran at 800 TFLOP/s" in lines[-1]
@@ -435,13 +435,13 @@ def test_panels_of_products_cover_every_pair_once() -> None:
 
 def test_measured_block_sizes_replace_those_of_the_same_device_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tune = pytest.importorskip("benchmarks.tune")
-    monkeypatch.setattr(tune.measured, "MEASURED", tmp_path / "tuned_configs.json")
-    (tmp_path / "tuned_configs.json").write_text('{"blocks": [], "rings": []}')
+    monkeypatch.setattr(tune.tuned_configs, "TUNED", tmp_path / "tuned_configs.json")
+    (tmp_path / "tuned_configs.json").write_text('{"blocks": [], "pipelines": []}')
     place = {"kernel": "stats", "kind": "bfloat16", "width": 768}
     for device, m in (("A", 64), ("B", 64), ("A", 128)):
-        tune._write({"blocks": [{**place, "device": device, "m": m}], "rings": []})
-    tune._write({"blocks": [], "rings": [{**place, "device": "A", "behind": 4}]})
+        tune._write({"blocks": [{**place, "device": device, "m": m}], "pipelines": []})
+    tune._write({"blocks": [], "pipelines": [{**place, "device": "A", "lag": 4}]})
     kept = json.loads((tmp_path / "tuned_configs.json").read_text())
     assert sorted((entry["device"], entry["m"]) for entry in kept["blocks"]) == [("A", 128), ("B", 64)]
-    assert [(entry["device"], entry["behind"]) for entry in kept["rings"]] == [("A", 4)]
-    assert all(entry["date"] and entry["torch"] == torch.__version__ for entry in (*kept["blocks"], *kept["rings"]))
+    assert [(entry["device"], entry["lag"]) for entry in kept["pipelines"]] == [("A", 4)]
+    assert all(entry["date"] and entry["torch"] == torch.__version__ for entry in (*kept["blocks"], *kept["pipelines"]))

@@ -140,7 +140,7 @@ def test_device_that_cannot_be_asked_is_reported_with_its_error(monkeypatch):
     report = environment.describe()
     errors = {device["device"]: device["error"] for device in report["devices"] if "error" in device}
     assert errors == {"cuda": "RuntimeError: driver/library version mismatch"}
-    assert "cuda: cannot be asked: RuntimeError: driver/library version mismatch" in environment.as_text(report)
+    assert "cuda: cannot be queried: RuntimeError: driver/library version mismatch" in environment.as_text(report)
 
 
 def test_text_of_what_this_machine_may_lack():
@@ -162,7 +162,7 @@ def test_text_of_what_this_machine_may_lack():
     assert ["device", "cuda:0: H100, capability 9.0, 80.0 GiB; fused tiles"] in lines
     assert ["peers", "lightning 2.5.0"] in lines
     assert ["distributed", "not in this build of PyTorch"] in lines
-    assert ["launcher", "announced nothing"] in lines
+    assert ["launcher", "no variables"] in lines
 
 
 MISTAKE = """[batch]

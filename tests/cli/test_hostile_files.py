@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from small_works import TOOLS
 
 from megabatch import config, measurements
 from megabatch.audit import audit, read_any
 from megabatch.costs.hardware import find_machine, parse_bytes
 from megabatch.measuring.sweep.outcome import read_outcome
-from megabatch.planning.choose_batch import _soonest
-from megabatch.planning.read_measurements import gather
+from megabatch.planning.calibration import calibrate
+from megabatch.planning.planner import plan
 from megabatch.planning.request import Request, parse_base, parse_count
 
 RUN = config.build(config.EMBEDDED)
+CLASSIFY = config.build(config.EMBEDDED, ["loss.objective=classify"])
 POINT = {"batch": 64, "chunk": 64, "keep": 0, "ranks": 1, "seconds": 0.1, "predicted_seconds": 0.1}
 FOUND = {
     "fit": {"chunk": 64, "limit_bytes": 10**9, "trials": []},
@@ -41,7 +42,7 @@ def written(path, kind: str, **changes: Any):
 
 @pytest.mark.parametrize("kind", FOUND)
 def test_measurements_of_every_kind_are_read(tmp_path, kind):
-    gather([written(tmp_path / "measured.json", kind)], RUN, "fp32", find_machine("H100"))
+    calibrate([written(tmp_path / "measured.json", kind)], RUN, "fp32", find_machine("H100"))
 
 
 @pytest.mark.parametrize(
@@ -66,19 +67,15 @@ def test_measurements_of_every_kind_are_read(tmp_path, kind):
 )
 def test_a_measurement_that_cannot_have_been_measured_is_refused(tmp_path, kind, changes):
     with pytest.raises(ValueError):
-        gather([written(tmp_path / "measured.json", kind, **changes)], RUN, "fp32", find_machine("H100"))
+        calibrate([written(tmp_path / "measured.json", kind, **changes)], RUN, "fp32", find_machine("H100"))
 
 
 def test_noise_without_a_finite_critical_batch_does_not_choose_one(tmp_path):
     found = measurements.read(written(tmp_path / "measured.json", "noise", critical="inf")).found
 
-    class Planner:
-        question = Request(objective="supervised", data=1000)
-        budget = (1000, 1000, 1000)
-        known = replace(gather([], RUN, "fp32", find_machine("H100")), noise=found)
-
+    noise = measurements.Measured(found, config.as_table(CLASSIFY), "NVIDIA H100", "2.8")
     with pytest.raises(ValueError, match="no finite critical batch"):
-        _soonest(Planner())  # type: ignore[arg-type]
+        plan(CLASSIFY, gpu="H100", data=1000, precision="fp32", measured=[noise], tools=TOOLS)
 
 
 @pytest.mark.parametrize(

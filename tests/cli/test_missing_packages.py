@@ -71,7 +71,7 @@ def no_work(monkeypatch):
         raise AssertionError("work has begun")
 
     monkeypatch.setattr(loop, "ranks", work)
-    for name in ("fit.of_run.ranks", "profile.curve.ranks", "noise.course.ranks", "sweep.study.requested"):
+    for name in ("fit.fit_run.ranks", "profile.profile_run.ranks", "noise.noise_run.ranks", "sweep.sweep_runs.checked_request"):
         monkeypatch.setattr(f"megabatch.measuring.{name}", work)
 
 
@@ -101,7 +101,7 @@ def test_a_bar_is_asked_for_where_there_is_a_terminal(absent, no_work, tmp_path,
     with pytest.raises(AssertionError, match="work has begun"):
         train(run)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    with pytest.raises(ValueError, match=r"the progress bar needs rich \(watch\.bar=false does without\)"):
+    with pytest.raises(ValueError, match=r"the progress bar needs rich \(watch\.bar=false avoids it\)"):
         train(run)
 
 
@@ -110,8 +110,19 @@ def test_all_that_is_missing_is_named_at_once(absent, no_work, tmp_path):
     with pytest.raises(ValueError) as refused:
         train(config.build(table_of(tmp_path), ["watch.report=true", "watch.wandb=project"]))
     text = str(refused.value)
-    assert "the report of a run needs matplotlib and pillow (watch.report=false does without)" in text
+    assert "the report of a run needs matplotlib and pillow (watch.report=false avoids it)" in text
     assert text.endswith("pip install wandb 'megabatch[train]'")
+
+
+def test_extras_install_the_packages_of_their_features():
+    extras = config.tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text("utf-8"))["project"][
+        "optional-dependencies"
+    ]
+    features = [value for value in vars(packages).values() if isinstance(value, packages.Feature)]
+    assert len(features) > 5
+    for feature in features:
+        for package in feature.packages:
+            assert (package.name in extras[feature.extra]) == package.in_extra, (feature.name, package.name)
 
 
 def test_a_package_that_is_broken_is_told_from_one_that_is_missing(monkeypatch):
@@ -126,7 +137,7 @@ def test_a_package_that_is_broken_is_told_from_one_that_is_missing(monkeypatch):
 @pytest.mark.parametrize("measure", [fit, profile, noise, lambda run, out: sweep(run, batches=[8], out=out)])
 def test_a_measurement_asks_for_what_draws_it(absent, no_work, tmp_path, measure):
     absent("matplotlib")
-    with pytest.raises(ValueError, match=r"the figure that is drawn needs matplotlib. Install"):
+    with pytest.raises(ValueError, match=r"a report in HTML needs matplotlib. Install"):
         measure(config.build(table_of(tmp_path)), out=tmp_path / "out")
 
 
@@ -134,7 +145,7 @@ def test_plan_asks_for_what_its_page_needs(absent, monkeypatch, tmp_path, capsys
     absent("matplotlib")
     monkeypatch.setattr("megabatch.planning.planner.plan", lambda **asked: pytest.fail("a plan was made"))
     assert cli.main(["plan", "vit + text", "--json", "--html", str(tmp_path / "plan.html")]) == 2
-    assert "the HTML page of a plan needs matplotlib (leaving out --html does without)" in capsys.readouterr().err
+    assert "the HTML page of a plan needs matplotlib (leaving out --html avoids it)" in capsys.readouterr().err
 
 
 def test_embed_asks_for_what_writes_its_file(absent, monkeypatch, tmp_path):

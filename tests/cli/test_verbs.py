@@ -180,7 +180,7 @@ def test_a_signal_ends_a_run_with_a_checkpoint(images, tmp_path, number):
         time.sleep(0.05)
     os.kill(command.process.pid, number)
     assert command.wait() == 128 + number, command.stderr
-    assert "the same command goes on from there" in command.stderr
+    assert "the same command resumes" in command.stderr
     assert len(list((out / "checkpoints").iterdir())) == 1
 
 

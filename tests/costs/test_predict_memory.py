@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.encoders import model as clip
+from megabatch.costs.cuda_dispatch import dispatch_as_cuda
 from megabatch.costs.memory import MemoryCurve, Prediction, Setup, memory_curve, predict_memory
 from megabatch.costs.memory.allocator import CachingAllocator
-from megabatch.costs.memory.composition import Composition
+from megabatch.costs.memory.contrastive import ComposedStep
 from megabatch.costs.memory.loss import LossMemory
-from megabatch.costs.memory.predict import summary, trace_step
-from megabatch.costs.memory.routing import as_on_cuda
+from megabatch.costs.memory.predict import summarize, trace_step
 
 MIB = 2**20
 MEASURED = Path(__file__).parents[2] / "benchmarks/results/encoders-cuda.jsonl"
@@ -171,7 +171,7 @@ def measured_rows() -> list[dict[str, Any]]:
 @pytest.mark.parametrize("row", measured_rows(), ids=lambda row: f"keep {row['kept']}")
 def test_clip_vit_l_14_takes_what_was_measured_on_an_h200(chunk_of_64: Any, row: dict[str, Any]) -> None:
     kept = {"x": row["kept"]["image"], "y": row["kept"]["text"]}
-    predicted = summary(chunk_of_64, Composition(chunk_of_64, row["pairs"], kept))
+    predicted = summarize(chunk_of_64, ComposedStep(chunk_of_64, row["pairs"], kept))
     # The bounds that the whole table has to meet are 5 % and 10 %; these are what bf16 towers with caching reach.
     assert predicted.peak_bytes / MIB == pytest.approx(row["peak_allocated_mib"], rel=0.005)
     assert predicted.reserved_bytes / MIB == pytest.approx(row["peak_reserved_mib"], rel=0.03)
@@ -211,7 +211,7 @@ def test_autocast_does_what_it_does_on_cuda_and_is_itself_again_afterwards() -> 
             ]
 
     before = dtypes()
-    with as_on_cuda():
+    with dispatch_as_cuda():
         single, bf16 = torch.float32, torch.bfloat16
         # PyTorch's documentation, "CUDA Ops that can autocast to float32" and "... to float16".
         assert dtypes() == [single, single, single, single, single, bf16, bf16, bf16]
@@ -352,17 +352,17 @@ def test_what_the_loss_keeps_for_its_gradient_is_held_from_forward_on() -> None:
             self.held: dict[int, tuple[int, str]] = {}
             self.highest = self.count = 0
 
-        def hold(self, size: int, kind: str) -> int:
+        def allocate(self, size: int, part: str) -> int:
             self.count += 1
-            self.held[self.count] = size, kind
+            self.held[self.count] = size, part
             self.highest = max(self.highest, self.tiles())
             return self.count
 
-        def release(self, number: int) -> None:
-            del self.held[number]
+        def free(self, index: int) -> None:
+            del self.held[index]
 
         def tiles(self) -> int:
-            return sum(size for size, kind in self.held.values() if kind == "loss tiles")
+            return sum(size for size, part in self.held.values() if part == "loss tiles")
 
     def held(rows: int, width: int, **options: Any) -> tuple[int, int, int]:
         ledger = Ledger()
@@ -418,27 +418,27 @@ def test_curves_of_chunked_steps_need_no_further_trace() -> None:
 
 def test_the_allocator_rounds_splits_and_joins_by_its_rules() -> None:
     allocator = CachingAllocator()
-    small = allocator.take(512)
+    small = allocator.allocate(512)
     assert allocator.reserved == 2 * MIB
-    allocator.take(MIB)
+    allocator.allocate(MIB)
     assert allocator.reserved == 2 * MIB, "both fit into one segment"
-    medium = allocator.take(5 * MIB)
+    medium = allocator.allocate(5 * MIB)
     assert allocator.reserved == 22 * MIB
-    beside = allocator.take(12 * MIB)
+    beside = allocator.allocate(12 * MIB)
     assert allocator.reserved == 22 * MIB, "the rest of 20 MiB holds 12"
-    large = allocator.take(11 * MIB + 512)
+    large = allocator.allocate(11 * MIB + 512)
     assert allocator.reserved == 34 * MIB, "rounded up to 2 MiB"
-    allocator.give(medium, 5 * MIB)
-    allocator.give(large, 11 * MIB + 512)
-    allocator.take(6 * MIB)
+    allocator.release(medium, 5 * MIB)
+    allocator.release(large, 11 * MIB + 512)
+    allocator.allocate(6 * MIB)
     assert allocator.reserved == 34 * MIB, "5 MiB are too few, the large one is split"
-    allocator.take(7 * MIB)
+    allocator.allocate(7 * MIB)
     assert allocator.reserved == 54 * MIB
-    allocator.give(beside, 12 * MIB)
-    allocator.take(18 * MIB)
+    allocator.release(beside, 12 * MIB)
+    allocator.allocate(18 * MIB)
     assert allocator.reserved == 54 * MIB, "free neighbours have become 20 MiB again"
-    allocator.give(small, 512)
-    assert allocator.take(512).place == small.place
+    allocator.release(small, 512)
+    assert allocator.allocate(512).address == small.address
 
 
 def test_what_follows_from_numbers_in_tensors_is_refused_by_name() -> None:
@@ -450,7 +450,7 @@ def test_what_follows_from_numbers_in_tensors_is_refused_by_name() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.layer(x[x.sum(1) > 0]).sum()
 
-    with pytest.raises(ValueError, match=r"aten\.nonzero.*numbers in a tensor"):
+    with pytest.raises(ValueError, match=r"aten\.nonzero.*values of a tensor"):
         predict_memory(Picks, lambda rows: torch.zeros(rows, 8), 4)
 
 
@@ -485,7 +485,7 @@ def test_wrong_rows_models_and_losses_are_named() -> None:
         predict_memory(pair, sequences, 4)
     with pytest.raises(ValueError, match="a contrastive step takes two"):
         predict_memory(Transformer, sequences, 4, Setup(objective="clip"))
-    with pytest.raises(ValueError, match="which loss of it is trained"):
+    with pytest.raises(ValueError, match="its loss is unknown"):
         predict_memory(Block, sequences, 4)
     with pytest.raises(ValueError, match="nothing to train"):
         predict_memory(lambda: Transformer().requires_grad_(False), sequences, 4)

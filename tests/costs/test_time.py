@@ -17,8 +17,7 @@ from megabatch.costs.counting import Call, Pass, count_work
 from megabatch.costs.devices import Efficiency, find_device
 from megabatch.costs.hardware import find_machine
 from megabatch.costs.models import SkipCompute
-from megabatch.costs.op_classes import Kind
-from megabatch.costs.op_efficiency import BYTES, FLOPS
+from megabatch.costs.operations import BYTES_EFFICIENCY, FLOPS_EFFICIENCY, OpClass
 from megabatch.costs.strategy import Strategy
 from megabatch.costs.time import StepWork, seconds_of, step_time
 
@@ -84,13 +83,13 @@ def test_an_operation_takes_the_longer_of_computing_and_moving() -> None:
 
 
 def test_every_kind_has_its_share_and_none_is_all_of_a_peak() -> None:
-    assert set(BYTES) == set(get_args(Kind))
-    assert set(FLOPS) == {
-        kind for kind in BYTES if any(part in kind for part in ("product", "convolution", "gradient", "attention"))
+    assert set(BYTES_EFFICIENCY) == set(get_args(OpClass))
+    assert set(FLOPS_EFFICIENCY) == {
+        kind for kind in BYTES_EFFICIENCY if any(part in kind for part in ("matmul", "convolution", "gradient", "attention"))
     }
-    assert all(0 < share < 1 for share in (*FLOPS.values(), *BYTES.values()))
+    assert all(0 < share < 1 for share in (*FLOPS_EFFICIENCY.values(), *BYTES_EFFICIENCY.values()))
     doubled = Efficiency().scaled(2.0, 1.0)
-    assert (doubled.flops["product"], doubled.flops["odd product"]) == (1.0, 0.38) and doubled.bytes == Efficiency().bytes
+    assert (doubled.flops["matmul"], doubled.flops["unaligned matmul"]) == (1.0, 0.38) and doubled.bytes == Efficiency().bytes
 
 
 def test_kinds_below_the_bandwidth_of_an_h200_go_at_the_pace_of_other_devices() -> None:
@@ -107,7 +106,7 @@ def test_kinds_below_the_bandwidth_of_an_h200_go_at_the_pace_of_other_devices() 
 
 def test_convolutions_in_fp32_go_at_the_rate_of_tf32_and_products_do_not() -> None:
     device = H200.device
-    assert device.flops_per_second("fp32", "product") == pytest.approx(0.72 * 66.9e12)
+    assert device.flops_per_second("fp32", "matmul") == pytest.approx(0.72 * 66.9e12)
     assert device.flops_per_second("fp32", "convolution") == pytest.approx(0.45 * 494.7e12)
     assert device.flops_per_second("fp32", "attention in fp32") == pytest.approx(0.35 * 66.9e12)
     assert device.flops_per_second("bf16", "convolution") == pytest.approx(0.45 * 989.4e12)
@@ -116,33 +115,33 @@ def test_convolutions_in_fp32_go_at_the_rate_of_tf32_and_products_do_not() -> No
 
 
 def test_convolutions_of_few_channels_do_without_tensor_cores_in_any_precision() -> None:
-    for kind, share in (("thin convolution", 0.41), ("depthwise convolution", 0.045), ("depthwise gradient", 0.013)):
+    for kind, share in (("few-channel convolution", 0.41), ("depthwise convolution", 0.045), ("depthwise gradient", 0.013)):
         assert (
             H200.device.flops_per_second("bf16", kind)
             == H200.device.flops_per_second("fp32", kind)
             == pytest.approx(share * 66.9e12)
         )
     with pytest.raises(ValueError, match="precision is 'bf16'"):
-        find_device("V100").flops_per_second("bf16", "thin convolution")
+        find_device("V100").flops_per_second("bf16", "few-channel convolution")
 
 
 def test_what_does_not_fill_a_gpu_takes_longer_there_and_a_cpu_just_as_long() -> None:
     full = Call("half batch norm", 0.0, 1e6, 0.0)
     strategy, cpu = Strategy(1, 1000, 1000, 1), find_machine("cpu")
     for call, machine, ratio in (
-        (full._replace(filling=0.25), H200, 4),
-        (full._replace(filling=0.25), cpu, 1),
-        (full._replace(hidden=True), H200, 1),
+        (full._replace(utilization=0.25), H200, 4),
+        (full._replace(utilization=0.25), cpu, 1),
+        (full._replace(implicit=True), H200, 1),
     ):
         seconds = [seconds_of(Pass((each,)), strategy, machine) for each in (call, full)]
         assert seconds[0] == pytest.approx(ratio * seconds[1])
     # A GB at 13 % of 4.8 TB/s; on a CPU, nothing of another operation is counted.
     assert seconds[1] == pytest.approx(1e9 / (0.13 * 4.8e12))
-    assert seconds_of(Pass((full._replace(hidden=True),)), strategy, cpu) == 0
+    assert seconds_of(Pass((full._replace(implicit=True),)), strategy, cpu) == 0
 
 
 def test_inputs_come_over_the_bus_that_goes_with_the_device() -> None:
-    assert [find_device(name).copy for name in ("H200", "A100", "L4", "V100", "T4")] == [50e9, 25e9, 25e9, 12e9, 12e9]
+    assert [find_device(name).host_copy for name in ("H200", "A100", "L4", "V100", "T4")] == [50e9, 25e9, 25e9, 12e9, 12e9]
 
 
 def test_kept_chunks_save_a_forward_checkpointing_costs_one_and_accumulation_none() -> None:

@@ -10,9 +10,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from megabatch.costs.memory import Setup, predict_memory
-from megabatch.costs.memory.convolution import forward_bytes, weight_gradient_bytes
-from megabatch.costs.memory.reduction import reduction_bytes
-from megabatch.costs.memory.workspaces import Scratch
+from megabatch.costs.memory.workspaces import KernelWorkspaces, convolution_bytes, reduction_bytes, weight_gradient_bytes
 
 MIB = 2**20
 HOPPER, AMPERE = (9, 0), (8, 0)
@@ -63,12 +61,12 @@ def conv(rows: int, channels: int, side: int, out: int, kernel: int, stride: int
 def test_convolutions_take_the_workspaces_that_were_measured() -> None:
     half = torch.bfloat16
     # ResNet-50 at 64 rows. 3 × 3: input, output and weights laid out anew; in bf16 three channels are filled up to eight.
-    assert forward_bytes(*conv(64, 64, 56, 64, 3)) == (49 + 49) * MIB + 64 * 64 * 9 * 4
-    assert forward_bytes(*conv(64, 3, 224, 64, 7, 2, half)) == (98 + 49) * MIB + 64 * 8 * 49 * 2
+    assert convolution_bytes(*conv(64, 64, 56, 64, 3)) == (49 + 49) * MIB + 64 * 64 * 9 * 4
+    assert convolution_bytes(*conv(64, 3, 224, 64, 7, 2, half)) == (98 + 49) * MIB + 64 * 8 * 49 * 2
     # 1 × 1: as they lie, unless 7 × 7 pixels are in the way; strided ones never.
-    assert forward_bytes(*conv(64, 64, 56, 256, 1)) == 0
-    assert forward_bytes(*conv(64, 512, 7, 2048, 1)) == (6.125 + 24.5) * MIB
-    assert forward_bytes(*conv(64, 1024, 14, 2048, 1, 2)) == 73.5 * MIB
+    assert convolution_bytes(*conv(64, 64, 56, 256, 1)) == 0
+    assert convolution_bytes(*conv(64, 512, 7, 2048, 1)) == (6.125 + 24.5) * MIB
+    assert convolution_bytes(*conv(64, 1024, 14, 2048, 1, 2)) == 73.5 * MIB
 
 
 def test_gradients_of_weights_keep_parts_of_their_sum_apart() -> None:
@@ -79,7 +77,7 @@ def test_gradients_of_weights_keep_parts_of_their_sum_apart() -> None:
     assert weight_gradient_bytes(*conv(64, 256, 56, 512, 1, 2)) == (196 + 98 + 8) * MIB
     assert weight_gradient_bytes(*conv(64, 256, 14, 256, 3)) == (12.25 + 12.25 + 2.25 + 3 * 2.25) * MIB
     # One pixel is left: a product that sums over the batch by itself.
-    for function in (forward_bytes, weight_gradient_bytes):
+    for function in (convolution_bytes, weight_gradient_bytes):
         assert function(*conv(32, 512, 7, 4096, 7)) == 0
 
 
@@ -87,7 +85,7 @@ def test_channels_last_and_depthwise_convolutions_are_taken_as_they_lie() -> Non
     inputs, weight, outputs, stride, groups = conv(64, 64, 56, 64, 3)
     last = inputs.to(memory_format=torch.channels_last)
     deep = meta(64, 1, 3, 3)
-    for function in (forward_bytes, weight_gradient_bytes):
+    for function in (convolution_bytes, weight_gradient_bytes):
         assert function(last, weight, outputs, stride, groups) == 0
         assert function(inputs, deep, outputs, stride, 64) == 0
 
@@ -96,14 +94,14 @@ def test_attention_sums_the_querys_gradient_in_fp32() -> None:
     query = meta(64, 12, 197, 64, dtype=torch.bfloat16)
     backward = aten._scaled_dot_product_flash_attention_backward.default
     # Measured on an H200, where cuDNN's kernel is preferred: 37.515 MiB. The other rounds 197 up to 256.
-    assert Scratch(HOPPER).of(backward, (query, query), None) == [64 * 12 * 197 * 65 * 4]
-    assert Scratch(AMPERE).of(backward, (query, query), None) == [64 * 12 * 256 * 65 * 4]
+    assert KernelWorkspaces(HOPPER).of(backward, (query, query), None) == [64 * 12 * 197 * 65 * 4]
+    assert KernelWorkspaces(AMPERE).of(backward, (query, query), None) == [64 * 12 * 256 * 65 * 4]
 
 
 def test_embeddings_sum_parts_of_the_rows_that_share_an_index() -> None:
     def taken(indices: int) -> list[int]:
         ids = meta(indices, dtype=torch.int64)
-        return Scratch(HOPPER).of(aten.embedding_dense_backward.default, (meta(indices, 768), ids, 50257, -1, False), None)
+        return KernelWorkspaces(HOPPER).of(aten.embedding_dense_backward.default, (meta(indices, 768), ids, 50257, -1, False), None)
 
     # GPT-2 at 8 × 1,024: measured 26.399 MiB of sums; the sorted indices and places besides.
     assert taken(8192) == [(819 + 8192) * 768 * 4 + 4 * 8192 * 8]

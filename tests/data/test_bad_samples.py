@@ -72,7 +72,7 @@ def test_what_was_counted_survives_a_resumption(tmp_path, monkeypatch):
     with pytest.raises(Stopped, match="after step 3"):
         train(run_of(pairs, tmp_path / "parts", *options))
     monkeypatch.undo()
-    facts = checkpoint.read_facts(checkpoint.newest(tmp_path / "parts" / "checkpoints"))
+    facts = checkpoint.read_metadata(checkpoint.newest(tmp_path / "parts" / "checkpoints"))
     assert facts["unread"] == [[0, 3], [0, 14], [0, 15], [0, 29]]
     train(run_of(pairs, tmp_path / "parts", *options))
     assert result_of(tmp_path / "parts")["bad"] == len(log_of(tmp_path / "parts", "bad")) == 4

@@ -11,7 +11,7 @@ from PIL import Image
 
 from megabatch.config import Data
 from megabatch.data import BadSample, open_source
-from megabatch.data.split import split
+from megabatch.data.sampler import split
 
 
 def image():

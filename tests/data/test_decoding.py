@@ -9,8 +9,7 @@ import pytest
 from PIL import Image
 
 from megabatch.data import BadSample
-from megabatch.data.images import decode
-from megabatch.data.texts import text
+from megabatch.data.decoding import as_text, decode_image
 
 LIMIT = 1000
 
@@ -36,7 +35,7 @@ def test_every_known_format_is_decoded(kind, tmp_path):
     data = encoded(Image.new("RGB", (4, 3), (255, 0, 0)), kind)
     (tmp_path / "a").write_bytes(data)
     for source in (data, tmp_path / "a"):
-        image = decode(source, "a", LIMIT)
+        image = decode_image(source, "a", LIMIT)
         assert (image.mode, image.size) == ("RGB", (4, 3))
         assert image.getpixel((1, 1))[0] > 250
 
@@ -46,24 +45,24 @@ def test_a_claimed_size_is_refused_before_anything_is_decoded(monkeypatch):
 
     monkeypatch.setattr(ImageFile.ImageFile, "load", lambda image: pytest.fail("decoded"))
     with pytest.raises(BadSample, match=r"1001 × 1 pixels, more than data.max_pixels = 1000"):
-        decode(png_claiming(1001, 1), "a", LIMIT)
+        decode_image(png_claiming(1001, 1), "a", LIMIT)
 
 
 @pytest.mark.parametrize("size", [(9_460, 9_460), (30_000, 30_000), (2**31 - 1, 2**31 - 1)])
 def test_a_bomb_neither_warns_nor_passes_with_any_limit(size):
     # Pillow would warn of the first and refuse the others by itself.
     with pytest.raises(BadSample, match=r"data\.max_pixels"):
-        decode(png_claiming(*size), "bomb", 50_000_000)
+        decode_image(png_claiming(*size), "bomb", 50_000_000)
     with pytest.raises(BadSample, match=r"cannot be decoded|limit is below"):
-        decode(png_claiming(*size), "bomb", 2**63)
+        decode_image(png_claiming(*size), "bomb", 2**63)
 
 
 def test_a_compressed_bomb_is_refused_by_its_pixels_not_by_its_bytes():
     data = encoded(Image.new("L", (1200, 1001)))
     assert len(data) < 5_000
     with pytest.raises(BadSample, match="1200 × 1001"):
-        decode(data, "bomb", 1200 * 1000)
-    assert decode(data, "bomb", 1200 * 1001).size == (1200, 1001)
+        decode_image(data, "bomb", 1200 * 1000)
+    assert decode_image(data, "bomb", 1200 * 1001).size == (1200, 1001)
 
 
 def test_what_is_no_image_has_its_reason(tmp_path):
@@ -71,9 +70,9 @@ def test_what_is_no_image_has_its_reason(tmp_path):
     os.mkfifo(tmp_path / "pipe.png")
     (tmp_path / "folder.png").mkdir()
     for data, reason in [
-        (b"", "is no image of a known format"),
-        (b"<svg/>", "is no image of a known format"),
-        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 1 1\n", "is no image of a known format"),
+        (b"", "is not an image of a known format"),
+        (b"<svg/>", "is not an image of a known format"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 1 1\n", "is not an image of a known format"),
         (whole[: len(whole) // 2], "cannot be decoded .*truncated"),
         (encoded(Image.effect_noise((30, 30), 80))[:-300], "cannot be decoded"),
         (tmp_path / "missing.png", "there is no image 'missing.png'"),
@@ -82,7 +81,7 @@ def test_what_is_no_image_has_its_reason(tmp_path):
         (encoded(Image.new("F", (3, 3)), "TIFF"), "floating-point"),
     ]:
         with pytest.raises(BadSample, match=reason) as caught:
-            decode(data, "the key", LIMIT)
+            decode_image(data, "the key", LIMIT)
         assert caught.value.key == "the key"
 
 
@@ -90,23 +89,23 @@ def test_an_image_is_turned_upright_as_its_metadata_says():
     image = Image.new("RGB", (4, 2))
     exif = Image.Exif()
     exif[0x0112] = 6
-    assert decode(encoded(image, "JPEG", exif=exif), "a", LIMIT).size == (2, 4)
+    assert decode_image(encoded(image, "JPEG", exif=exif), "a", LIMIT).size == (2, 4)
 
 
 def test_broken_metadata_does_not_cost_the_image():
     data = encoded(Image.new("RGB", (4, 2)), "JPEG", exif=b"Exif\0\0II*\0\xff\xff\xff\xff garbage")
-    assert decode(data, "a", LIMIT).size == (4, 2)
+    assert decode_image(data, "a", LIMIT).size == (4, 2)
 
 
 def test_other_depths_become_grey_or_colours_without_a_warning():
     deep = Image.new("I;16", (2, 2), 40_000)
-    assert decode(encoded(deep), "a", LIMIT).getpixel((0, 0)) == 40_000 // 256
+    assert decode_image(encoded(deep), "a", LIMIT).getpixel((0, 0)) == 40_000 // 256
     palette = encoded(Image.new("P", (2, 2), 1), transparency=b"\x00\x80")
     expected = {"1": "L", "LA": "RGB", "RGBA": "RGB", "CMYK": "RGB"}
-    assert decode(palette, "a", LIMIT).mode == "RGB"
+    assert decode_image(palette, "a", LIMIT).mode == "RGB"
     for mode, wanted in expected.items():
         kind = "TIFF" if mode == "CMYK" else "PNG"
-        assert decode(encoded(Image.new(mode, (2, 2)), kind), "a", LIMIT).mode == wanted
+        assert decode_image(encoded(Image.new(mode, (2, 2)), kind), "a", LIMIT).mode == wanted
 
 
 @pytest.mark.parametrize(
@@ -121,7 +120,7 @@ def test_other_depths_become_grey_or_colours_without_a_warning():
     ],
 )
 def test_texts_are_kept_as_they_are_but_for_space_around_them(value, wanted):
-    assert text(value, "a", "caption") == wanted
+    assert as_text(value, "a", "caption") == wanted
 
 
 @pytest.mark.parametrize(
@@ -141,4 +140,4 @@ def test_texts_are_kept_as_they_are_but_for_space_around_them(value, wanted):
 )
 def test_what_is_no_text_has_its_reason(value, reason):
     with pytest.raises(BadSample, match=reason):
-        text(value, "a", "caption")
+        as_text(value, "a", "caption")

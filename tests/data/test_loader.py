@@ -17,7 +17,7 @@ import torch
 
 from megabatch.data import collate
 from megabatch.data import loader as loader_module
-from megabatch.data.loader import Loader, Rows, once, share
+from megabatch.data.loader import Loader, StepRange, one_pass, rank_rows
 from megabatch.data.sampler import InOrder, Order
 from megabatch.data.source import BadSample, Sample
 
@@ -95,7 +95,7 @@ def slow(raw, seed):
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(loader_module, "PIECE", 4)
+    monkeypatch.setattr(loader_module, "PIECE_ROWS", 4)
 
 
 # Processes of other tests, such as those of the session's world, are none of ours.
@@ -166,7 +166,7 @@ def test_the_size_of_pieces_changes_nothing(monkeypatch):
     source = Shelves([11, 0, 23, 6], bad={"0/3", "2/20"})
     options = {"negatives": True, "classes": CLASSES}
     expected = all_leaves(load(source, **options).batches(RAGGED))
-    monkeypatch.setattr(loader_module, "PIECE", 256)
+    monkeypatch.setattr(loader_module, "PIECE_ROWS", 256)
     assert all_leaves(load(source, **options).batches(RAGGED)) == expected
 
 
@@ -326,7 +326,7 @@ def test_labels_are_numbers_of_classes_and_other_labels_are_bad():
     assert batch.labels.tolist() == [0, 1, 0, 1]
     (batch,) = load(Shelves([4]), InOrder([4]), classes={"odd": 5}).batches([(0, 4)])
     assert batch.labels.tolist() == [5, 5]
-    assert batch.bad[0] == ("0/0", "its label is 'even', which is none of the 1 classes", 0, 0)
+    assert batch.bad[0] == ("0/0", "its label is 'even', which is not one of the 1 classes", 0, 0)
 
 
 def test_augmentation_differs_by_position_side_and_seed_and_is_off_for_evaluation():
@@ -349,16 +349,16 @@ def test_one_side_alone_can_be_loaded():
 
 def test_one_pass_in_order_sees_each_sample_once_as_stored():
     source = Shelves([3, 0, 4])
-    batches = list(load(source, InOrder(source.lengths), augment=False, ranks=1).batches(once(7, 3)))
+    batches = list(load(source, InOrder(source.lengths), augment=False, ranks=1).batches(one_pass(7, 3)))
     assert [len(batch.keys) for batch in batches] == [3, 3, 1]
     assert [key for batch in batches for key in batch.keys] == [f"0/{i}" for i in range(3)] + [f"2/{i}" for i in range(4)]
-    assert list(once(6, 3)) == [Rows(0, 3), Rows(3, 3)]
+    assert list(one_pass(6, 3)) == [StepRange(0, 3), StepRange(3, 3)]
 
 
 def test_shares_cover_the_batch_in_order():
     for pairs in range(12):
         for ranks in range(1, 6):
-            assert [row for rank in range(ranks) for row in share(pairs, rank, ranks)] == list(range(pairs))
+            assert [row for rank in range(ranks) for row in rank_rows(pairs, rank, ranks)] == list(range(pairs))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -385,7 +385,7 @@ def test_what_cannot_be_stacked_is_refused_by_name(prepare, message):
 
 
 def test_pieces_that_do_not_fit_each_other_are_refused(monkeypatch):
-    monkeypatch.setattr(loader_module, "PIECE", 1)
+    monkeypatch.setattr(loader_module, "PIECE_ROWS", 1)
     with pytest.raises(ValueError, match="0/1: was prepared to"):
         list(load(Shelves([2]), InOrder([2]), x=grows).batches([(0, 2)]))
 
@@ -459,7 +459,7 @@ def test_signals_to_the_group_of_the_training_process_do_not_reach_its_workers()
 def test_a_process_that_fails_in_the_middle_ends_quickly_and_quietly():
     program = """
         import test_loader
-        test_loader.loader_module.PIECE = 4
+        test_loader.loader_module.PIECE_ROWS = 4
         batches = test_loader.load(test_loader.Shelves([4000]), x=test_loader.slow, workers=1).batches([(0, 4), (4, 3900)])
         next(batches)
         raise RuntimeError("the run failed")
@@ -491,7 +491,7 @@ def test_a_loader_can_be_pickled():
 
 
 def test_batches_of_an_endless_run_can_be_taken_one_by_one():
-    batches = load(Shelves([5]), workers=1).batches(Rows(step * 3, 3) for step in count())
+    batches = load(Shelves([5]), workers=1).batches(StepRange(step * 3, 3) for step in count())
     assert [len(batch.keys) for batch in islice(batches, 4)] == [3, 3, 3, 3]
     batches.close()
 

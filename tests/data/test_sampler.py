@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megabatch.data.sampler import InOrder, Order, stable_hash
+from megabatch.data.sampler import InOrder, Order, split, stable_hash
 from megabatch.data.source import Sample
-from megabatch.data.split import split
 
 # A busy machine is not a failure, and a failure is one every time.
 steadily = settings(deadline=None, derandomize=True)
@@ -229,9 +228,9 @@ def test_nothing_is_held_out_by_a_fraction_of_zero_and_no_group_is_asked_for():
 
 
 def test_a_training_part_without_samples_is_refused():
-    with pytest.raises(ValueError, match=r"of 5 samples all are held out by the fraction 0\.999"):
+    with pytest.raises(ValueError, match=r"all 5 samples are held out by the fraction 0\.999"):
         split(Groups([["the only group"] * 5]), 0.999)
-    with pytest.raises(ValueError, match="nothing is left to train on: of 0 samples"):
+    with pytest.raises(ValueError, match="nothing is left to train on: all 0 samples"):
         split(Groups([[]]), 0.1)
 
 

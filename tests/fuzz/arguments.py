@@ -24,7 +24,8 @@ from megabatch.measuring.fit import fit_run
 from megabatch.measuring.noise import noise_run
 from megabatch.measuring.profile import profile_run
 from megabatch.measuring.sweep import sweep_runs
-from megabatch.planning import planner, show
+from megabatch.planning import estimator
+from megabatch.planning import report as plan_report
 from megabatch.planning.workload import Workload
 from megabatch.training import inference, loop
 from megabatch.training.schedules import Step
@@ -181,7 +182,7 @@ def _replace_work() -> None:
         (sweep_runs._Sweep, "outcomes", reached),
         (sweep_runs, "build_towers", lambda run: towers),
         (sweep_runs, "open_data", lambda run, x, y: (source, source)),
-        (planner, "Tools", _tools(planner.Tools)),
+        (estimator, "Tools", _tools(estimator.Tools)),
         (environment, "describe", lambda: {"devices": [{"name": "cpu"}]}),
         (environment, "as_text", lambda report: ""),
         (measuring_rates, "measure_here", lambda: _RATES),
@@ -190,7 +191,7 @@ def _replace_work() -> None:
             raise AttributeError(f"{module} has no {name}: say here what stands between checks and work now")
         setattr(module, name, instead)
     # Pages with figures take long, and nothing in them comes from arguments alone.
-    show.write = lambda found, path: path  # type: ignore[assignment]
+    plan_report.write = lambda plan, path: path  # type: ignore[assignment]
 
 
 class _FitBench:
@@ -230,7 +231,7 @@ class _Training:
 
     def __init__(self, run: config.Run, folder: Path) -> None:
         self.run, self.folder = run, folder
-        self.course = [Step(64 * number, 64, 1.0) for number in range(100)]
+        self.schedule = [Step(64 * number, 64, 1.0) for number in range(100)]
         self.parts = SimpleNamespace(held_out=SimpleNamespace(lengths=[10]), objective=None)
 
     def load(self, path: Path) -> None:

@@ -27,7 +27,7 @@ from megabatch.costs.hardware import find_machine
 from megabatch.data import open_source
 from megabatch.data.source import BadSample, Kind, Source
 from megabatch.measuring.sweep import outcome as outcomes
-from megabatch.planning.read_measurements import gather
+from megabatch.planning.calibration import calibrate
 from megabatch.towers.weights import load_weights
 from megabatch.training import checkpoint
 
@@ -281,7 +281,7 @@ def _load_checkpoint(files: dict[str, bytes], folder: Path) -> None:
     path.mkdir()
     for name, content in files.items():
         (path / name).write_bytes(content)
-    checkpoint.read_facts(path)
+    checkpoint.read_metadata(path)
     checkpoint.load(path, _state())
 
 
@@ -328,7 +328,7 @@ def _measured(rng: random.Random) -> bytes:
 
 def _read_measured(content: bytes, folder: Path) -> None:
     (folder / "measured.json").write_bytes(content)
-    gather([folder / "measured.json"], RUN, "fp32", find_machine("H100"))
+    calibrate([folder / "measured.json"], RUN, "fp32", find_machine("H100"))
 
 
 RATES = {

@@ -14,7 +14,7 @@ from megabatch import config, trust
 from megabatch.audit import audit, audit_together, read_any
 from megabatch.audit.readers import open_clip as command_line
 from megabatch.audit.readers import transformers
-from megabatch.training.schedules import course
+from megabatch.training.schedules import step_schedule
 
 from .harness import Target
 from .mutations import mutated
@@ -233,7 +233,7 @@ def _build_overrides(overrides: list[str], folder: Path) -> None:
 def _schedule(case: tuple[dict[str, Any], int], folder: Path) -> None:
     """The steps of a run are known before the first is taken, however many they are."""
     table, samples = case
-    steps = course(config.build(table), samples)
+    steps = step_schedule(config.build(table), samples)
     first, last = steps[0], steps[-1]
     assert first.first == 0 and first.pairs >= 1 and last.pairs >= 1 and len(steps) >= 1
     assert last.first >= first.first and 0 <= last.rate < math.inf

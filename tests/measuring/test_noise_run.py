@@ -26,7 +26,7 @@ from megabatch.training.build import assemble
 from megabatch.training.distributed import ranks
 from megabatch.training.loop import Training
 from megabatch.training.noise.estimator import Micro, Moments, moments
-from megabatch.training.schedules import course
+from megabatch.training.schedules import step_schedule
 
 # These runs name towers of the tests, which are trusted.
 noise = functools.partial(noise_run.noise, trust_code=True)
@@ -88,12 +88,12 @@ def test_a_run_sees_the_gradients_of_its_micro_batches(pairs, tmp_path):
         whole = sum(share * each for share, each in zip(shares, own, strict=True))
         squares = [float(each.square().sum()) for each in own]
         truth = moments([Micro(s, round(20 * a), a) for s, a in zip(squares, shares, strict=True)], float(whole.square().sum()))
-        noise_scale = objective.watch_noise()
-        training.step(training.course[0], batch)
+        noise_scale = objective.measure_noise()
+        training.step(training.schedule[0], batch)
         # fp32 sums in another order.
         assert noise_scale.steps[-1] == pytest.approx(truth, rel=1e-3)
-        objective.ignore_noise()
-        training.step(training.course[0], batch)
+        objective.stop_measuring_noise()
+        training.step(training.schedule[0], batch)
         assert len(noise_scale.steps) == 1 and objective.noise is None
 
 
@@ -115,7 +115,7 @@ def test_at_the_top_nothing_is_measured_any_more(drawn, whole, tmp_path):
         assert training.parts.objective.noise is training.ramp.noise
         training.load(checkpoint.newest(whole / "checkpoints"))
         assert training.parts.objective.noise is None
-        assert [step.pairs for step in training.course] == batches_of(whole)
+        assert [step.pairs for step in training.schedule] == batches_of(whole)
 
 
 def test_a_batch_above_the_critical_one_stays(pairs, tmp_path):
@@ -129,15 +129,14 @@ def test_decisions_rest_on_the_lower_end(drawn, tmp_path):
     run = run_of(drawn, tmp_path / "run", *RAMP, "batch.size=256", "schedule.samples=4000")
     with ranks(run.compute) as here:
         training = training_of(run, tmp_path / "run", here)
-        ramp, said, draws = training.ramp, [], random.Random(0)
-        watch = type("Watch", (), {"note": staticmethod(said.append)})
+        ramp, reasons, draws = training.ramp, [], random.Random(0)
         for training.number in range(1, 61):
             ramp.noise.steps.append(Moments(36.0, 1 + draws.gauss(0, 0.4)))
-            ramp(watch)
+            reasons.append(ramp.decide(training.number))
         found = ramp.noise.estimate()
         assert found.steps == 20 and found.low < 32 < found.critical
-        assert ramp.doubled == [20, 40] and ramp.size == 32 and len(said) == 2
-        assert [step.pairs for step in training.course[18:42]] == [8] * 2 + [16] * 20 + [32] * 2
+        assert ramp.doubled == [20, 40] and ramp.size == 32 and len(list(filter(None, reasons))) == 2
+        assert [step.pairs for step in ramp.schedule()[18:42]] == [8] * 2 + [16] * 20 + [32] * 2
 
 
 class Killed(Exception):
@@ -159,7 +158,7 @@ def test_killed_and_resumed_is_bit_equal_to_never_stopped(drawn, whole, tmp_path
         train(run_of(drawn, tmp_path / "parts", *RAMP))
     monkeypatch.undo()
     saved = checkpoint.newest(tmp_path / "parts" / "checkpoints")
-    assert checkpoint.read_facts(saved)["step"] == after // 10 * 10 < after
+    assert checkpoint.read_metadata(saved)["step"] == after // 10 * 10 < after
     train(run_of(drawn, tmp_path / "parts", *RAMP))
     assert_equal(final(whole), final(tmp_path / "parts"))
 
@@ -197,9 +196,9 @@ def test_of_a_step_that_is_repeated_only_the_last_attempt_counts(pairs, tmp_path
         run = run_of(pairs, tmp_path / name, *options)
         with ranks(run.compute) as here, pytest.warns(UserWarning, match="chunk") if name == "tired" else nullcontext():
             training = training_of(run, tmp_path / name, here)
-            noise_scale = training.parts.objective.watch_noise()
+            noise_scale = training.parts.objective.measure_noise()
             (batch,) = training.parts.shuffled().batches([(0, 20)])
-            training.step(training.course[0], batch)
+            training.step(training.schedule[0], batch)
             seen.append(list(noise_scale.steps))
     assert seen[0] == seen[1] and len(seen[0]) == 1
 
@@ -225,7 +224,7 @@ def test_batches_that_cannot_follow_the_noise_are_refused(overrides, words):
 def test_doublings_change_what_follows_and_nothing_before():
     table = {"batch": {"schedule": "noise", "start": 10, "size": 80, "lr_rule": "none"}, "loss": {"objective": "classify"}}
     run = config.build({**table, "schedule": {"samples": 600, "warmup": 0.1, "shape": "constant"}})
-    never, twice = course(run, 1000), course(run, 1000, [4, 20])
+    never, twice = step_schedule(run, 1000), step_schedule(run, 1000, [4, 20])
     assert [s.pairs for s in never] == [10] * 60
     assert [s.pairs for s in twice] == [10] * 4 + [20] * 16 + [40] * 6
     assert twice[:4] == never[:4] and sum(s.pairs for s in twice) == 600

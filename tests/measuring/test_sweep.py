@@ -21,9 +21,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from megabatch import config, measurements
-from megabatch.data.sampler import Order
+from megabatch.data.sampler import Order, Subset
 from megabatch.data.source import Sample
-from megabatch.data.split import Part
 from megabatch.measuring.sweep import sweep, sweep_report
 from megabatch.measuring.sweep import sweep_runs as results
 from megabatch.measuring.sweep.cases import (
@@ -347,7 +346,7 @@ def test_held_out_pairs_are_halved_in_whole_groups():
     assert not names[0] & names[1] and len(names[0] | names[1]) == 40
     assert first.lengths[0] == second.lengths[0] == 100
     # The same pairs, whatever the order they are stored in.
-    turned = halves(Part(source, [array("q", reversed(range(200)))]), 200)
+    turned = halves(Subset(source, [array("q", reversed(range(200)))]), 200)
     assert {turned[0].group(0, index) for index in range(100)} == names[0]
     assert halves(Grouped(["one"] * 200), 200) is None and halves(Grouped([str(n) for n in range(20)]), 20) is None
     # The limit is for both halves together.

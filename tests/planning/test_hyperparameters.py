@@ -1,4 +1,4 @@
-"""The rules of a plan against numbers worked out by hand, with the source that each comes from."""
+"""The rules of a plan against numbers computed by hand from their sources, and the parsing of requests and machines."""
 
 from __future__ import annotations
 
@@ -8,11 +8,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megabatch import evidence
 from megabatch.costs.devices import DEVICES, find_device
 from megabatch.costs.hardware import find_machine, parse_bytes, with_rates
 from megabatch.objectives import saturation_of
-from megabatch.planning import batch, evidence
-from megabatch.planning.hyperparameters import base_for, follow
+from megabatch.planning.choose_batch import (
+    CriticalBatch,
+    contrastive,
+    critical_batch,
+    fine_tuning,
+    judge,
+    mean_loss,
+    soonest,
+    updates_needed,
+)
+from megabatch.planning.hyperparameters import base_recipe, derive_hyperparameters
 from megabatch.planning.request import Request, parse_base, parse_count
 
 BUDGETS = st.integers(10_000, 10**11)
@@ -20,19 +30,19 @@ BUDGETS = st.integers(10_000, 10**11)
 
 def test_updates_needed_lie_between_too_few_and_enough_where_both_were_measured():
     # Own run: 488 lost six points, 1,953 none. arXiv 2303.15343, table 8: 128k (3.4k updates) lost 1.4 points, 32k (13.7k) none.
-    assert 488 < batch.updates_needed(2_000_000) < 1_953
-    assert batch.updates_needed(2_000_000) == round(math.sqrt(488 * 1_953)) == 976
-    assert batch.updates_needed(450_000_000, "locked") == round(math.sqrt(3_433 * 13_733)) == 6_866
+    assert 488 < updates_needed(2_000_000) < 1_953
+    assert updates_needed(2_000_000) == round(math.sqrt(488 * 1_953)) == 976
+    assert updates_needed(450_000_000, "locked") == round(math.sqrt(3_433 * 13_733)) == 6_866
 
 
 def test_a_locked_tower_needs_half_the_updates_of_one_from_scratch():
-    assert batch.updates_needed(10**8, "locked") == pytest.approx(batch.updates_needed(10**8) / 2, abs=1)
-    assert batch.updates_needed(10**8, "locked") < batch.updates_needed(10**8, "pretrained") < batch.updates_needed(10**8)
+    assert updates_needed(10**8, "locked") == pytest.approx(updates_needed(10**8) / 2, abs=1)
+    assert updates_needed(10**8, "locked") < updates_needed(10**8, "pretrained") < updates_needed(10**8)
 
 
 def test_the_embedded_budget_comes_out_at_1024():
     # 786,432 samples seen: 976 · (786,432 / 2,000,000) ** 0.488 = 619 updates; 786,432 / 619 = 1,270, nearest power of two 1,024.
-    choice = batch.contrastive(768 * 1024, 42_276)
+    choice = contrastive(768 * 1024, 42_276)
     assert choice.batch == 1024
     assert choice.updates == 768
     assert "4,096" in choice.notes[0]
@@ -40,53 +50,53 @@ def test_the_embedded_budget_comes_out_at_1024():
 
 def test_negatives_cap_the_batch_where_they_stop_paying():
     # 9 B seen: table 5 of arXiv 2303.15343 is best at 32k for the sigmoid and at 98k for the softmax.
-    assert batch.contrastive(9 * 10**9, 10**9, "siglip").batch == 32_768
-    assert batch.contrastive(9 * 10**9, 10**9, "clip").batch == 98_304
+    assert contrastive(9 * 10**9, 10**9, "siglip").batch == 32_768
+    assert contrastive(9 * 10**9, 10**9, "clip").batch == 98_304
 
 
 def test_sixty_four_million_samples_pay_for_a_large_batch_and_four_for_less_than_the_floor():
     # 64 M: 976 · 32 ** 0.488 = 5,294 updates, 12,089 samples each: 8,192 or 16,384 by ratio, log2(12,089) = 13.56.
-    assert batch.contrastive(64 * 10**6, 10**7).batch == 16_384
-    assert batch.contrastive(10**6, 10**6).batch < evidence.FLOOR
+    assert contrastive(64 * 10**6, 10**7).batch == 16_384
+    assert contrastive(10**6, 10**6).batch < evidence.FLOOR
 
 
 def test_the_batch_is_never_larger_than_the_data():
-    assert batch.contrastive(10**9, 5_000).batch == 4096
+    assert contrastive(10**9, 5_000).batch == 4096
 
 
 @given(BUDGETS, BUDGETS, st.sampled_from(["scratch", "pretrained", "locked"]), st.sampled_from(["clip", "siglip"]))
 @settings(max_examples=200, deadline=None)
 def test_more_samples_never_ask_for_a_smaller_batch_and_never_for_more_than_the_data(seen, data, start, loss):
-    choice = batch.contrastive(seen, data, loss, start)
+    choice = contrastive(seen, data, loss, start)
     assert 1 <= choice.batch <= min(data, saturation_of(loss))
-    assert batch.contrastive(2 * seen, data, loss, start).batch >= choice.batch
+    assert contrastive(2 * seen, data, loss, start).batch >= choice.batch
     assert choice.updates == math.ceil(seen / choice.batch)
     if choice.batch < evidence.FLOOR <= data:
-        assert seen / evidence.FLOOR < evidence.FLOOR_UPDATES
+        assert seen / evidence.FLOOR < evidence.FEWEST_UPDATES
 
 
 def test_collisions_by_hand():
     # B²/2U: 1,000² / (2 · 50,000) = 10.
-    assert batch.collisions(1_000, 50_000) == 10
+    assert evidence.collisions(1_000, 50_000) == 10
 
 
-def test_a_batch_that_leaves_few_updates_is_said():
-    said = batch.judge(65_536, 2_000_000, 67_000, "scratch", "clip")
-    assert "31 updates are few" in said[0]
-    assert batch.judge(1024, 2_000_000, 67_000, "scratch", "clip") == ()
+def test_a_batch_that_leaves_few_updates_gets_a_remark():
+    remarks = judge(65_536, 2_000_000, 67_000, "scratch", "clip")
+    assert "31 updates" in remarks[0]
+    assert judge(1024, 2_000_000, 67_000, "scratch", "clip") == ()
 
 
-def test_above_the_ceiling_there_is_a_warning_and_the_trap_answer_is_told_what_the_budget_pays_for():
-    assert any("262,144" in line for line in batch.judge(524_288, 10**11, 10**9, "scratch", "clip"))
-    assert any("4,096" in line for line in batch.judge(512, 300_000_000, 10_000_000, "scratch", "clip"))
+def test_batches_above_the_ceiling_and_below_the_floor_get_a_remark():
+    assert any("262,144" in line for line in judge(524_288, 10**11, 10**9, "scratch", "clip"))
+    assert any("4,096" in line for line in judge(512, 300_000_000, 10_000_000, "scratch", "clip"))
 
 
 def test_wall_clock_optimum_by_hand():
     # (1 + C/B)(a + bB) is least at B = √(C·a/b): C = 4,096, a = 0.25 s, b = 1/64 s: √(4,096 · 16) = 256.
-    assert batch.soonest(4096, lambda size: 0.25 + size / 64, most=4096) == 256
+    assert soonest(4096, lambda size: 0.25 + size / 64, most=4096) == 256
     # No fixed cost: the smallest batch; nothing but fixed cost: the largest that is allowed.
-    assert batch.soonest(4096, lambda size: size / 64, most=4096) == 1
-    assert batch.soonest(4096, lambda size: 1.0, most=4096) == 4096
+    assert soonest(4096, lambda size: size / 64, most=4096) == 1
+    assert soonest(4096, lambda size: 1.0, most=4096) == 4096
 
 
 @given(st.integers(16, 10**6), st.floats(1e-3, 10), st.floats(1e-6, 1e-2))
@@ -95,23 +105,23 @@ def test_priority_for_accuracy_never_takes_a_larger_batch_than_for_speed(critica
     def seconds(size):
         return fixed + each * size
 
-    fast = batch.mean_loss(critical, seconds, 10**7, 10**6, priority="speed").batch
-    careful = batch.mean_loss(critical, seconds, 10**7, 10**6).batch
-    assert careful <= fast <= critical
+    fastest = mean_loss(CriticalBatch(critical, "a source"), seconds, 10**7, 10**6, priority="speed").batch
+    smallest = mean_loss(CriticalBatch(critical, "a source"), seconds, 10**7, 10**6).batch
+    assert smallest <= fastest <= critical
 
     def total(size):
-        return batch.steps_factor(size, critical) * seconds(size)
+        return evidence.steps_factor(size, critical) * seconds(size)
 
-    assert total(careful) <= 1.1 * total(fast) + 1e-12
+    assert total(smallest) <= 1.1 * total(fastest) + 1e-12
 
 
 def test_critical_batch_of_imagenet_is_goyals():
-    assert batch.critical_batch("supervised", 1_281_167) == 8192
+    assert critical_batch("supervised", 1_281_167) == 8192
 
 
 def test_fine_tuning_is_small():
-    assert batch.fine_tuning(30_000, 10_000, pairs=False).batch == 32
-    assert batch.fine_tuning(30_000, 10_000, pairs=True).batch == 512
+    assert fine_tuning(30_000, 10_000, pairs=False).batch == 32
+    assert fine_tuning(30_000, 10_000, pairs=True).batch == 512
 
 
 @pytest.mark.parametrize(
@@ -120,15 +130,15 @@ def test_fine_tuning_is_small():
     [(1024, "adamw", 2e-3), (1024, "sgd", 4e-3), (64, "adamw", 5e-4)],
 )
 def test_learning_rate_follows_the_batch(size, optimizer, rate):
-    base = base_for("contrastive", 10**6, "adamw", (1e-3, 256))
-    found = follow(size, 10**6, 10**6, base, optimizer=optimizer)
+    base = base_recipe("contrastive", 10**6, optimizer, (1e-3, 256))
+    found = derive_hyperparameters(size, 10**6, 10**6, base)
     assert found.lr == pytest.approx(rate)
     assert found.sweep == ()
 
 
-def test_beyond_the_sourced_range_one_sweeps():
-    base = base_for("contrastive", 10**6, "adamw", (1e-3, 256))
-    found = follow(65_536, 10**9, 10**8, base)
+def test_outside_the_tested_range_the_rate_is_swept():
+    base = base_recipe("contrastive", 10**6, "adamw", (1e-3, 256))
+    found = derive_hyperparameters(65_536, 10**9, 10**8, base)
     assert found.lr == pytest.approx(0.016)
     assert found.sweep == pytest.approx((0.004, 0.008, 0.016, 0.032))
     assert "sweep" in found.numbers[0].shown
@@ -136,25 +146,24 @@ def test_beyond_the_sourced_range_one_sweeps():
 
 
 def test_warm_up_is_two_over_one_minus_beta2():
-    base = base_for("contrastive", 10**9, "adamw")
+    base = base_recipe("contrastive", 10**9, "adamw")
     # arXiv 1910.04209: β2 = 0.98 gives 100 steps, 0.95 (large batches, arXiv 2303.15343) gives 40.
-    small, large = follow(4096, 10**8, 10**7, base), follow(32_768, 10**9, 10**8, base)
+    small, large = derive_hyperparameters(4096, 10**8, 10**7, base), derive_hyperparameters(32_768, 10**9, 10**8, base)
     assert (small.betas[1], small.warmup) == (0.98, 100)
     assert (large.betas[1], large.warmup) == (0.95, 40)
     # A short run warms up for a fifth at most.
-    assert follow(4096, 41_000, 10**4, base).warmup == 2
+    assert derive_hyperparameters(4096, 41_000, 10**4, base).warmup == 2
 
 
 def test_ema_is_raised_to_the_power_of_the_growth():
-    base = base_for("contrastive", 10**6, "adamw", (1e-3, 256))._replace(ema=(0.999, 256))
+    base = base_recipe("contrastive", 10**6, "adamw", (1e-3, 256))._replace(ema=(0.999, 256))
     # arXiv 2307.13813: 0.999 ** 4 at four times the batch.
-    assert follow(1024, 10**6, 10**6, base).ema == pytest.approx(0.999**4)
+    assert derive_hyperparameters(1024, 10**6, 10**6, base).ema == pytest.approx(0.999**4)
 
 
 def test_every_number_has_a_reason_and_a_source():
-    base = base_for("contrastive", 10**6, "adamw")
     for objective in ("contrastive", "supervised", "lm", "finetune"):
-        for number in follow(1024, 10**6, 10**5, base, objective=objective).numbers:
+        for number in derive_hyperparameters(1024, 10**6, 10**5, base_recipe(objective, 10**6, "adamw")).numbers:
             assert number.why and number.source and number.confidence in ("high", "medium", "low")
     for fact in evidence.FACTS.values():
         assert fact.says and fact.source and fact.confidence in ("high", "medium", "low")
@@ -166,7 +175,7 @@ def test_memory_as_people_write_it(text, size):
 
 
 @pytest.mark.parametrize("text", ["-4GiB", "0", "much", "4.4.4GB", "12 parsecs"])
-def test_memory_that_is_none(text):
+def test_texts_that_are_no_memory_size(text):
     with pytest.raises(ValueError, match="memory is"):
         parse_bytes(text)
 
@@ -219,7 +228,7 @@ def test_machines_as_people_write_them():
         ({"memory": "-1GiB"}, "must be above 0"),
     ],
 )
-def test_machines_that_are_none(asked, complaint):
+def test_machines_that_do_not_exist(asked, complaint):
     with pytest.raises(ValueError, match=complaint):
         find_machine(**asked)
 
@@ -250,6 +259,6 @@ def test_counts_and_bases_as_people_write_them():
         ({"epochs": -1}, "epochs is -1"),
     ],
 )
-def test_questions_that_make_no_sense(asked, complaint):
+def test_requests_that_make_no_sense(asked, complaint):
     with pytest.raises(ValueError, match=complaint):
         Request(**asked)

@@ -1,4 +1,4 @@
-"""Whole plans: the answer, its reasons, what stands beside it, and the files it becomes. Memory is a stand-in of a few numbers."""
+"""Whole plans: numbers, reasons, alternatives and the files they become. Memory is predicted by a formula."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from torch import nn
 from megabatch import config
 from megabatch.costs.memory import PeakMemory
 from megabatch.costs.strategy import Strategy
+from megabatch.planning.estimator import Tools
 from megabatch.planning.plan import Plan
-from megabatch.planning.planner import Tools, plan
+from megabatch.planning.planner import plan
 from megabatch.planning.report import as_toml, headline, plan_report, write
 from megabatch.planning.workload import Workload, workload
 from megabatch.reporting.markdown import as_markdown
@@ -26,8 +27,8 @@ from megabatch.reporting.terminal import print_report
 VIT_L = (small_work(162e9, 0.74e9, 1.8e9, 729, 304_000_000), small_work(13.3e9, 0.084e9, 0.66e9, 370, 124_000_000))
 
 
-def predict(question, run, work, machine):
-    """Memory by arithmetic: 16 bytes a parameter, a graph in proportion to the bytes that a forward moves."""
+def predict(request, run, work, machine):
+    """Return a memory model: 16 bytes per parameter, and a graph in proportion to the bytes that a forward pass moves."""
     parameters = sum(tower.parameters for tower in work.towers)
     row = 0.4 * sum(tower.forward.bytes for tower in work.towers)
 
@@ -49,8 +50,8 @@ def predict(question, run, work, machine):
     return predicted
 
 
-def test_where_the_optimizer_rules_at_few_rows_backward_is_still_seen_to_grow():
-    # 100 GB of state, 1 MB of graph a row: the peaks at 32 and 64 rows are the optimizer's; at a million rows they are not.
+def test_backward_grows_with_the_chunk_also_where_the_optimizer_step_is_the_peak_at_few_rows():
+    # 100 GB of state, 1 MB of graph per row: the peak is in the optimizer step at 32 and 64 rows, and in backward at a million.
     def predicted(strategy):
         phases = {"backward": 10**6 * strategy.chunk, "optimizer step": 10**11}
         return Stated(max(phases.values()), max(phases.values()), {}, "", phases)
@@ -60,7 +61,7 @@ def test_where_the_optimizer_rules_at_few_rows_backward_is_still_seen_to_grow():
     assert peaks(Strategy(1, 10**6, 10**6)) == 10**12
 
 
-def test_lines_below_a_traced_step_are_raised_to_it():
+def test_a_memory_model_below_a_traced_step_is_raised_to_it():
     peaks = PeakMemory(lambda strategy: Stated(strategy.chunk**2, strategy.chunk**2, {}, "", {"backward": strategy.chunk**2}))
     strategy = Strategy(1, 1024, 1024)
     assert peaks(strategy) < 1024**2
@@ -69,12 +70,12 @@ def test_lines_below_a_traced_step_are_raised_to_it():
     assert not peaks.correct(strategy, 1024**2)
 
 
-def counted(question, run, precision, machine):
+def counted(request, run, precision, machine):
     return Workload(VIT_L, (nn.Identity(), nn.Identity()), (lambda rows: rows, lambda rows: rows))
 
 
 TOOLS = Tools(counted, predict)
-# The towers are built in, so that their work is really counted.
+# The towers are built in, so their work can be counted.
 SMALL = Tools(workload, predict)
 MEDICAL = {"data": "10M", "epochs": 30, "gpu": "8xA100-80GB", "source": "shards/{0000..0999}.tar"}
 
@@ -116,7 +117,7 @@ def test_alternatives_stand_beside_the_plan_with_what_they_cost(medical):
     assert ways["twice the GPUs"].hours < 0.6 * chosen.hours
     assert ways["half the chunk, nothing kept"].peak_bytes < chosen.peak_bytes
     assert chosen.cost == pytest.approx(8 * chosen.hours)
-    # The answer of those who let memory decide: far fewer negatives, and little time saved.
+    # The batch if memory decided it: far fewer negatives, and little time saved.
     trap = ways["what fits without chunks"]
     assert trap.batch < 4096 and trap.peak_bytes <= medical.limit_bytes
     assert trap.hours > 0.6 * chosen.hours
@@ -127,25 +128,25 @@ def test_a_price_makes_the_cost_money():
     assert way.cost == pytest.approx(2.5 * 8 * way.hours)
 
 
-def test_what_would_change_the_answer_is_said_with_numbers(medical):
-    said = "\n".join(medical.changes)
-    assert "1,200,000,000 samples seen: a batch of 65,536" in said
-    assert "locked" in said and "half the memory: the same batch" in said
+def test_changes_name_numbers(medical):
+    changes = "\n".join(medical.changes)
+    assert "1,200,000,000 samples seen: a batch of 65,536" in changes
+    assert "locked" in changes and "half the memory" in changes
 
 
 def test_without_arguments_the_embedded_default_on_this_machine():
     found = plan(tools=SMALL)
-    # About 0.8 M samples seen pay for some 600 updates of a thousand, not for 4,096.
+    # About 0.8 M samples seen allow some 600 updates of a thousand samples, not of 4,096.
     assert found.batch == 1024
     assert found.run.optimizer.lr == config.build(config.EMBEDDED).optimizer.lr
     assert found.run.x.name == "cnn"
-    assert any("4,096 is a good floor" in note for note in found.notes)
+    assert any("4,096" in note for note in found.notes)
 
 
 def test_a_batch_that_is_given_is_kept_and_judged():
     trap = plan("ViT-L/14", tools=TOOLS, batch=512, **MEDICAL)
     assert trap.batch == 512
-    assert any("the budget pays for 4,096" in note for note in trap.notes)
+    assert any("4,096" in note for note in trap.notes)
 
 
 def test_supervised_and_fine_tuned_models_accumulate_and_language_models_have_no_file():
@@ -214,18 +215,18 @@ def test_terminal_and_markdown_show_every_number(medical):
 
 
 def test_the_page_is_whole_escaped_and_loads_nothing(tmp_path):
-    wild = plan("ViT-L/14", tools=TOOLS, **{**MEDICAL, "source": "<script>alert(1)</script>&.tar"})
-    # Whatever is on the page is escaped, wherever it stands.
-    shouts = {"why": "<script>", "source": "<script>", "shown": "<script>"}
-    wild = dataclasses.replace(
-        wild,
+    hostile = plan("ViT-L/14", tools=TOOLS, **{**MEDICAL, "source": "<script>alert(1)</script>&.tar"})
+    # Everything on the page is escaped.
+    markup = {"why": "<script>", "source": "<script>", "shown": "<script>"}
+    hostile = dataclasses.replace(
+        hostile,
         machine="<script>",
-        numbers=tuple(number._replace(**shouts) for number in wild.numbers),
-        alternatives=tuple(way._replace(name=f"<script>{way.name}") for way in wild.alternatives),
+        numbers=tuple(number._replace(**markup) for number in hostile.numbers),
+        alternatives=tuple(way._replace(name=f"<script>{way.name}") for way in hostile.alternatives),
         notes=("<script>",),
         changes=("<script>",),
     )
-    text = write(wild, tmp_path / "plan.html").read_text("utf-8")
+    text = write(hostile, tmp_path / "plan.html").read_text("utf-8")
     assert "<script" not in text and "&lt;script&gt;" in text
     assert not re.search(r'(src|href)="(?!data:image/png)', text)
     assert "default-src" in text
@@ -240,7 +241,7 @@ def test_the_page_is_whole_escaped_and_loads_nothing(tmp_path):
         ({"memory": "-80GiB"}, "memory is '-80GiB'"),
         ({"gpus": 0}, "gpus is 0"),
         ({"gpu": "Voodoo 2"}, "no such device is known"),
-        ({"batch": 20_000, "data": 10_000}, "a batch cannot hold more samples than there are"),
+        ({"batch": 20_000, "data": 10_000}, "batch is 20,000 and data is 10,000"),
         ({"batch": 1000}, "must be a multiple"),
         ({"data": None}, "data is not given"),
         ({"colour": "blue"}, "unexpected keyword argument 'colour'"),
@@ -249,10 +250,10 @@ def test_the_page_is_whole_escaped_and_loads_nothing(tmp_path):
         ({"base_lr": "fast"}, "base_lr is 'fast'"),
     ],
 )
-def test_nonsense_is_answered_with_what_is_wrong(asked, complaint):
-    question = {"data": "10M", "epochs": 30, "gpu": "A100-80GB", "gpus": 7}
+def test_wrong_arguments_raise_with_the_reason(asked, complaint):
+    request = {"data": "10M", "epochs": 30, "gpu": "A100-80GB", "gpus": 7}
     with pytest.raises(ValueError, match=complaint):
-        plan("ViT-L/14", tools=TOOLS, **{**question, **asked})
+        plan("ViT-L/14", tools=TOOLS, **{**request, **asked})
 
 
 def test_an_unknown_model_is_named():

@@ -1,4 +1,4 @@
-"""The search for a way to a batch, over memory and time models of a few numbers."""
+"""The search for the fastest strategy, with memory and time models of a few numbers."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from small_works import small_work
 from megabatch.costs.hardware import find_machine
 from megabatch.costs.strategy import Strategy
 from megabatch.costs.time import StepWork, step_time
-from megabatch.planning.search import all_ways, best_chunk, chunk_sizes, search
+from megabatch.planning.search import best_chunk, candidate_strategies, chunk_sizes, search
 
 GIB = 2**30
 WORK = small_work(175e9, 0.83e9, 2.5e9, 1100, 428_000_000)
 
 
 def memory(strategy: Strategy) -> int:
-    """A model's memory by arithmetic: state, one chunk's graph, kept graphs, embeddings."""
+    """Return the memory of a model by arithmetic: state, one chunk's graph, kept graphs, embeddings."""
     state = 7 * GIB // (strategy.ranks if strategy.sharding == "fsdp2" else 1)
     graph = int((0.03 if strategy.checkpointing else 0.2) * GIB * strategy.chunk)
     return state + graph * max(1, min(strategy.keep, strategy.chunks)) + strategy.shard * 20_000
@@ -32,12 +32,12 @@ def seconds(strategy: Strategy) -> float:
 @given(st.integers(1, 64), st.integers(0, 13), st.floats(7.3, 500))
 @settings(max_examples=150, deadline=None)
 def test_what_is_chosen_fits_and_the_next_size_up_does_not(ranks, power, gib):
-    ways = all_ways(ranks * 2**power, ranks, precisions=("bf16",))
+    candidates = candidate_strategies(ranks * 2**power, ranks, precisions=("bf16",))
     limit = int(gib * GIB)
     try:
-        found = search(ways, memory, seconds, limit)
+        found = search(candidates, memory, seconds, limit)
     except ValueError:
-        assert all(memory(dataclasses.replace(way, chunk=1)) > limit for way in ways)
+        assert all(memory(dataclasses.replace(each, chunk=1)) > limit for each in candidates)
         return
     strategy = found.strategy
     assert strategy.shard * strategy.ranks == strategy.batch == ranks * 2**power
@@ -47,33 +47,34 @@ def test_what_is_chosen_fits_and_the_next_size_up_does_not(ranks, power, gib):
         assert memory(dataclasses.replace(strategy, chunk=2 * strategy.chunk, keep=0)) > limit
     if strategy.keep < strategy.chunks:
         assert memory(dataclasses.replace(strategy, keep=strategy.keep + 1)) > limit
-    # No other way at its largest chunk is faster by more than what simplicity is worth.
-    others = [best for way in ways if (best := best_chunk(way, memory, seconds, limit))]
+    # No other strategy at its largest chunk is faster by more than the factor that simplicity is worth.
+    others = [best for each in candidates if (best := best_chunk(each, memory, seconds, limit))]
     assert found.seconds <= 1.05**2 * min(other.seconds for other in others)
 
 
 @given(st.floats(8, 400), st.floats(1, 4), st.booleans())
 @settings(max_examples=150, deadline=None)
 def test_more_memory_never_means_a_smaller_chunk_and_never_more_time(gib, more, checkpointing):
-    (way,) = all_ways(8192, 1, precisions=("bf16",), checkpointing=(checkpointing,))
-    less = best_chunk(way, memory, seconds, int(gib * GIB))
-    rich = best_chunk(way, memory, seconds, int(gib * more * GIB))
+    (strategy,) = candidate_strategies(8192, 1, precisions=("bf16",), checkpointing=(checkpointing,))
+    less = best_chunk(strategy, memory, seconds, int(gib * GIB))
+    rich = best_chunk(strategy, memory, seconds, int(gib * more * GIB))
     assert less is not None and rich is not None
     assert rich.strategy.chunk >= less.strategy.chunk
-    ways = all_ways(8192, 1, precisions=("bf16",))
+    candidates = candidate_strategies(8192, 1, precisions=("bf16",))
     assert (
-        search(ways, memory, seconds, int(gib * more * GIB)).seconds <= 1.05 * search(ways, memory, seconds, int(gib * GIB)).seconds
+        search(candidates, memory, seconds, int(gib * more * GIB)).seconds
+        <= 1.05 * search(candidates, memory, seconds, int(gib * GIB)).seconds
     )
 
 
 def test_a_model_that_does_not_fit_at_one_row_is_refused_with_the_numbers():
-    with pytest.raises(ValueError, match=r"5.0 GiB that may be used: the model takes 7.0 GiB at the smallest chunk"):
-        search(all_ways(64, 1, precisions=("bf16",)), memory, seconds, 5 * GIB)
+    with pytest.raises(ValueError, match=r"5.0 GiB of memory may be used, but the model takes 7.0 GiB"):
+        search(candidate_strategies(64, 1, precisions=("bf16",)), memory, seconds, 5 * GIB)
 
 
 @pytest.mark.parametrize("spare", range(9))
-def test_as_many_chunks_are_kept_as_there_is_room_for(spare):
-    # A graph in use takes 1,000 bytes a row, one that is kept 10: 8 chunks of 128 rows, the first kept one being free.
+def test_as_many_chunks_are_kept_as_fit(spare):
+    # A graph in use takes 1,000 bytes per row, a kept one 10: 8 chunks of 128 rows, of which the first kept one is free.
     def cheap(strategy):
         return 1000 * strategy.chunk + 10 * strategy.chunk * max(0, strategy.keep - 1)
 
@@ -82,16 +83,16 @@ def test_as_many_chunks_are_kept_as_there_is_room_for(spare):
     assert (found.strategy.chunk, found.strategy.keep) == (128, min(8, 1 + spare))
 
 
-def test_weights_that_do_not_fit_whole_are_sharded():
-    found = search(all_ways(64, 8, precisions=("bf16",)), memory, seconds, 5 * GIB)
+def test_weights_that_do_not_fit_on_one_rank_are_sharded():
+    found = search(candidate_strategies(64, 8, precisions=("bf16",)), memory, seconds, 5 * GIB)
     assert found.strategy.sharding == "fsdp2"
 
 
-def test_a_batch_that_ranks_cannot_share_and_no_ranks_at_all():
+def test_a_batch_that_is_no_multiple_of_the_ranks_and_zero_ranks_are_refused():
     with pytest.raises(ValueError, match="must be a multiple"):
-        all_ways(100, 8, precisions=("bf16",))
+        candidate_strategies(100, 8, precisions=("bf16",))
     with pytest.raises(ValueError, match="gpus is 0"):
-        all_ways(100, 0, precisions=("bf16",))
+        candidate_strategies(100, 0, precisions=("bf16",))
 
 
 @given(st.integers(1, 10**6))

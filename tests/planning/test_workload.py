@@ -1,4 +1,4 @@
-"""What a plan counts and traces of a model is that of the run and of the device it is asked about."""
+"""The work and memory of a model follow the options of the run and the device."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from megabatch.planning.workload import Workload, traced, workload
 
 MIB = 2**20
 RUN = config.build(config.EMBEDDED, ["compute.precision=bf16"])
-QUESTION = Request(RUN, data=100_000)
-# The loss of 8,192 pairs is the peak: chunks are small beside it.
+REQUEST = Request(RUN, data=100_000)
+# The loss of 8,192 pairs is the peak, because the chunks are small.
 STRATEGY = Strategy(1, 8192, 64, 0, precision="bf16")
 
 
 @pytest.fixture(scope="module")
 def work() -> Workload:
-    return workload(QUESTION, RUN, "bf16", find_machine("H200"))
+    return workload(REQUEST, RUN, "bf16", find_machine("H200"))
 
 
 def predicted(work: Workload, *overrides: str, gpu: str = "H200") -> Any:
     run = config.build(config.EMBEDDED, ["compute.precision=bf16", *overrides])
-    return traced(QUESTION, run, work, find_machine(gpu))(STRATEGY)
+    return traced(REQUEST, run, work, find_machine(gpu))(STRATEGY)
 
 
-def test_a_smaller_tile_is_a_smaller_peak(work: Workload) -> None:
+def test_a_smaller_workspace_is_a_smaller_peak(work: Workload) -> None:
     usual, less, least = (
         predicted(work, *workspace) for workspace in ([], [f"compute.workspace={128 * MIB}"], [f"compute.workspace={64 * MIB}"])
     )
-    # What is kept of the tiles, and beside it the sums of 8,192 rows and columns.
+    # The workspace of the tiles, and the sums of 8,192 rows and columns.
     assert usual.parts["loss tiles"] == (256 + 16) * MIB and less.parts["loss tiles"] == (128 + 16) * MIB
     assert usual.peak_bytes - less.peak_bytes == 128 * MIB and less.peak_bytes - least.peak_bytes == 64 * MIB
     assert least.reserved_bytes < less.reserved_bytes < usual.reserved_bytes
@@ -42,7 +42,7 @@ def test_a_smaller_tile_is_a_smaller_peak(work: Workload) -> None:
 
 def test_workspaces_are_those_of_the_devices_capability(work: Workload) -> None:
     h200, a100 = (predicted(work, gpu=gpu) for gpu in ("H200", "A100"))
-    # cuBLAS has a workspace for forward and one for backward: of 32 MiB each on 9.0, of 8 MiB and 128 KiB before.
+    # cuBLAS has one workspace for forward and one for backward: 32 MiB each on 9.0, 8 MiB and 128 KiB before.
     assert h200.parts["workspace"] - a100.parts["workspace"] == 2 * (24 * MIB - 128 * 1024)
     assert h200.peak_bytes - a100.peak_bytes == h200.parts["workspace"] - a100.parts["workspace"]
     assert predicted(work, gpu="H100").peak_bytes == h200.peak_bytes and predicted(work, gpu="L4").peak_bytes == a100.peak_bytes
@@ -63,5 +63,5 @@ def test_a_locked_tower_has_no_backward(work: Workload) -> None:
     x, y = workload(Request(run, data=100_000), run, "bf16", find_machine("H200")).towers
     assert not x.backward.calls and x.trainable == 0 and x.parameters == work.towers[0].parameters
     assert y == work.towers[1] and y.backward.flops > y.forward.flops > 0
-    # Pictures reach the device as bytes, texts as numbers: rows of some hundred bytes to some kB.
+    # Images reach the device as bytes, texts as token ids: rows of some hundred bytes to some kB.
     assert all(100 <= tower.inputs <= 10_000 for tower in (x, y))

@@ -1,7 +1,7 @@
-"""A small interpreter of Gluon: runs the kernels for Hopper on a CPU, from their source, without a device and without a compiler.
+"""A small interpreter of Gluon that runs the Hopper kernels on a CPU, from their source, without a device or a compiler.
 
-Programs run one after another, each on a device as gluon_device.py has it, with values as gluon_values.py has them. What a kernel
-uses of the language and is not there raises an AttributeError that names it.
+Programs run one after another, each on the simulated device of gluon_device.py with the values of gluon_values.py. A feature of the
+language that is not implemented raises an AttributeError that names it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,16 @@ from gluon_device import Descriptor, Program, program
 from gluon_values import DTYPES, FUNCTIONS, OF_TORCH, PointerType, Value, cdiv, maximum, minimum, value_of
 from torch import Tensor
 
-# What a compiler is told beside the arguments of a kernel.
+import megabatch
+
+PACKAGE = Path(megabatch.__file__).parent
+KERNELS = PACKAGE / "tiles" / "fused"
+# Keyword arguments of a launch that are for the compiler.
 COMPILER_OPTIONS = {"num_warps", "num_ctas", "num_stages", "maxnreg"}
 
 
 class Kernel:
-    """A function of the language. `kernel[grid](...)` starts it, as Triton would; seed: in which order things happen."""
+    """A function of the language. `kernel[grid](...)` launches it, as in Triton; seed: of the order of events."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         functools.update_wrapper(self, function)
@@ -54,10 +58,10 @@ class Kernel:
 
 
 def _argument(given: Any) -> Any:
-    """What a kernel gets for an argument that is no constant."""
+    """Return what a kernel gets for an argument that is not a constant."""
     if isinstance(given, Tensor):
         if not given.is_contiguous():
-            raise ValueError("pointers lead into contiguous tensors only")
+            raise ValueError("a pointer argument must be a contiguous tensor")
         return Value(torch.tensor(0), PointerType(given.detach().view(-1), OF_TORCH[given.dtype]))
     if hasattr(given, "block_shape"):
         return Descriptor(given.base, given.shape, given.strides, given.block_shape, given.layout)
@@ -76,7 +80,7 @@ _compiling: list[None] = []
 
 
 def _constexpr_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that runs when a kernel is compiled, with numbers instead of values."""
+    """Make a function that runs at compile time, with Python numbers instead of values."""
 
     @functools.wraps(function)
     def call(*args: Any, **named: Any) -> Any:
@@ -90,7 +94,7 @@ def _constexpr_function(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _range(*bounds: Any, **hints: Any) -> range | Iterator[Value]:
-    """In a kernel, what a loop counts is a value."""
+    """Replace `range`: in a kernel, the loop variable is a value."""
     numbers = range(*(int(bound) for bound in bounds))
     return numbers if Program.now is None or _compiling else map(value_of, numbers)
 
@@ -102,7 +106,7 @@ def _of_two(of_values: Callable[..., Any], of_numbers: Callable[..., Any], *give
 def _warp_specialize(functions_and_args: Sequence[Any], worker_num_warps: Sequence[int], worker_num_regs: Any = None) -> Any:
     for numbers in (worker_num_warps, worker_num_regs):
         if numbers is not None and len(numbers) != len(functions_and_args) - 1:
-            raise ValueError("every group of warps but the first has its number of warps and of registers")
+            raise ValueError("warp_specialize needs one number of warps and of registers per partition except the first")
     return program().specialize(functions_and_args)
 
 
@@ -114,10 +118,10 @@ class Layout:
 
 
 class Namespace(SimpleNamespace):
-    """What stands for a module of Triton."""
+    """A stand-in for a module of Triton."""
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"the interpreter of Gluon has no {name!r}")
+        raise AttributeError(f"the Gluon interpreter has no {name!r}")
 
 
 def _taken(*names: str) -> dict[str, Any]:
@@ -131,7 +135,7 @@ language = Namespace(
     **DTYPES,
     **FUNCTIONS,
     **dict.fromkeys(("NVMMADistributedLayout", "SliceLayout"), Layout),
-    # One thread stands for all of a group.
+    # One thread simulates all threads of a warp group.
     **dict.fromkeys(("barrier", "thread_barrier"), lambda: None),
     **_taken("allocate_shared_memory", "load", "store"),
     constexpr=_constexpr,
@@ -141,16 +145,27 @@ language = Namespace(
     range=_range,
     warp_specialize=_warp_specialize,
 )
-gluon = Namespace(jit=jit, constexpr_function=_constexpr_function, language=language)
+gluon = Namespace(
+    jit=jit,
+    constexpr_function=_constexpr_function,
+    language=language,
+    nvidia=Namespace(hopper=Namespace(TensorDescriptor=Descriptor)),
+)
 triton = Namespace(
-    jit=jit, constexpr_function=_constexpr_function, cdiv=cdiv, language=language, experimental=Namespace(gluon=gluon)
+    jit=jit,
+    constexpr_function=_constexpr_function,
+    cdiv=cdiv,
+    language=language,
+    experimental=Namespace(gluon=gluon),
+    tools=Namespace(tensor_descriptor=Namespace(TensorDescriptor=Descriptor)),
 )
 
 
 class Sources:
-    """Modules of kernels from their files. What they import of Triton is here; what they import of each other is read too.
+    """Modules of kernels, loaded from their files. They import Triton from here, and each other through this loader.
 
-    Python does not come to know them by name: all others see the true ones. changes: pieces of source, and what takes their place.
+    They are not put into sys.modules, so all other code sees the real modules. What they import from outside the package of kernels
+    is real too. changes: pieces of source, and their replacements.
     """
 
     def __init__(self, changes: Mapping[str, str]) -> None:
@@ -172,23 +187,26 @@ class Sources:
             exec(compile(source, path, "exec", dont_inherit=True), vars(module))
         return self.modules[path]
 
-    def _find(self, name: str, within: Any = None, _: Any = None, needs_grad: Sequence[str] | None = (), level: int = 0) -> Any:
-        """Takes the place of `__import__`."""
+    def _find(self, name: str, within: Any = None, _: Any = None, names: Sequence[str] | None = (), level: int = 0) -> Any:
+        """Replace `__import__`."""
         if level:
-            folder = Path(within["__file__"]).parents[level - 1]
+            path = Path(within["__file__"]).parents[level - 1].joinpath(*(name.split(".") if name else ()))
+            if path != KERNELS and KERNELS not in path.parents:
+                real = ".".join(path.relative_to(PACKAGE.parent).parts)
+                return builtins.__import__(real, None, None, names or ("*",))
             if name:
-                return self.module(folder.joinpath(*name.split(".")))
-            return Namespace(**{each: self.module(folder / each) for each in needs_grad or ()})
+                return self.module(path)
+            return Namespace(**{each: self.module(path / each) for each in names or ()})
         first, *further = name.split(".")
         if first == "triton":
-            return functools.reduce(getattr, further if needs_grad else (), triton)
-        return builtins.__import__(name, within, None, needs_grad or (), level)
+            return functools.reduce(getattr, further if names else (), triton)
+        return builtins.__import__(name, within, None, names or (), level)
 
 
 def kernels(path: Path, changes: Mapping[str, str] | None = None) -> ModuleType:
-    """A module of kernels for this interpreter. changes: in its source or in what it imports, each to be found there once."""
+    """Load a module of kernels. changes: of its source or that of its imports; each piece must occur exactly once."""
     sources = Sources(changes or {})
     module = sources.module(path)
     unfit = {change: sources.found[change] for change in sources.changes if sources.found[change] != 1}
-    assert not unfit, f"to be changed, but not found once: {unfit}"
+    assert not unfit, f"pieces of source that do not occur exactly once: {unfit}"
     return module

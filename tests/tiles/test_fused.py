@@ -1,4 +1,4 @@
-"""The Triton kernels on a CPU, by Triton's interpreter: right for any input, chosen where they can serve, within their memory."""
+"""The Triton kernels on a CPU, in Triton's interpreter: right for any input, chosen where supported, within their workspace."""
 
 from __future__ import annotations
 
@@ -27,26 +27,25 @@ from megabatch.tiles.contract import ComputeOptions, NeedsGrad, Pairs, Softmax
 pytest.importorskip("triton")
 
 import triton.language as tl
-from exchanged import expected, rows_and_columns, whole_numbers
+from reduction_kernel import expected, integers, rows_and_columns
 
 from megabatch.tiles import fused
-from megabatch.tiles.fused import capability, hopper, int8, launch, tuned_configs
-from megabatch.tiles.fused.kernels import gradient, sigmoid, stats
-from megabatch.tiles.fused.kernels.sums import COUNTED, EXPONENTIALS, RANKING, SUMS
-from megabatch.tiles.fused.saved_exp import LEAST_WIDTH, room_to_keep
+from megabatch.tiles.fused import architectures, int8, launch, reductions, sigmoid, tile, tuned_configs
+from megabatch.tiles.fused.gradient_panels import MIN_WIDTH_TO_SAVE_EXP, allocate_saved_exp
+from megabatch.tiles.fused.reductions import COUNTED, EXPONENTIALS, RANKING, SUMS
 
-if not capability.INTERPRETED:
+if not architectures.INTERPRETED:
     pytest.skip("kernels are compiled here, and tests on the GPU run them", allow_module_level=True)
 
-# The interpreter says so when numpy overflows, or makes no number, of what the kernels throw away.
+# The interpreter warns when numpy overflows or makes NaN, in values that the kernels discard.
 pytestmark = [
-    # Arithmetic is tested with scales that nobody would train with.
+    # Arithmetic is tested with scales that are useless for training.
     pytest.mark.filterwarnings("ignore:scale="),
     pytest.mark.usefixtures("unwritten_memory_is_no_number"),
     pytest.mark.filterwarnings(
         r"ignore:(overflow|divide by zero|invalid value) encountered in:RuntimeWarning:triton\.runtime\.interpreter"
     ),
-    # Sums are numpy's own, called from there.
+    # Sums call numpy directly.
     pytest.mark.filterwarnings(r"ignore:(overflow|invalid value) encountered in reduce:RuntimeWarning"),
 ]
 
@@ -60,7 +59,7 @@ both_losses = pytest.mark.parametrize("loss", SCALARS)
 
 
 def combinations(*names: str) -> list[dict]:
-    """Every combination of the options of these groups."""
+    """Return every combination of the options of these groups."""
     return [dict(itertools.chain(*(o.items() for o in groups))) for groups in itertools.product(*(CLIP_OPTIONS[n] for n in names))]
 
 
@@ -70,8 +69,12 @@ CLIP = [{}, *ALONE, EVERYTHING, {**EVERYTHING, "duplicates": "mask", "symmetric"
 SIGLIP = [{**options, **extra} for options in combinations("ids", "weights") for extra in ({}, {"extra": 5})]
 
 
+def new_launch(kernel: str, x: torch.Tensor, y: torch.Tensor, compute: ComputeOptions) -> launch.Launch:
+    return launch.Launch(architectures.INTERPRETER, kernel, x, y, compute)
+
+
 def assert_exact(case: Case, dtype: torch.dtype = torch.float32, allowed: float | None = None, **more) -> None:
-    """As exact as fp32 sums allow: bounds as in test_losses.py."""
+    """Assert that results are as exact as fp32 sums allow, with the bounds of test_losses.py."""
     case = case.rounded(dtype)
     sums = 32 * EPS * (1 + largest_logit(case)) if allowed is None else allowed
     for name, e in errors(case, ours(case, dtype, backend="fused", **more), formula(case)).items():
@@ -80,7 +83,7 @@ def assert_exact(case: Case, dtype: torch.dtype = torch.float32, allowed: float 
 
 @pytest.mark.parametrize("width", [1, 7, 100, 128, 300])
 @pytest.mark.parametrize("kind", ["random", "one large entry", "equal entries", "tiny and huge"])
-def test_rows_in_eight_bits_have_the_similarities_of_rows(width, kind):
+def test_quantised_rows_have_the_similarities_of_rows(width, kind):
     g = torch.Generator().manual_seed(width)
     x, y = torch.randn(70, width, generator=g), torch.randn(90, width, generator=g)
     if kind == "one large entry":
@@ -91,43 +94,43 @@ def test_rows_in_eight_bits_have_the_similarities_of_rows(width, kind):
     elif kind == "tiny and huge":
         x, y = x * 1e-30, y * 1e30
     x[5], y[7] = 0, 0
-    (a, x_steps), (b, y_steps) = (int8.rounded(t, 30) for t in (x, y))
+    (a, x_steps), (b, y_steps) = (int8.quantise(t, 30) for t in (x, y))
     assert a.shape[1] % 128 == b.shape[1] % 128 == 0 and int(a.min()) >= -127 and not x_steps[70:].any()
     assert x_steps[5] == y_steps[7] == 0 and not a[5].any() and not b[7].any()
     found = (a.double() @ b.double().T) * x_steps[:70, None].double() * y_steps[None, :90]
     x_error, y_error = x_steps[:70, None].double() * y.double().norm(dim=1), y_steps[:90].double() * x.double().norm(dim=1)[:, None]
     off = (found - x.double() @ y.double().T).abs()
-    # Half a step in every entry, all in one direction, and the product of two such.
+    # At most half a step in every entry, all in one direction, and the product of two such errors.
     assert (off <= (x_error + y_error) * a.shape[1] ** 0.5 / 2 + x_steps[:70, None] * y_steps[:90] * a.shape[1] / 4 + 1e-6).all()
     if width >= 100:
-        # A step is a small part of a row: no entry is much larger than others then.
+        # A step is a small fraction of a row, because after the rotation no entry is much larger than others.
         assert (127 * x_steps[:70] <= 0.6 * x.double().norm(dim=1)).all()
         if kind != "equal entries":
-            # Errors evenly within a step, independent of each other, add up as squares do.
+            # Independent errors, uniform within a step, add up in squares.
             assert off.square().mean() < 1.5 * ((x_error**2 + y_error**2) / 12).mean()
 
 
-def test_similarities_of_unit_rows_in_eight_bits_are_off_by_what_the_documents_say():
+def test_int8_similarities_of_unit_rows_have_the_documented_error():
     x, y = (
         torch.nn.functional.normalize(torch.randn(64, 768, generator=torch.Generator().manual_seed(n)), dim=1) for n in range(2)
     )
-    (a, x_steps), (b, y_steps) = int8.rounded(x, 0), int8.rounded(y, 0)
+    (a, x_steps), (b, y_steps) = int8.quantise(x, 0), int8.quantise(y, 0)
     off = (a.double() @ b.double().T) * x_steps[:, None].double() * y_steps - x.double() @ y.double().T
     assert 3.5e-4 < off.square().mean().sqrt() < 4.5e-4
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_gradients_above_a_limit_are_computed_again_and_no_others(symmetric):
+def test_only_gradients_above_the_limit_are_computed_again(symmetric):
     g = torch.Generator().manual_seed(0)
     x, y = torch.randn(70, 20, generator=g) / 4, torch.randn(300, 20, generator=g) / 4
     gains = torch.rand(70 + 99, generator=g), torch.rand(300 + 99, generator=g) if symmetric else None
-    layout, whole = launch.Launch("gradient", x, y, ComputeOptions(2**24)), launch.Panel(slice(0, 70), slice(0, 300))
+    work, whole = new_launch("gradient", x, y, ComputeOptions(2**24)), launch.Panel(slice(0, 70), slice(0, 300))
     panel = torch.rand(70, 304, generator=g)[:, :300]
     before, limit = panel.clone(), torch.tensor(0.97)
     marks = torch.stack([(part > limit).any(1) for part in panel.split(64, 1)])
-    # One that is not marked is not looked at.
+    # A tile without a mark is not looked at.
     marks[2, 10:40] = False
-    int8.correct(layout, whole, torch.tensor(2.0), panel, marks.to(torch.int8), 64, limit, gains)
+    int8.correct_large(work, whole, torch.tensor(2.0), panel, marks.to(torch.int8), 64, limit, gains)
     again = (before > limit) & marks.repeat_interleave(64, 0)[:300].T
     exact = (2 * x.double() @ y.double().T).exp() * (gains[0][:70, None] + (gains[1][:300] if symmetric else 0.0))
     assert 500 < int(again.sum()) < 700 and torch.equal(panel[~again], before[~again])
@@ -164,25 +167,25 @@ def test_one_row(loss):
         assert all(t.abs().max() == 0 for t in ours(case, torch.float32, backend="fused").values())
 
 
-def apart(t: torch.Tensor) -> torch.Tensor:
-    """The same values with others between them."""
+def strided(t: torch.Tensor) -> torch.Tensor:
+    """Return the same values with others between them."""
     return torch.stack((t, t + 1), 1)[:, 0]
 
 
 LAYOUTS = {
     "transposed, cut": lambda given: {"x": given["x"].T.contiguous().T, "y": torch.cat((given["y"], given["x"]), 1)[:, :8]},
     "shifted": lambda given: {"x": torch.cat((given["x"][0, :1], given["x"].flatten()))[1:].view(12, 8)},
-    "ids apart": lambda given: {"ids": apart(given["ids"])},
-    "weights apart": lambda given: {"weights": apart(given["weights"])},
+    "ids strided": lambda given: {"ids": strided(given["ids"])},
+    "weights strided": lambda given: {"weights": strided(given["weights"])},
     "weights expanded": lambda given: {"weights": given["weights"][:1].expand(12)},
-    # One row is contiguous wherever the next would begin.
+    # A single row is contiguous whatever its stride.
     "one row, cut": lambda given: {name: torch.cat((given[name], given["x"][:, :1]), 1)[:1, :8] for name in ("x", "y")},
 }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 @both_losses
-def test_inputs_may_lie_in_memory_as_they_like(loss, layout):
+def test_inputs_may_have_any_memory_layout(loss, layout):
     case = build(loss, 12, SCALARS[loss], {"ids": True, "weights": True}, width=8)
     given = {"x": case.x.float(), "y": case.y.float(), "ids": case.options["ids"], "weights": case.options["weights"].float()}
     given |= layout(given)
@@ -196,12 +199,12 @@ def test_inputs_may_lie_in_memory_as_they_like(loss, layout):
 
 
 @both_losses
-def test_without_tensor_descriptors_it_is_the_same(loss, monkeypatch):
+def test_kernels_without_tensor_descriptors_compute_the_same(loss, monkeypatch):
     case = build(loss, 21, SCALARS[loss], EVERY_OPTION[loss], width=23)
-    described = ours(case, torch.float32, backend="fused", workspace=1000)
-    monkeypatch.setattr(launch, "has_descriptors", lambda device: False)
+    expected = ours(case, torch.float32, backend="fused", workspace=1000)
+    monkeypatch.setattr(architectures, "INTERPRETER", architectures.INTERPRETER._replace(descriptors=False))
     found = ours(case, torch.float32, backend="fused", workspace=1000)
-    assert all(torch.allclose(found[name], t, rtol=1e-6, atol=1e-7) for name, t in described.items())
+    assert all(torch.allclose(found[name], t, rtol=1e-6, atol=1e-7) for name, t in expected.items())
 
 
 @pytest.fixture
@@ -231,11 +234,11 @@ def test_more_rows_of_tiles_than_a_group_has(use_blocks):
     assert_exact(build("siglip_loss", 48, (7.0, -3.0), {"extra": 16}, width=4))
 
 
-@pytest.mark.parametrize("of", [0, 1, 2], ids=["sums", "maxima", "products"])
+@pytest.mark.parametrize("op", [0, 1, 2], ids=["sums", "maxima", "products"])
 @pytest.mark.parametrize("m, n, warps", [(16, 16, 4), (32, 64, 2), (64, 32, 4), (128, 32, 4), (128, 16, 8), (256, 8, 4)])
-def test_rows_and_columns_are_put_together(m, n, warps, of):
-    values = whole_numbers(m, n, of)
-    for found, true in zip(rows_and_columns(values, of, warps, product=False), expected(values, of), strict=True):
+def test_reductions_of_rows_and_columns_are_exact(m, n, warps, op):
+    values = integers(m, n, op)
+    for found, true in zip(rows_and_columns(values, op, warps, product=False), expected(values, op), strict=True):
         assert torch.equal(found, true)
 
 
@@ -247,35 +250,35 @@ def test_any_scale_is_right_beside_diagnostics(loss, scale):
     assert all(e < 1e-6 for e in errors(case, case.run(ranked, torch.float32), formula(case)).values())
 
 
-def careful(monkeypatch, *, where: float, parts: tuple[str, ...] = ("stats", "gradient", "sigmoid")) -> None:
-    """Kernels that take the careful way at any tile (where=math.inf), or at none (where=-math.inf)."""
+def set_fallback(monkeypatch, *, where: float, parts: tuple[str, ...] = ("stats", "gradient", "sigmoid")) -> None:
+    """Make the safe launch compute every tile again (where=math.inf), or none (where=-math.inf)."""
     if "stats" in parts:
-        monkeypatch.setattr(stats, "LEAST_SUM", tl.constexpr(where))
-        monkeypatch.setattr(stats, "LARGEST_SUM", tl.constexpr(math.inf))
+        monkeypatch.setattr(tile, "SMALLEST_SUM", tl.constexpr(where))
+        monkeypatch.setattr(tile, "LARGEST_SUM", tl.constexpr(math.inf))
     if "gradient" in parts:
-        monkeypatch.setattr(gradient, "LOWEST_PEAK", tl.constexpr(where))
-        monkeypatch.setattr(gradient, "HIGHEST_PEAK", tl.constexpr(math.inf))
+        monkeypatch.setattr(tile, "LOWEST_PEAK", tl.constexpr(where))
+        monkeypatch.setattr(tile, "HIGHEST_PEAK", tl.constexpr(math.inf))
     if "sigmoid" in parts:
         monkeypatch.setattr(sigmoid, "overflowed", lambda value: (value < value) if where < 0 else (value == value))
 
 
 @both_losses
-def test_ordinary_logits_do_not_take_the_careful_way_which_is_right_for_them_too(loss, monkeypatch):
-    # Where a row drops all of a tile there is nothing to sum up, and that looks like an underflow.
+def test_ordinary_logits_need_no_fallback_which_is_right_for_them_too(loss, monkeypatch):
+    # Where a row drops all of a tile the sum is zero, which looks like an underflow.
     options = {name: value for name, value in EVERY_OPTION[loss].items() if name != "drop_above"}
     case = build(loss, 21, SCALARS[loss], options)
     expected = ours(case, torch.float32, backend="fused")
-    careful(monkeypatch, where=-math.inf)
+    set_fallback(monkeypatch, where=-math.inf)
     found = ours(case, torch.float32, backend="fused")
     assert all(torch.equal(found[name], t) for name, t in expected.items())
-    careful(monkeypatch, where=math.inf)
+    set_fallback(monkeypatch, where=math.inf)
     found = ours(case, torch.float32, backend="fused")
     assert not all(torch.equal(found[name], t) for name, t in expected.items())
     assert all(e < 1e-6 for e in errors(case, found, formula(case)).values())
 
 
 def far_apart(gap: float) -> Case:
-    """Rows whose largest logits lie far below and above those of their neighbours in the tile."""
+    """Return rows whose largest logits are far below and above those of their neighbours in the tile."""
     x, y = embeddings(21, width=4, seed=1)
     x = x * torch.where(torch.arange(21) % 3 == 0, gap, 1.0)[:, None].double()
     y[5:7] *= gap
@@ -305,7 +308,7 @@ def test_one_row_or_column_may_be_far_below_all_others(side):
 
 @pytest.mark.parametrize("bias", [-1e4, 0.0, 1e4])
 def test_sigmoids_of_large_logits(bias):
-    # Away from zero a cost is linear in its logit and the slope is zero or one: nothing is lost to the logit's rounding.
+    # Away from zero the loss is linear in the logit and the slope is zero or one, so the rounding of the logit loses nothing.
     x, y = embeddings(21, width=7)
     assert_exact(Case("siglip_loss", x, y, (1e4, bias)), allowed=64 * EPS)
 
@@ -319,8 +322,8 @@ def test_sigmoids_of_large_logits(bias):
     ],
     ids=["stats", "gradient", "sigmoid"],
 )
-def test_large_logits_need_the_careful_way(case, part, wrong, monkeypatch):
-    careful(monkeypatch, where=-math.inf, parts=(part,))
+def test_large_logits_need_the_fallback(case, part, wrong, monkeypatch):
+    set_fallback(monkeypatch, where=-math.inf, parts=(part,))
     found = errors(case, ours(case, torch.float32, backend="fused"), formula(case))
     assert {name for name, e in found.items() if not e < 1e-3} == wrong
 
@@ -342,7 +345,7 @@ def test_a_small_loss_keeps_its_digits():
 
 
 @both_losses
-def test_what_is_no_number_stays_none(loss):
+def test_nan_stays_nan(loss):
     x, y = (t.float().requires_grad_() for t in embeddings(18))
     with torch.no_grad():
         x[3, 1] = math.nan
@@ -360,14 +363,14 @@ def test_diagnostics_are_those_of_the_other_backend(loss, options):
         f(x, y, *SCALARS[loss], ids=ids, diagnostics=True, workspace=1000, backend=backend, **options)[1]
         for backend in ("fused", "eager")
     )
-    for mine, theirs in zip(found, expected, strict=True):
-        assert (mine is None) == (theirs is None)
-        assert mine is None or (mine.dtype == theirs.dtype and torch.allclose(mine, theirs, rtol=1e-6))
+    for a, b in zip(found, expected, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or (a.dtype == b.dtype and torch.allclose(a, b, rtol=1e-6))
 
 
 @pytest.mark.parametrize("loss, rows_of_a_tile", [("siglip_loss", 16), ("clip_loss", 16), ("clip_loss", 128), ("clip_loss", 256)])
 def test_ranks_and_hardest_negatives_are_exact_ties_included(loss, rows_of_a_tile, use_blocks):
-    # As many rivals ahead in a column of a tile as it has rows, in the first; whole numbers, whose products are exact.
+    # In the first case all negatives in a column of a tile tie with the positive; integers, whose products are exact.
     use_blocks(m=rows_of_a_tile, n=64)
     g = torch.Generator().manual_seed(1)
     rows = rows_of_a_tile + 3
@@ -413,7 +416,7 @@ SHARDS = {"clip_loss": [7, 14], "siglip_loss": [12, 0]}
 
 
 def shard_results(rank: int, size: int) -> dict[str, dict[str, torch.Tensor]]:
-    """One rank's part of both batches, backward included."""
+    """Return one rank's part of both batches, backward included."""
     results = {}
     for loss, lengths in SHARDS.items():
         case = build(loss, sum(lengths), SCALARS[loss], {"ids": True, "weights": True})
@@ -428,7 +431,7 @@ def test_two_ranks_are_one_batch(world):
     parts = world.run(2, shard_results)
     for loss, lengths in SHARDS.items():
         case = build(loss, sum(lengths), SCALARS[loss], {"ids": True, "weights": True})
-        # A rank's gradient is that of the sum of both ranks' values.
+        # The gradient of a rank is that of the sum of both ranks' values.
         found = {name: torch.cat([part[loss][name] for part in parts]) / 2 for name in ("x", "y")}
         found |= {name: t for name, t in parts[1][loss].items() if name not in found}
         for name, e in errors(case, found, formula(case)).items():
@@ -450,7 +453,7 @@ def test_under_autocast_the_dtype_is_that_of_the_products():
         megabatch.clip_loss(x, y, 1.0, backend="fused")
 
 
-def test_a_cpu_is_served_by_pytorchs_operations_unless_asked():
+def test_a_cpu_uses_the_eager_backend_by_default():
     cpu = torch.device("cpu")
     assert backend_for(cpu, torch.float32) is eager
     assert backend_for(cpu, torch.float32, "fused") is fused
@@ -463,7 +466,7 @@ def test_without_triton_there_is_a_remedy_and_a_fallback(monkeypatch):
     assert backend_name(CUDA) == "eager"
 
 
-def test_a_broken_triton_is_said_and_does_without(monkeypatch):
+def test_a_broken_triton_is_reported_and_falls_back_to_eager(monkeypatch):
     monkeypatch.delattr(tiles, "fused")
     monkeypatch.setitem(sys.modules, "megabatch.tiles.fused", None)
     with pytest.raises(ValueError, match="Triton cannot be imported"):
@@ -471,20 +474,38 @@ def test_a_broken_triton_is_said_and_does_without(monkeypatch):
     assert backend_name(CUDA) == "eager"
 
 
-def test_a_device_is_asked_what_it_can_do(monkeypatch):
-    monkeypatch.setattr(capability, "INTERPRETED", False)
-    monkeypatch.setattr(capability, "_capability", lambda device: (7, 5))
-    assert "compute capability 7.5, and fused tiles need 8.0" in capability.unsupported(CUDA, torch.float16)
+def test_the_architecture_decides_what_is_supported(monkeypatch):
+    monkeypatch.setattr(architectures, "INTERPRETED", False)
+    monkeypatch.setattr(architectures, "_capability", lambda device: (7, 5))
+    assert "compute capability 7.5, and fused tiles need 8.0" in architectures.unsupported(CUDA, torch.float16)
     assert backend_name(CUDA, torch.bfloat16) == "eager"
     with pytest.raises(ValueError, match=r"backend='fused': .*7\.5"):
         backend_name(CUDA, torch.bfloat16, "fused")
-    assert "no fused tiles for cpu" in capability.unsupported(torch.device("cpu"), torch.float32)
-    for version, described in (((8, 0), False), ((9, 0), True)):
-        monkeypatch.setattr(capability, "_capability", lambda device, version=version: version)
+    assert "no fused tiles for cpu" in architectures.unsupported(torch.device("cpu"), torch.float32)
+    for capability, name in (
+        ((8, 0), "ampere"),
+        ((8, 9), "ampere"),
+        ((9, 0), "hopper"),
+        ((10, 0), "blackwell"),
+        ((12, 0), "blackwell"),
+    ):
+        monkeypatch.setattr(architectures, "_capability", lambda device, capability=capability: capability)
         assert backend_name(CUDA, torch.bfloat16) == "fused" and backend_name(CUDA, torch.float64) == "eager"
-        assert capability.has_descriptors(CUDA) == described
+        architecture = architectures.architecture_of(CUDA)
+        assert architecture.name == name and architecture.descriptors == (capability >= (9, 0))
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert capability.unsupported(CUDA, torch.float16) is None and not capability.has_descriptors(CUDA)
+    assert architectures.unsupported(CUDA, torch.float16) is None and not architectures.architecture_of(CUDA).descriptors
+
+
+def test_architectures_are_sorted_and_hopper_has_kernels_with_the_versions_of_triton_that_they_were_run_with(monkeypatch):
+    capabilities = [architecture.capability for architecture in architectures.ARCHITECTURES]
+    assert capabilities == sorted(capabilities)
+    pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+    loaded = {}
+    for version in ("3.6.1", "3.7.1"):
+        monkeypatch.setattr(architectures.triton, "__version__", version)
+        loaded[version] = architectures._hopper_kernels.__wrapped__()
+    assert loaded["3.7.1"] is None and callable(loaded["3.6.1"].softmax_stats) and callable(loaded["3.6.1"].softmax_grads)
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
@@ -495,42 +516,42 @@ def test_a_device_is_asked_what_it_can_do(monkeypatch):
     st.sampled_from((0.25, 1.5, 2.0, 4.0)),
     st.none() | st.integers(32, 400),
 )
-def test_panels_hold_every_pair_once_and_keep_to_the_working_memory(rows, columns, workspace, bytes_a_cell, widest):
+def test_panels_cover_every_pair_once_within_the_workspace(rows, columns, workspace, bytes_per_cell, widest):
     x, y = torch.empty(rows, 4), torch.empty(columns, 4)
-    work = launch.Launch("stats", x, y, ComputeOptions(workspace))
-    panels, held = list(work.panels(bytes_a_cell, widest)), torch.zeros(rows, columns, dtype=torch.int64)
+    work = new_launch("stats", x, y, ComputeOptions(workspace))
+    panels, held = list(work.panels(bytes_per_cell, widest)), torch.zeros(rows, columns, dtype=torch.int64)
     for p in panels:
         held[p.r, p.c] += 1
-        assert p.rows * p.columns <= max(workspace / bytes_a_cell, work.blocks.m * work.blocks.n)
+        assert p.rows * p.columns <= max(workspace / bytes_per_cell, work.blocks.m * work.blocks.n)
         assert p.r.start % work.blocks.m == 0 and p.c.start % work.blocks.n == 0
         assert widest is None or p.columns <= widest
     assert (held == 1).all()
-    assert len(panels) <= 1 or rows * columns > workspace / bytes_a_cell or columns > (widest or columns)
+    assert len(panels) <= 1 or rows * columns > workspace / bytes_per_cell or columns > (widest or columns)
     assert panels == sorted(panels, key=lambda p: (p.r.start, p.c.start))
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.integers(1, 300), st.integers(1, 300), st.integers(1, 2**16), st.none() | st.integers(32, 400))
-def test_around_a_kept_panel_every_pair_is_held_once_and_sums_begin_where_they_are_said_to(rows, columns, workspace, widest):
+def test_panels_around_saved_exponentials_cover_every_pair_once_in_the_order_that_sums_need(rows, columns, workspace, widest):
     x, y, compute = torch.empty(rows, 4), torch.empty(columns, 4), ComputeOptions(workspace)
-    work = launch.Launch("stats", x, y, compute)
-    kept = room_to_keep(work, compute)
-    first = next(launch.Launch("gradient", x, y, compute).panels(4))
-    assert (kept.panel.r, kept.panel.c) == (first.r, first.c) and kept.buffer.dtype == torch.float32
+    work = new_launch("stats", x, y, compute)
+    saved = allocate_saved_exp(work, compute)
+    first = next(new_launch("gradient", x, y, compute).panels(4))
+    assert (saved.panel.r, saved.panel.c) == (first.r, first.c) and saved.buffer.dtype == torch.float32
     held = torch.zeros(rows, columns, dtype=torch.int64)
-    for p in work.panels(0.5, widest, kept.panel):
+    for p in work.panels(0.5, widest, saved.panel):
         assert held[p.r, :].any(1).all() == (p.c.start > 0) and held[:, p.c].any(0).all() == (p.r.start > 0)
-        inside = p.r.stop <= kept.panel.rows and p.c.stop <= kept.panel.columns
-        outside = p.r.start >= kept.panel.rows or p.c.start >= kept.panel.columns
-        assert kept.holds(p) == inside != outside
+        inside = p.r.stop <= saved.panel.rows and p.c.stop <= saved.panel.columns
+        outside = p.r.start >= saved.panel.rows or p.c.start >= saved.panel.columns
+        assert saved.contains(p) == inside != outside
         held[p.r, p.c] += 1
         if inside:
-            kept.values(p).fill_(1)
+            saved.view(p).fill_(1)
     assert (held == 1).all()
-    assert kept.values(kept.panel).eq(1).all()
+    assert saved.view(saved.panel).eq(1).all()
 
 
-def kept_of(width=8, dtype=torch.float32, **options):
+def saved_of(width=8, dtype=torch.float32, **options):
     x, y = embeddings(70, width=width)
     pairs = Pairs(is_local=True, positive_M=torch.zeros(70), positive_N=torch.zeros(70), **options)
     compute = ComputeOptions(40 * 64 * 4)
@@ -538,96 +559,96 @@ def kept_of(width=8, dtype=torch.float32, **options):
     return tensors, pairs, compute, fused.softmax_stats(*tensors, pairs, columns=True, compute=compute, save_exp=True).saved_exp
 
 
-def test_kept_exponentials_are_those_of_the_first_panel_and_what_gradients_are_made_of():
-    (x, y, scale), pairs, compute, kept = kept_of()
-    rows, columns = kept.panel.rows, kept.panel.columns
+def test_saved_exponentials_are_those_of_the_first_panel_and_gradients_are_computed_from_them():
+    (x, y, scale), pairs, compute, saved = saved_of()
+    rows, columns = saved.panel.rows, saved.panel.columns
     assert rows < 70 and columns < 70
     true = (3 * x.double() @ y.double().T).exp().fill_diagonal_(0)[:rows, :columns]
-    assert torch.allclose(kept.values(kept.panel).double(), true, rtol=1e-5)
+    assert torch.allclose(saved.view(saved.panel).double(), true, rtol=1e-5)
     softmax = Softmax(torch.zeros(70), torch.ones(70))
     arguments = x, y, scale, pairs, softmax, softmax
     again, _ = fused.softmax_grads(*arguments, needs_grad=NeedsGrad(True, True), compute=compute)
-    kept.buffer.mul_(2)
-    doubled, _ = fused.softmax_grads(*arguments, needs_grad=NeedsGrad(True, True), compute=compute, saved_exp=kept)
+    saved.buffer.mul_(2)
+    doubled, _ = fused.softmax_grads(*arguments, needs_grad=NeedsGrad(True, True), compute=compute, saved_exp=saved)
     extra = 2 * true @ y[:columns].double()
     assert torch.allclose((doubled - again)[:rows].double(), extra, rtol=1e-4, atol=1e-3)
     assert torch.allclose(doubled[rows:], again[rows:], rtol=1e-5)
 
 
 @pytest.mark.parametrize("workspace, symmetric", [(2**20, False), (40 * 64 * 4, True)])
-def test_what_is_kept_tells_the_pairs_that_count_however_small_their_exponentials(workspace, symmetric):
+def test_saved_exponentials_show_which_pairs_count_however_small_they_are(workspace, symmetric):
     x, y = embeddings(70, width=8)
-    # Logits of some rows are about zero for ten columns, and so low for the others that fp32 has no exponential of them.
+    # Logits of some rows are about zero for ten columns, and so low for the others that their exponentials underflow.
     y[:, 0] = torch.where(torch.arange(70) < 10, 0.0, 1.0)
     x[20:23, 0] = -200
     case = Case("clip_loss", x, y, (1.0,), {"ids": torch.arange(70) // 2, "label_smoothing": 0.3, "symmetric": symmetric})
     a, b = (t.float().requires_grad_() for t in (x, y))
     loss = megabatch.clip_loss(a, b, 1.0, backend="fused", workspace=workspace, **case.options)
-    assert loss.grad_fn.way_back.kept is not None
+    assert loss.grad_fn.saved.saved_exp is not None
     true = formula(case)
     for found in (torch.autograd.grad(loss, (a, b), retain_graph=True), torch.autograd.grad(loss, (a, b))):
         for gradient_of, name in zip(found, ("x", "y"), strict=True):
             assert (gradient_of - true[name]).norm() < 1e-5 * true[name].norm()
 
 
-def test_what_options_add_to_a_gradient_is_not_kept():
+def test_nothing_is_saved_with_options_that_need_more_than_exponentials():
     ids = torch.arange(70) // 2
-    assert all(kept_of(**options)[-1] for options in ({"ids_M": ids, "ids_N": ids}, {"ranked": True}, {"smoothed": True}))
+    assert all(saved_of(**options)[-1] for options in ({"ids_M": ids, "ids_N": ids}, {"ranked": True}, {"smoothed": True}))
     for options in ({"ids_M": ids, "ids_N": ids, "multi_positive": True}, {"drop_above": 0.1}):
-        assert kept_of(**options)[-1] is None
-    (x, y, scale), pairs, compute, _ = kept_of()
+        assert saved_of(**options)[-1] is None
+    (x, y, scale), pairs, compute, _ = saved_of()
     assert fused.softmax_stats(x, y, scale, pairs, columns=True, compute=compute).saved_exp is None
-    # Nor is it on a device where products are faster: those of fp16, whose panels take four bytes a cell, and narrow ones.
+    # Nor on a device where products are faster: those of fp16, whose panels take four bytes per cell, and narrow ones.
     for dtype, width in ((torch.float16, 768), (torch.bfloat16, 256), (torch.float32, 32)):
         x_MD = torch.empty(8, width, dtype=dtype, device="meta")
-        assert room_to_keep(SimpleNamespace(x_MD=x_MD, y_ND=x_MD), compute) is None
+        assert allocate_saved_exp(SimpleNamespace(x_MD=x_MD, y_ND=x_MD), compute) is None
 
 
-def test_predicted_memory_keeps_where_the_kernels_do():
-    assert {2: LEAST_WIDTH["bfloat16"], 4: LEAST_WIDTH["ieee"]} == KEPT_WIDTH
-    assert DEFAULT_WORKSPACE["cuda"] == fused.default_workspace(CUDA) and BESIDE_KEPT == launch.BESIDE_KEPT
+def test_predicted_memory_saves_exponentials_where_the_kernels_do():
+    assert {2: MIN_WIDTH_TO_SAVE_EXP["bfloat16"], 4: MIN_WIDTH_TO_SAVE_EXP["ieee"]} == KEPT_WIDTH
+    assert DEFAULT_WORKSPACE["cuda"] == fused.default_workspace(CUDA) and BESIDE_KEPT == launch.PARTS_BESIDE_SAVED_EXP
 
 
-def test_a_second_way_back_computes_again_what_the_first_used_up():
+def test_a_second_backward_computes_again_what_the_first_has_overwritten():
     x, y = (t.float().requires_grad_() for t in embeddings(70, width=8))
     loss = megabatch.clip_loss(x, y, 3.0, backend="fused", workspace=40 * 64 * 4)
     first, second = (torch.autograd.grad(loss, (x, y), retain_graph=True) for _ in range(2))
     assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-8) for a, b in zip(first, second, strict=True))
 
 
-def test_parts_of_many_tiles_are_merged_over_panels():
+def test_partial_sums_of_many_tiles_are_merged_over_panels():
     g = torch.Generator().manual_seed(0)
     rows, tiles = 40, 150
-    sums = launch.Sums(torch.empty(rows, 1), [kind.value for kind in (EXPONENTIALS, RANKING, COUNTED, SUMS)])
+    sums = reductions.Sums(torch.empty(rows, 1), [kind.value for kind in (EXPONENTIALS, RANKING, COUNTED, SUMS)])
     panels = torch.randint(-9, 9, (2, 4, 2, tiles, rows), generator=g).float()
     panels[:, 1:3, 1] = panels[:, 1:3, 1].abs()
-    # Sums of exponentials as they are, with a peak of their own (a minus), and of none, as all of the first five rows.
+    # Plain sums, sums relative to a peak (encoded by a minus), and sums of nothing, as all of the first five rows.
     panels[:, 0, 0] *= 30
     panels[:, 0, 1, :, :5] = 0
     panels[0, 0, 0, panels[0, 0, 1] >= 0] = math.nan
     for place, parts in enumerate(panels):
-        launch.merge_panel(launch.Panel(slice(0, rows), slice(place, place + 1)), sums, parts, None, None)
+        reductions.merge_parts(launch.Panel(slice(0, rows), slice(place, place + 1)), sums, parts, None, None)
     first, second = panels.double().permute(1, 2, 4, 0, 3).flatten(3).unbind(1)
     peaks = torch.where(second[0] < 0, first[0], 0.0)
-    found = sums.found.double()
+    found = sums.values.double()
     assert torch.allclose(found[0, 0] + found[0, 1].log(), (peaks + second[0].abs().log()).logsumexp(1), rtol=1e-6)
     assert torch.equal(found[1, 0], first[1].amax(1)) and torch.equal(found[2:, 0], first[2:].sum(2))
-    assert torch.equal(sums.numbers[1:3], second[1:3].sum(2).long()) and torch.equal(found[3, 1], second[3].sum(1))
+    assert torch.equal(sums.counts[1:3], second[1:3].sum(2).long()) and torch.equal(found[3, 1], second[3].sum(1))
 
 
 def test_tiles_in_which_ids_may_be_equal_are_marked():
     ids_M, ids_N = torch.arange(40), torch.arange(40, 640)
     for i, j, high in ((0, 599, 0), (17, 5, 1), (18, 300, -1), (39, 270, 0)):
         ids_N[j] = ids_M[i] + high * 2**32
-    work = launch.Launch("stats", torch.empty(40, 4), torch.empty(600, 4), ComputeOptions(2**20))
-    marks = work.pairs(Pairs(ids_M=ids_M, ids_N=ids_N), launch.Panel(slice(0, 40), slice(0, 600)))[0]
+    work = new_launch("stats", torch.empty(40, 4), torch.empty(600, 4), ComputeOptions(2**20))
+    marks = work.pair_args(Pairs(ids_M=ids_M, ids_N=ids_N), launch.Panel(slice(0, 40), slice(0, 600))).matches
     assert marks.nonzero().tolist() == [[0, 599 // 32], [1, 5 // 32], [1, 300 // 32], [2, 270 // 32]]
 
 
-def pretend(monkeypatch, name: str = "a new device", capability: tuple[int, int] = (13, 7), room: int = 99 * 1024) -> None:
-    """A CUDA device of this name and capability, with this much shared memory."""
+def pretend(monkeypatch, name: str = "a new device", capability: tuple[int, int] = (13, 7), shared: int = 99 * 1024) -> None:
+    """Pretend a CUDA device of this name and capability, with `shared` bytes of shared memory."""
     properties = SimpleNamespace(
-        name=name, major=capability[0], minor=capability[1], shared_memory_per_block=48 * 1024, shared_memory_per_block_optin=room
+        name=name, major=capability[0], minor=capability[1], shared_memory_per_block=48 * 1024, shared_memory_per_block_optin=shared
     )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
 
@@ -636,19 +657,19 @@ def blocks_on(kernel: str, dtype: torch.dtype, precision: str, width: int) -> tu
     return tuned_configs.blocks_for.__wrapped__(kernel, CUDA, dtype, precision, width)
 
 
-@pytest.mark.parametrize("room", [64, 99, 160, 227])
+@pytest.mark.parametrize("shared_kib", [64, 99, 160, 227])
 @pytest.mark.parametrize(
     "dtype, precision",
     [(torch.float32, "ieee"), (torch.float32, "tf32"), (torch.bfloat16, "ieee"), (torch.float16, "ieee")],
     ids=str,
 )
-def test_an_unknown_device_gets_blocks_that_fit_it(monkeypatch, dtype, precision, room):
-    pretend(monkeypatch, room=room * 1024)
+def test_an_unknown_device_gets_blocks_that_fit_it(monkeypatch, dtype, precision, shared_kib):
+    pretend(monkeypatch, shared=shared_kib * 1024)
     for kernel, width in itertools.product(("stats", "gradient", "sigmoid"), (1, 20, 768, 4096)):
         found = blocks_on(kernel, dtype, precision, width)
         operands = found.stages * (found.m + found.n) * found.k * dtype.itemsize
         written = found.m * found.n // found.pieces * (2 if dtype == torch.bfloat16 else 4)
-        assert operands + written <= room * 1024
+        assert operands + written <= shared_kib * 1024
         assert found.k >= 16 and (found.k == 16 or found.k < 2 * width)
 
 
@@ -658,8 +679,8 @@ def test_a_device_that_does_not_tell_its_largest_shared_memory_gets_blocks(monke
     assert blocks_on("stats", torch.bfloat16, "ieee", 768).m == 64
 
 
-def test_measured_blocks_are_well_formed():
-    entries = json.loads(tuned_configs.MEASURED.read_text())["blocks"]
+def test_tuned_blocks_are_well_formed():
+    entries = json.loads(tuned_configs.TUNED.read_text())["blocks"]
     assert entries
     for entry in entries:
         assert entry["kernel"] in ("stats", "gradient", "sigmoid") and entry["kind"] in ("bfloat16", "float16", "ieee", "tf32")
@@ -673,27 +694,29 @@ def test_measured_blocks_are_well_formed():
     assert len(set(measured)) == len(measured)
 
 
-def test_measured_rings_are_well_formed():
-    entries = json.loads(tuned_configs.MEASURED.read_text())["rings"]
+def test_tuned_pipelines_are_well_formed():
+    entries = json.loads(tuned_configs.TUNED.read_text())["pipelines"]
     assert {(entry["kernel"], entry["kind"]) for entry in entries} == {
         ("stats", "bfloat16"),
         ("stats", "float16"),
         ("gradient", "bfloat16"),
         ("gradient", "int8"),
-        ("sigmoid", "bfloat16"),
     }
     for entry in entries:
-        assert min(entry["group"], entry["behind"], entry["width"]) >= 1
-        assert entry["x_slots"] > 1 and entry["behind"] < entry["y_slots"]
-        assert entry["places"] in ((0,) if entry["kernel"] == "stats" else (1, 2, 4))
-        assert entry["least_pairs"] is None or entry["least_pairs"] > 0
-        # A slot is 16 KiB and a place 8; a multiprocessor of capability 9.0 has 227.
-        assert 16 * (2 * entry["x_slots"] + entry["y_slots"]) + 16 * entry["places"] < 227
+        assert min(entry["group"], entry["lag"], entry["width"]) >= 1
+        assert entry["x_slots"] > 1 and entry["lag"] < entry["y_slots"]
+        assert entry["out_slots"] in ((0,) if entry["kernel"] == "stats" else (1, 2, 4))
+        assert entry["min_tile_pairs"] is None or entry["min_tile_pairs"] > 0
+        # A slot for a block takes 16 KiB, one for a quarter of the gradient 8; a multiprocessor of capability 9.0 has 227.
+        assert 16 * (2 * entry["x_slots"] + entry["y_slots"]) + 16 * entry["out_slots"] < 227
         assert datetime.date.fromisoformat(entry["date"])
         assert entry["device"] and entry["capability"] == "9.0" and entry["torch"] and entry["triton"]
 
 
-def test_rings_serve_where_they_were_measured_to_be_faster(monkeypatch, tmp_path):
+def test_hopper_kernels_are_used_where_they_were_measured_to_be_faster(monkeypatch, tmp_path):
+    pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+    from megabatch.tiles.fused.hopper import pipeline
+
     common = {
         "kernel": "stats",
         "kind": "bfloat16",
@@ -701,43 +724,45 @@ def test_rings_serve_where_they_were_measured_to_be_faster(monkeypatch, tmp_path
         "capability": "9.0",
         "x_slots": 3,
         "y_slots": 7,
-        "behind": 5,
-        "places": 0,
+        "lag": 5,
+        "out_slots": 0,
     }
-    found = [{**common, "width": 64, "group": 8, "least_pairs": None}, {**common, "width": 768, "group": 16, "least_pairs": 2.5}]
+    found = [
+        {**common, "width": 64, "group": 8, "min_tile_pairs": None},
+        {**common, "width": 768, "group": 16, "min_tile_pairs": 2.5},
+    ]
     file = tmp_path / "tuned_configs.json"
-    file.write_text(json.dumps({"blocks": [], "rings": found}))
-    monkeypatch.setattr(tuned_configs, "MEASURED", file)
-    monkeypatch.setattr(hopper, "rings_for", tuned_configs.rings_for.__wrapped__)
-    monkeypatch.setattr(hopper, "_available", lambda device: True)
-    monkeypatch.setattr(hopper, "processors", lambda device: 4)
+    file.write_text(json.dumps({"blocks": [], "pipelines": found}))
+    monkeypatch.setattr(tuned_configs, "TUNED", file)
+    monkeypatch.setattr(pipeline, "pipeline_for", tuned_configs.pipeline_for.__wrapped__)
+    monkeypatch.setattr(pipeline, "multiprocessors", lambda device: 4)
     pretend(monkeypatch, "B", (9, 0))
 
-    def served(rows, width=700, kernel="stats", dtype=torch.bfloat16, m=128, n=128, described=True):
+    def selected(rows, width=700, kernel="stats", dtype=torch.bfloat16, m=128, n=128):
         x_MD = torch.empty(rows, width, dtype=dtype, device="meta")
-        started = SimpleNamespace(kernel=kernel, x_MD=x_MD, blocks=tuned_configs.Blocks(m, n, 64, 4, 3), described=described)
-        return hopper.serves(started, launch.Panel(slice(0, rows), slice(0, 1280)))
+        work = SimpleNamespace(kernel=kernel, x_MD=x_MD, blocks=tuned_configs.Blocks(m, n, 64, 4, 3))
+        return pipeline.select_pipeline(work, launch.Panel(slice(0, rows), slice(0, 1280)))
 
     # Ten pairs of tiles are 2.5 for each of four multiprocessors.
-    assert served(256).group == 16 and served(1).group == 16
-    assert served(256)._fields == tuned_configs.Rings._fields
-    assert served(256, width=100) is served(256, dtype=torch.float32) is served(256, kernel="gradient") is None
-    assert served(256, n=256) is served(256, described=False) is None
-    found[1]["least_pairs"] = 2.6
-    file.write_text(json.dumps({"blocks": [], "rings": found}))
-    assert served(256) is None and served(257).group == 16
+    assert selected(256).group == 16 and selected(1).group == 16
+    assert selected(256)._fields == tuned_configs.Pipeline._fields
+    assert selected(256, width=100) is selected(256, dtype=torch.float32) is selected(256, kernel="gradient") is None
+    assert selected(256, n=256) is None
+    found[1]["min_tile_pairs"] = 2.6
+    file.write_text(json.dumps({"blocks": [], "pipelines": found}))
+    assert selected(256) is None and selected(257).group == 16
     pretend(monkeypatch, "C", (10, 0))
-    assert served(4096) is None
+    assert selected(4096) is None
 
 
-def test_blocks_were_measured_here_or_on_the_like_at_the_nearest_width(monkeypatch, tmp_path):
+def test_blocks_are_those_of_this_device_or_of_its_capability_at_the_nearest_width(monkeypatch, tmp_path):
     common = {"kernel": "stats", "kind": "tf32", "k": 64, "warps": 8, "stages": 3, "programs": 1, "group": 8, "pieces": 1}
     places = [("A", "9.0", 256, 32), ("A", "9.0", 1024, 64), ("B", "9.0", 256, 128)]
     names = ("device", "capability", "width", "m")
     entries = [{**common, **dict(zip(names, place, strict=True)), "n": place[-1]} for place in places]
     file = tmp_path / "tuned_configs.json"
-    file.write_text(json.dumps({"blocks": entries, "rings": []}))
-    monkeypatch.setattr(tuned_configs, "MEASURED", file)
+    file.write_text(json.dumps({"blocks": entries, "pipelines": []}))
+    monkeypatch.setattr(tuned_configs, "TUNED", file)
     for name, version, width, m in [
         ("A", (9, 0), 300, 32),
         ("A", (9, 0), 4096, 64),
@@ -753,17 +778,21 @@ def test_blocks_were_measured_here_or_on_the_like_at_the_nearest_width(monkeypat
     assert blocks_on("gradient", torch.float32, "tf32", 256) != blocks_on("stats", torch.float32, "tf32", 256)
 
 
-def test_gains_are_lifted_and_wild_peaks_leave_marks():
+def test_gains_are_unshifted_and_peaks_out_of_range_are_marked():
+    pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+    from megabatch.tiles.fused.hopper.pipeline import TILE
+    from megabatch.tiles.fused.hopper.softmax_backward import unshifted_gains
+
     peaks, gains = (torch.randn(2, 300, generator=torch.Generator().manual_seed(seed)).unbind() for seed in (0, 1))
     rows, columns = Softmax(peaks[0], gains[0]), Softmax(peaks[1][:129], gains[1][:129])
     needs_fallback = torch.zeros(128, dtype=torch.int32)
     for other in (columns, None):
-        found = hopper.lift(rows, other, needs_fallback)
+        found = unshifted_gains(rows, other, needs_fallback)
         torch.testing.assert_close(found.rows[:300], gains[0] * torch.exp(-peaks[0]))
-        assert not found.rows[300:].any() and len(found.rows) == 300 + 2 * hopper.TILE
+        assert not found.rows[300:].any() and len(found.rows) == 300 + 2 * TILE
         if other:
             torch.testing.assert_close(found.columns[:129], gains[1][:129] * torch.exp(-peaks[1][:129]))
         assert not needs_fallback.any()
     peaks[1][3] = 65.0
-    hopper.lift(rows, columns, needs_fallback)
+    unshifted_gains(rows, columns, needs_fallback)
     assert needs_fallback.any()

@@ -1,4 +1,4 @@
-"""The losses on a CUDA device: right in every dtype, without a host synchronisation, in bounded memory."""
+"""The losses on a CUDA device: right in every dtype, without host synchronisation, in bounded memory."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import CLIP_OPTIONS, Case, build, embeddings, errors, formula, largest_logit
-from exchanged import expected, rows_and_columns, whole_numbers
+from reduction_kernel import expected, integers, rows_and_columns
 
 import megabatch
 from megabatch import reference
 from megabatch.ring import BLOCK, RESULT, Ring
 from megabatch.tiles import backend_name, fused
 from megabatch.tiles.contract import ComputeOptions, NeedsGrad, Pairs, Softmax
-from megabatch.tiles.fused import launch, saved_exp, tuned_configs
+from megabatch.tiles.fused import architectures, gradient_panels, launch, tuned_configs
 
 pytestmark = [
-    # Arithmetic is tested with scales that nobody would train with.
+    # Arithmetic is tested with scales that are useless for training.
     pytest.mark.filterwarnings("ignore:scale="),
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -46,7 +46,7 @@ def on_gpu(case: Case, dtype: torch.dtype, **more) -> dict[str, torch.Tensor]:
     tensors = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in case.options.items()}
 
     class Losses:
-        """The losses with their scalars moved to the device."""
+        """The losses, with their scalars moved to the device."""
 
         def __getattr__(self, name):
             return lambda x, y, *scalars, **options: getattr(megabatch, name)(x, y, *(s.cuda() for s in scalars), **options)
@@ -60,7 +60,7 @@ def assert_the_formula(loss: str, options: dict, dtype: torch.dtype, **more) -> 
         scalars = (scale,) if loss == "clip_loss" else (scale, -3.0)
         case = build(loss, 137, scalars, options, width=24).rounded(dtype)
         eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
-        # As on a CPU; gradient products of bf16 and fp16 embeddings read the gradient in the logits with as many digits.
+        # As on a CPU. The gradient products of bf16 and fp16 embeddings round the gradient in the logits to their dtype.
         allowed = 32 * eps * (1 + largest_logit(case))
         rounding = 2 * torch.finfo(dtype).eps if dtype != torch.float64 else 0
         for name, e in errors(case, on_gpu(case, dtype, workspace=40_000, **more), formula(case)).items():
@@ -86,11 +86,11 @@ def test_other_dtypes_are_the_formula_too(options, dtype):
 
 
 @pytest.mark.parametrize("backend", ["eager", "fused"])
-def test_both_backends_can_be_asked_for(backend):
+def test_both_backends_can_be_chosen(backend):
     assert_the_formula("clip_loss", {"ids": True}, torch.bfloat16, backend=backend)
 
 
-def test_the_fused_tiles_are_chosen_where_they_can_serve():
+def test_the_fused_tiles_are_chosen_where_supported():
     device = torch.device("cuda")
     assert backend_name(device, torch.bfloat16) == backend_name(device, torch.float32) == "fused"
     assert backend_name(device, torch.float64) == "eager"
@@ -100,19 +100,24 @@ def test_the_fused_tiles_are_chosen_where_they_can_serve():
 
 @pytest.mark.parametrize("loss", ["clip_loss", "siglip_loss"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_devices_without_tensor_descriptors_get_the_same(loss, dtype, monkeypatch):
-    monkeypatch.setattr(launch, "has_descriptors", lambda device: False)
-    # Such devices have no blocks of their own: the guess is for all of them.
-    monkeypatch.setattr(launch, "blocks_for", lambda kernel, device, dtype, *_: tuned_configs._guess(device, dtype, "ieee"))
+def test_devices_without_tensor_descriptors_compute_the_same(loss, dtype, monkeypatch):
+    pretend_an_unknown_device(monkeypatch)
     assert_the_formula(loss, {"ids": True, "extra": 7, **({"symmetric": False} if loss == "clip_loss" else {})}, dtype)
 
 
+def pretend_an_unknown_device(monkeypatch) -> None:
+    """Use the kernels of a device without tensor descriptors, with blocks that were not tuned for it."""
+    monkeypatch.setattr(architectures, "ARCHITECTURES", (launch.Architecture("without descriptors", (8, 0)),))
+    monkeypatch.setattr(launch, "blocks_for", lambda kernel, device, dtype, *_: tuned_configs._guess(device, dtype, "ieee"))
+
+
 @pytest.fixture
-def everything_is_kept(monkeypatch):
-    monkeypatch.setattr(saved_exp, "LEAST_WIDTH", dict.fromkeys(("bfloat16", "float16", "tf32", "ieee"), 0))
+def exp_is_always_saved(monkeypatch):
+    widths = dict.fromkeys(("bfloat16", "float16", "tf32", "ieee"), 0)
+    monkeypatch.setattr(gradient_panels, "MIN_WIDTH_TO_SAVE_EXP", widths)
 
 
-@pytest.mark.usefixtures("everything_is_kept")
+@pytest.mark.usefixtures("exp_is_always_saved")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize(
     "options",
@@ -125,17 +130,16 @@ def everything_is_kept(monkeypatch):
     ],
     ids=str,
 )
-def test_what_forward_keeps_gives_the_formula_too(options, dtype, monkeypatch):
+def test_saved_exponentials_give_the_formula_too(options, dtype, monkeypatch):
     assert_the_formula("clip_loss", options, dtype)
-    monkeypatch.setattr(launch, "has_descriptors", lambda device: False)
-    monkeypatch.setattr(launch, "blocks_for", lambda kernel, device, dtype, *_: tuned_configs._guess(device, dtype, "ieee"))
+    pretend_an_unknown_device(monkeypatch)
     assert_the_formula("clip_loss", options, dtype)
 
 
-@pytest.mark.usefixtures("everything_is_kept")
+@pytest.mark.usefixtures("exp_is_always_saved")
 @pytest.mark.parametrize("diagnostics", [False, True])
 @pytest.mark.parametrize("rows", [1, 129, 700])
-def test_of_any_shape_what_is_kept_is_right_and_every_element_is_written(rows, diagnostics):
+def test_saved_exponentials_of_any_shape_are_right_and_every_element_is_written(rows, diagnostics):
     torch.use_deterministic_algorithms(True)
     try:
         for width, scale in itertools.product((7, 100, 768), (30.0, -30.0)):
@@ -150,13 +154,14 @@ def test_of_any_shape_what_is_kept_is_right_and_every_element_is_written(rows, d
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.usefixtures("everything_is_kept")
-def test_more_is_kept_than_an_int_counts():
+@pytest.mark.usefixtures("exp_is_always_saved")
+def test_more_exponentials_are_saved_than_int32_can_index():
     rows, width = 50_000, 64
     g = torch.Generator(device="cuda").manual_seed(0)
     x, y = (torch.randn(rows, width, device="cuda", generator=g).bfloat16().requires_grad_() for _ in range(2))
     loss = megabatch.clip_loss(x, y, 0.2, workspace=6 * 2**30)
-    assert loss.grad_fn.way_back.kept.panel.rows == loss.grad_fn.way_back.kept.panel.columns == rows
+    panel = loss.grad_fn.saved.saved_exp.panel
+    assert panel.rows == panel.columns == rows
     found = torch.autograd.grad(loss, (x, y), retain_graph=True)
     again = torch.autograd.grad(loss, (x, y))
     assert all((a.float() - b.float()).norm() < 1e-2 * b.float().norm() for a, b in zip(found, again, strict=True))
@@ -168,7 +173,7 @@ def test_more_is_kept_than_an_int_counts():
 @pytest.mark.parametrize("width", [1, 7, 100, 1152])
 @pytest.mark.parametrize("rows", [1, 2, 129, 700])
 def test_any_shape_is_right_and_every_element_is_written(rows, width):
-    torch.use_deterministic_algorithms(True)  # which also fills fresh memory with NaN
+    torch.use_deterministic_algorithms(True)  # which also fills new memory with NaN
     try:
         for loss in ("clip_loss", "siglip_loss"):
             x, y = embeddings(rows, width=width, kind="clustered")
@@ -236,9 +241,9 @@ def test_ten_runs_are_bit_equal(loss, scale):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("loss", ["clip_loss", "siglip_loss"])
-@pytest.mark.parametrize("collapsed", [False, True], ids=["whole numbers", "collapsed"])
+@pytest.mark.parametrize("collapsed", [False, True], ids=["integers", "collapsed"])
 def test_ranks_and_hardest_negatives_are_exact_ties_included(loss, dtype, collapsed):
-    # Products of small whole numbers are exact in every dtype, and many are equal; all are, where all embeddings are.
+    # Products of small integers are exact in every dtype, and many are equal; all of them where all embeddings are equal.
     g = torch.Generator().manual_seed(1)
     x, y = (torch.randint(-1, 2, (700, 24), generator=g).cuda() for _ in range(2))
     if collapsed:
@@ -253,11 +258,11 @@ def test_ranks_and_hardest_negatives_are_exact_ties_included(loss, dtype, collap
 
 
 @pytest.mark.parametrize("product", [True, False], ids=["of a product", "of any tile"])
-@pytest.mark.parametrize("of", [0, 1, 2], ids=["sums", "maxima", "products"])
+@pytest.mark.parametrize("op", [0, 1, 2], ids=["sums", "maxima", "products"])
 @pytest.mark.parametrize("m, n, warps", [(64, 64, 4), (128, 64, 4), (128, 128, 8), (256, 32, 4)])
-def test_rows_and_columns_are_put_together_whoever_holds_them(m, n, warps, of, product):
-    values = whole_numbers(m, n, of).cuda()
-    for found, true in zip(rows_and_columns(values, of, warps, product), expected(values, of), strict=True):
+def test_reductions_of_rows_and_columns_are_exact_in_any_layout(m, n, warps, op, product):
+    values = integers(m, n, op).cuda()
+    for found, true in zip(rows_and_columns(values, op, warps, product), expected(values, op), strict=True):
         assert torch.equal(found, true)
 
 
@@ -309,7 +314,7 @@ def test_extreme_logits_are_right(loss, dtype, gap):
 
 
 def test_ordinary_logits_up_to_openclips_largest_scale_are_right_beside_extreme_ones():
-    """Most programs meet no wild tile here and some do: neither may disturb the other."""
+    """Only some programs have tiles that need the fallback; the others must not be affected."""
     x, y = embeddings(2000, width=32, kind="clustered", seed=4)
     x[700] *= 40
     y[1300] *= -30
@@ -318,7 +323,7 @@ def test_ordinary_logits_up_to_openclips_largest_scale_are_right_beside_extreme_
         assert e < 32 * torch.finfo(torch.float32).eps * 100, (name, e)
 
 
-def test_more_elements_than_an_int_counts():
+def test_more_elements_than_int32_can_index():
     rows, width = 2**21 + 40, 1024
     g = torch.Generator(device="cuda").manual_seed(0)
     x = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16, generator=g)
@@ -371,7 +376,7 @@ def test_a_training_step_can_be_captured_in_a_graph():
 
 
 @pytest.mark.parametrize("precision", ["ieee", "tf32"])
-def test_fp32_is_as_precise_as_is_said(precision):
+def test_fp32_has_the_precision_of_its_option(precision):
     x, y = embeddings(1500, width=256, kind="clustered")
     case = Case("clip_loss", x, y, (50.0,)).rounded(torch.float32)
     torch.set_float32_matmul_precision("high")  # which must change nothing
@@ -408,12 +413,12 @@ def test_two_simulated_ranks_are_one_process(loss, monkeypatch):
         together = list(pool.map(rank, range(2)))
     assert all(torch.allclose(value, alone[0], rtol=1e-6) for value, *_ in together)
     for side in (1, 2):
-        # Every rank's graph sends one down: two in all.
+        # The graph of each of the two ranks contributes a gradient of one.
         assert torch.allclose(torch.cat([found[side] for found in together]) / 2, alone[side], rtol=2e-2, atol=1e-5)
 
 
 class SimulatedRing(Ring):
-    """A rank of a ring whose ranks are threads that share one device."""
+    """One rank of a ring whose ranks are threads on one device."""
 
     device_types = ("cpu", "cuda")
 
@@ -430,8 +435,8 @@ class SimulatedRing(Ring):
                 rank.mail[tag] = queue.Queue()
         return ranks
 
-    def _all(self, mine):
-        self.table[self.rank] = mine
+    def _all(self, value):
+        self.table[self.rank] = value
         self.barrier.wait()
         every = list(self.table)
         self.barrier.wait()

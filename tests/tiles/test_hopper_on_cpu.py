@@ -1,6 +1,6 @@
-"""The kernels for Hopper on a CPU, by an interpreter of Gluon: what they compute is the formula, whatever happens first.
+"""The Hopper kernels on a CPU, in an interpreter of Gluon: they compute the formula, whatever the order of events.
 
-Legend: src/megabatch/tiles/contract.py. Similarities are whole multiples of 1/64 here, which fp32 sums up exactly.
+Legend: src/megabatch/tiles/contract.py. Similarities are multiples of 1/64 here, whose fp32 sums are exact.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
-import math
 import sys
 import threading
 from dataclasses import dataclass
@@ -26,15 +25,16 @@ from torch import Tensor
 from megabatch.tiles import eager
 from megabatch.tiles.contract import ComputeOptions, NeedsGrad, Pairs, Softmax
 
-HOPPER = Path(__file__).parents[2] / "src" / "megabatch" / "tiles" / "fused" / "kernels" / "hopper"
+HOPPER = Path(__file__).parents[2] / "src" / "megabatch" / "tiles" / "fused" / "hopper"
+FILES = {"stats": "softmax_forward.py", "gradient": "softmax_backward.py"}
 TILE = 64
-SIZES = {"M": TILE, "N": TILE, "K": 16, "GROUP": 2, "X_SLOTS": 2, "Y_SLOTS": 3, "BEHIND": 2}
-# Sums of exponentials out of here have lost something, says ../stats.py.
-LEAST_SUM, LARGEST_SUM = 2.0**-60, 2.0**100
-# Above which gradients in eight bits are to be marked.
+SIZES = {"M": TILE, "N": TILE, "K": 16, "GROUP": 2, "X_SLOTS": 2, "Y_SLOTS": 3, "LAG": 2}
+# Sums of exponentials out of this range set a mark (fused/tile.py).
+SMALLEST_SUM, LARGEST_SUM = 2.0**-60, 2.0**100
+# Gradients of the int8 kernel above this are to be marked.
 LIMIT = 1 / 64
 EPS = torch.finfo(torch.float32).eps
-# Rows, columns, width and programs: one pair alone, whole tiles, and edges of all kinds.
+# Rows, columns, width and programs: a single pair, whole tiles, and all kinds of edges.
 SHAPES = [(1, 1, 8, 1), (128, 64, 16, 1), (150, 200, 40, 2), (130, 70, 33, 3), (257, 129, 24, 2), (64, 140, 50, 3)]
 PAIRS = [{"shift": 70}, {"shift": -70}, {"shift": -30, "ids": True}, {"ids": True}]
 
@@ -43,13 +43,13 @@ shapes = pytest.mark.parametrize("rows, columns, width, programs", SHAPES)
 
 @functools.cache
 def kernel(name: str, *change: str) -> Kernel:
-    """A kernel from its file; change: some of its source, and what takes its place."""
-    return getattr(kernels(HOPPER / f"{name}.py", dict([change]) if change else {}), f"{name}_kernel")
+    """Load a kernel from its file; change: a piece of its source, and its replacement."""
+    return getattr(kernels(HOPPER / FILES[name], dict([change]) if change else {}), f"{name}_kernel")
 
 
 @dataclass
 class Panel:
-    """A panel, its pairs and their similarities. shift: by how many columns positives are ahead, where there are any."""
+    """A panel, its pairs and their similarities. shift: the positive of row i is in column i + shift; None without positives."""
 
     rows: int
     columns: int
@@ -62,7 +62,7 @@ class Panel:
     def __post_init__(self) -> None:
         g = torch.Generator().manual_seed(self.rows + self.columns + self.width)
         self.x, self.y = (torch.randint(-8, 9, (n, self.width), generator=g) / 8.0 for n in (self.rows, self.columns))
-        # Alone, but for those whose low halves are equal, and of them every second one as a whole.
+        # Ids are unique, except that some have equal low halves, and every second of these is equal as a whole.
         self.ids_M, self.ids_N = torch.arange(self.rows), torch.arange(self.columns) + 1000
         self.ids_N[::37] = self.ids_M[torch.randint(self.rows, self.ids_N[::37].shape, generator=g)]
         self.ids_N[::74] += 2**32
@@ -73,7 +73,7 @@ class Panel:
 
     @property
     def counts(self) -> Tensor:
-        """Pairs that are neither positives nor equal in id."""
+        """The mask of pairs that are neither positives nor equal in id."""
         i, j = torch.arange(self.rows)[:, None], torch.arange(self.columns)[None, :]
         counts = torch.ones(self.rows, self.columns, dtype=torch.bool)
         if self.shift is not None:
@@ -84,11 +84,11 @@ class Panel:
 
     @property
     def error(self) -> float:
-        """What an exponential in fp32 may be wrong by, relative to itself: bounds as in test_losses.py."""
+        """The allowed relative error of an exponential in fp32, as in test_losses.py."""
         return 32 * EPS * (1 + (self.scale * self.z).abs().max().item())
 
-    def start(self, kernel: Kernel, programs: int = 2, seed: int = 0, marked: int = TILE, **given: Any) -> None:
-        """Starts a kernel. Options that are not given are off: None, or a constant that is False."""
+    def run(self, kernel: Kernel, programs: int = 2, seed: int = 0, match_width: int = TILE, **given: Any) -> None:
+        """Run a kernel. Options that are not given are off: None, or False for constants."""
         given = {**SIZES, "WIDTH": self.width, "IS_LOCAL": self.shift is not None, "shift": self.shift or 0, **given}
         if "row_step" in given:
             x, y = self.x / given["row_step"][: self.rows, None], self.y / given["column_step"][: self.columns, None]
@@ -100,25 +100,25 @@ class Panel:
         given |= {"rows": self.rows, "columns": self.columns}
         if self.ids:
             given |= {"ids_M": self.ids_M.view(torch.int32), "ids_N": self.ids_N.view(torch.int32)}
-            given["matches"] = self._matches(marked)
+            given["matches"] = self._matches(match_width)
         off = {name: False if name in kernel.constants else None for name in kernel.arg_names if name not in given}
         kernel[(programs,)](**given, **off, seed=seed)
 
     def _matches(self, width: int) -> Tensor:
-        """Tiles, so wide, in which the low halves of some two ids are equal."""
+        """Return the tiles of this width in which the low halves of two ids are equal."""
         equal = self.ids_M[:, None] % 2**32 == self.ids_N[None, :] % 2**32
         return torch.stack([torch.stack([t.any() for t in r.split(width, 1)]) for r in equal.split(TILE)]).to(torch.int8)
 
 
 def surrounded(t: Tensor) -> Tensor:
-    """The same matrix, amidst others that are no numbers, with rows that begin where TMA can begin."""
+    """Return the same matrix within one of NaN, with rows aligned for TMA."""
     around = t.new_full((t.shape[0] + 2, (t.shape[1] + 31) // 16 * 16), torch.nan if t.is_floating_point() else -128)
     inner = around[1:-1, 16 : 16 + t.shape[1]]
     return inner.copy_(t)
 
 
-def amidst_nothing(inner: Tensor) -> bool:
-    """Whether all of a surrounded matrix is numbers, and nothing else around it is."""
+def is_written_alone(inner: Tensor) -> bool:
+    """Return whether a surrounded matrix is finite and everything around it still NaN."""
     around = torch.as_strided(inner, (inner.shape[0] + 2, inner.stride(0)), (inner.stride(0), 1), 0)
     return bool(inner.isfinite().all()) and int(around.isfinite().sum()) == inner.numel()
 
@@ -127,35 +127,27 @@ def described(t: Tensor, *block: int) -> Descriptor:
     return Descriptor(t, t.shape, t.stride(), block)
 
 
-def sums_of_tiles(panel: Panel, z: Tensor, counts: Tensor, smoothed: bool) -> dict[int, Tensor]:
-    """What tiles have to say of rows (tile, row), by channel."""
-    tiles = list(zip(z.split(TILE, 1), counts.split(TILE, 1), strict=True))
-    found = {1: [((panel.scale * part).exp() * some).sum(1) for part, some in tiles]}
-    if smoothed:
-        found |= {2: [(part * some).sum(1) for part, some in tiles], 3: [some.sum(1) for _, some in tiles]}
-    return {channel: torch.stack(of_tiles).double() for channel, of_tiles in found.items()}
+def sums_of_tiles(panel: Panel, z: Tensor, counts: Tensor) -> Tensor:
+    """Return the expected sums of exponentials of tiles (tile, row)."""
+    tiles = zip(z.split(TILE, 1), counts.split(TILE, 1), strict=True)
+    return torch.stack([((panel.scale * part).exp() * counted).sum(1) for part, counted in tiles]).double()
 
 
-def assert_the_sums(
-    panel: Panel, symmetric: bool = True, smoothed: bool = False, change: tuple[str, ...] = (), **given: Any
-) -> Tensor:
-    """Asserts the sums of all tiles, and that those which have lost something have left their marks. Returns these."""
+def assert_the_sums(panel: Panel, symmetric: bool = True, change: tuple[str, ...] = (), **given: Any) -> Tensor:
+    """Assert the sums of all tiles, and the marks of those out of range. Return the marks."""
     z, counts = panel.z, panel.counts
-    expected = [sums_of_tiles(panel, *side, smoothed) for side in [(z, counts), (z.T, counts.T)][: 1 + symmetric]]
-    parts = [torch.full((1 + smoothed, 2, *sums[1].shape), torch.nan) for sums in expected]
+    expected = [sums_of_tiles(panel, *side) for side in [(z, counts), (z.T, counts.T)][: 1 + symmetric]]
+    parts = [torch.full((1, 2, *sums.shape), torch.nan) for sums in expected]
     needs_fallback, marks = torch.zeros(2, TILE, dtype=torch.int32)
     outputs = {"row_parts": parts[0], "column_parts": parts[1] if symmetric else None, "needs_fallback": needs_fallback}
-    panel.start(kernel("stats", *change), **outputs, SMOOTHED=smoothed, **given)
+    panel.run(kernel("stats", *change), **outputs, **given)
     for found, sums in zip(parts, expected, strict=True):
-        for channel, values in enumerate(found.flatten(0, 1)):
-            if channel == 0:
-                # Of exponentials as they are, the peak is not written.
-                assert values.isnan().all()
-            else:
-                # Underflow is no error: such sums leave a mark.
-                close = {"rtol": panel.error, "atol": 1e-36} if channel == 1 else {"rtol": 0, "atol": 0}
-                torch.testing.assert_close(values, sums[channel].float(), **close)
-        lost = ((sums[1] < LEAST_SUM) | (sums[1] > LARGEST_SUM)).any(0)
+        peaks, totals = found[0]
+        # The peak of a plain sum of exponentials is not written.
+        assert peaks.isnan().all()
+        # Underflow is not an error: such sums set a mark.
+        torch.testing.assert_close(totals, sums.float(), rtol=panel.error, atol=1e-36)
+        lost = ((sums < SMALLEST_SUM) | (sums > LARGEST_SUM)).any(0)
         marks[lost.nonzero() % TILE] = 1
     assert torch.equal(needs_fallback, marks)
     return marks
@@ -165,30 +157,30 @@ def assert_the_gradient(
     panel: Panel,
     symmetric: bool = True,
     smoothed: bool = False,
-    eight: bool = False,
+    int8: bool = False,
     change: tuple[str, ...] = (),
-    marked: int = TILE,
+    match_width: int = TILE,
     **given: Any,
 ) -> None:
-    """Asserts the gradient. eight: of embeddings in eight bits, and the marks of what is large in it."""
+    """Assert the gradient. int8: of int8 embeddings, and the marks of large gradients."""
     g = torch.Generator().manual_seed(1)
-    # Gains reach a pair of tiles beyond their end, shares of the target do not.
+    # Gains are padded by a pair of tiles, shares of the target are not.
     gain_M, gain_N = (torch.cat((torch.rand(n, generator=g), torch.zeros(2 * TILE))) for n in (panel.rows, panel.columns))
     counted_M, counted_N = (torch.rand(n, generator=g) for n in (panel.rows, panel.columns))
     softmax = {"row_gain": gain_M, "column_gain": gain_N if symmetric else None}
     if smoothed:
         softmax |= {"row_counted": counted_M, "column_counted": counted_N if symmetric else None}
     large = torch.full((-(-panel.columns // TILE), panel.rows), 7, dtype=torch.int8)
-    if eight:
+    if int8:
         steps = [torch.cat((torch.rand(n, generator=g) / 8, torch.zeros(2 * TILE))) for n in (panel.rows, panel.columns)]
-        # As they are when they were rounded.
+        # Multiples of their steps, so that quantising them is exact.
         panel.x, panel.y = (8 * t * step[: len(t), None] for t, step in zip((panel.x, panel.y), steps, strict=True))
         softmax |= {"row_step": steps[0], "column_step": steps[1], "large": large, "limit": torch.tensor(LIMIT)}
         for gain in (gain_M, gain_N):
             gain *= 0.02 * gain
     target = surrounded(torch.full((panel.rows, panel.columns), torch.nan, dtype=torch.bfloat16))
-    sizes = {"PLACES": 2, "MARKED": marked, "marked": marked, "gradient": described(target, TILE, TILE // 4)}
-    panel.start(kernel("gradient", *change), **softmax, **{**sizes, **given})
+    sizes = {"OUT_SLOTS": 2, "MATCH_WIDTH": match_width, "match_width": match_width, "gradient": described(target, TILE, TILE // 4)}
+    panel.run(kernel("gradient", *change), **softmax, **{**sizes, **given})
     gains = gain_M[: panel.rows, None].double() + symmetric * gain_N[None, : panel.columns]
     shares = smoothed * (counted_M[:, None].double() + symmetric * counted_N[None, :])
     weights = (panel.scale * panel.z).exp() * gains
@@ -196,44 +188,11 @@ def assert_the_gradient(
     bound = panel.error * (weights + shares) + torch.finfo(torch.bfloat16).eps / 2 * expected.abs()
     # A NaN is within no bound.
     assert ((target.double() - expected).abs() <= bound * panel.counts).all()
-    assert amidst_nothing(target)
-    if eight:
+    assert is_written_alone(target)
+    if int8:
         most = torch.stack([part.max(1).values for part in expected.split(TILE, 1)])
         assert set(large.unique().tolist()) <= {0, 1}
         assert large[most > LIMIT * (1 + panel.error)].all() and not large[most < LIMIT * (1 - panel.error)].any()
-
-
-def assert_the_sigmoid(
-    panel: Panel, weighted: bool = False, bias: float = -2.0, change: tuple[str, ...] = (), **given: Any
-) -> Tensor:
-    """Asserts values and slopes of all tiles, the gradient, and marks where a value overflows. Returns these."""
-    logits, counts = (panel.scale * panel.z + bias).split(TILE, 1), panel.counts.split(TILE, 1)
-    slopes = [part.sigmoid() * some for part, some in zip(logits, counts, strict=True)]
-    costs = [torch.nn.functional.softplus(part) * some for part, some in zip(logits, counts, strict=True)]
-    # The factors of half a row of a tile are multiplied before their logarithm is taken.
-    halves = [half.sum(1) for part in costs for half in part.split(TILE // 2, 1)]
-    lost = torch.stack([half > math.log(torch.finfo(torch.float32).max) for half in halves]).any(0)
-    weights = torch.rand(panel.rows, generator=torch.Generator().manual_seed(1)) if weighted else None
-    target = surrounded(torch.full((panel.rows, panel.columns), torch.nan, dtype=torch.bfloat16))
-    parts, (needs_fallback, marks) = torch.full((2, len(logits), panel.rows), torch.nan), torch.zeros(2, TILE, dtype=torch.int32)
-    outputs = {
-        "gradient": described(target, TILE, TILE // 4),
-        "weights_M": weights,
-        "row_parts": parts,
-        "needs_fallback": needs_fallback,
-    }
-    panel.start(kernel("sigmoid", *change), bias=torch.tensor(bias), **outputs, **{"PLACES": 2, **given})
-    marks[lost.nonzero() % TILE] = 1
-    assert torch.equal(needs_fallback, marks)
-    error = panel.error + 32 * EPS * abs(bias)
-    for found, expected in zip(parts, (costs, slopes), strict=True):
-        sums = torch.stack([part.sum(1) for part in expected])
-        torch.testing.assert_close(found.double()[:, ~lost], sums[:, ~lost], rtol=error, atol=0)
-    expected = torch.cat(slopes, 1) * (1.0 if weights is None else weights.double()[:, None])
-    off = (target.double() - expected).abs()[~lost]
-    assert (off <= (error + torch.finfo(torch.bfloat16).eps / 2) * expected[~lost]).all()
-    assert amidst_nothing(target) or lost.any()
-    return marks
 
 
 @shapes
@@ -242,19 +201,18 @@ def test_sums_of_any_shape(rows, columns, width, programs, symmetric):
     assert_the_sums(Panel(rows, columns, width), symmetric, programs=programs)
 
 
-@pytest.mark.parametrize("smoothed", [False, True])
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("pairs", [*PAIRS, {"shift": 3, "dtype": torch.float16}], ids=str)
-def test_sums_with_any_options(pairs, symmetric, smoothed):
-    assert_the_sums(Panel(150, 140, 40, **pairs), symmetric, smoothed, seed=smoothed)
+def test_sums_with_any_options(pairs, symmetric):
+    assert_the_sums(Panel(150, 140, 40, **pairs), symmetric, seed=symmetric)
 
 
 @pytest.mark.parametrize("scale, number", [(-0.3, 0), (0.0, 0), (30.0, TILE), (-30.0, TILE)])
-def test_sums_that_lose_something_leave_a_mark(scale, number):
+def test_sums_out_of_range_set_a_mark(scale, number):
     assert assert_the_sums(Panel(150, 140, 40, shift=5, scale=scale)).sum() == number
 
 
-def test_one_row_and_one_column_alone_leave_a_mark():
+def test_a_single_row_and_a_single_column_set_a_mark():
     panel = Panel(150, 140, 40, scale=-1.5)
     panel.x[:, 0], panel.y[:, 0] = 1, 1
     for t, place in ((panel.x, 137), (panel.y, 70)):
@@ -264,9 +222,9 @@ def test_one_row_and_one_column_alone_leave_a_mark():
 
 
 @shapes
-@pytest.mark.parametrize("symmetric, eight", [(True, False), (False, False), (True, True)])
-def test_gradient_of_any_shape(rows, columns, width, programs, symmetric, eight):
-    assert_the_gradient(Panel(rows, columns, width), symmetric, eight=eight, programs=programs)
+@pytest.mark.parametrize("symmetric, int8", [(True, False), (False, False), (True, True)])
+def test_gradient_of_any_shape(rows, columns, width, programs, symmetric, int8):
+    assert_the_gradient(Panel(rows, columns, width), symmetric, int8=int8, programs=programs)
 
 
 @pytest.mark.parametrize("smoothed", [False, True])
@@ -275,130 +233,105 @@ def test_gradient_of_any_shape(rows, columns, width, programs, symmetric, eight)
 def test_gradient_with_any_options(pairs, symmetric, smoothed):
     assert_the_gradient(Panel(150, 140, 40, **pairs), symmetric, smoothed, seed=smoothed)
     if not smoothed:
-        assert_the_gradient(Panel(150, 140, 40, **pairs), symmetric, eight=True)
+        assert_the_gradient(Panel(150, 140, 40, **pairs), symmetric, int8=True)
 
 
-@shapes
-def test_sigmoid_of_any_shape(rows, columns, width, programs):
-    assert_the_sigmoid(Panel(rows, columns, width), programs=programs)
+def test_gradient_with_matches_of_wider_tiles():
+    assert_the_gradient(Panel(130, 300, 16, ids=True), match_width=2 * TILE)
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("pairs", PAIRS, ids=str)
-def test_sigmoid_with_any_options(pairs, weighted):
-    assert_the_sigmoid(Panel(150, 140, 40, **pairs), weighted, seed=weighted)
-
-
-@pytest.mark.parametrize("scale, bias", [(0.3, -60.0), (-0.3, 0.0), (0.0, 1.0)])
-def test_sigmoid_of_small_values_and_of_large_ones(scale, bias):
-    assert not assert_the_sigmoid(Panel(150, 140, 40, shift=5, scale=scale), bias=bias).any()
-
-
-def test_sigmoids_that_overflow_leave_a_mark():
-    panel = Panel(150, 140, 40, scale=0.1)
-    panel.x[:, 0], panel.y[:, 0] = 0, 1
-    # Of all that is multiplied, one row is too large, and another has no single exponential that fp32 could hold.
-    panel.x[70, 0], panel.x[137, 0] = 64, 1000
-    assert assert_the_sigmoid(panel).nonzero().flatten().tolist() == [70 - TILE, 137 - 2 * TILE]
-
-
-def test_gradient_with_marks_of_wider_tiles():
-    assert_the_gradient(Panel(130, 300, 16, ids=True), marked=2 * TILE)
-
-
-@pytest.mark.parametrize("places", [1, 2, 4])
-def test_gradient_by_way_of_any_number_of_places(places):
-    assert_the_gradient(Panel(150, 200, 16), PLACES=places)
+@pytest.mark.parametrize("out_slots", [1, 2, 4])
+def test_gradient_through_any_number_of_slots(out_slots):
+    assert_the_gradient(Panel(150, 200, 16), OUT_SLOTS=out_slots)
 
 
 @pytest.mark.parametrize("x_slots, y_slots", list(itertools.product((2, 3), (2, 3, 4))))
-def test_any_number_of_slots_will_do_for_any_number_of_steps(x_slots, y_slots):
-    for width, behind in itertools.product((10, 40, 70), range(y_slots)):
-        slots = {"X_SLOTS": x_slots, "Y_SLOTS": y_slots, "BEHIND": behind}
-        assert_the_sums(Panel(100, 130, width), symmetric=False, programs=1, seed=behind, **slots)
+def test_any_number_of_slots_works_for_any_number_of_steps(x_slots, y_slots):
+    for width, lag in itertools.product((10, 40, 70), range(y_slots)):
+        slots = {"X_SLOTS": x_slots, "Y_SLOTS": y_slots, "LAG": lag}
+        assert_the_sums(Panel(100, 130, width), symmetric=False, programs=1, seed=lag, **slots)
 
 
 TOO_FEW = [(1, 3, 1), (2, 1, 0), (2, 3, 3)]
-CHECK = "gl.static_assert((X_SLOTS > 1) & (Y_SLOTS > 1) & (BEHIND < Y_SLOTS))", ""
+CHECK = "gl.static_assert((X_SLOTS > 1) & (Y_SLOTS > 1) & (LAG < Y_SLOTS))", ""
 
 
-@pytest.mark.parametrize("x_slots, y_slots, behind", TOO_FEW)
+@pytest.mark.parametrize("x_slots, y_slots, lag", TOO_FEW)
 @pytest.mark.parametrize("change, error", [((), AssertionError), (CHECK, Deadlock)], ids=["checked", "not checked"])
-def test_too_few_slots_are_refused_because_groups_would_wait_for_ever(x_slots, y_slots, behind, change, error):
+def test_too_few_slots_are_refused_because_they_would_deadlock(x_slots, y_slots, lag, change, error):
     outputs = {"row_parts": torch.empty(1, 2, 3, 100), "needs_fallback": torch.empty(TILE, dtype=torch.int32)}
     with pytest.raises(error):
-        Panel(100, 130, 70).start(kernel("stats", *change), 1, **outputs, X_SLOTS=x_slots, Y_SLOTS=y_slots, BEHIND=behind)
+        Panel(100, 130, 70).run(kernel("stats", *change), 1, **outputs, X_SLOTS=x_slots, Y_SLOTS=y_slots, LAG=lag)
 
 
-def test_a_number_of_places_that_is_no_part_of_four_is_refused():
+def test_a_number_of_out_slots_that_does_not_divide_four_is_refused():
     with pytest.raises(AssertionError):
-        assert_the_gradient(Panel(150, 200, 16), PLACES=3)
+        assert_the_gradient(Panel(150, 200, 16), OUT_SLOTS=3)
 
 
 def test_the_order_of_events_changes_nothing():
     for seed in range(4):
         assert_the_sums(Panel(260, 140, 40, shift=0), seed=seed)
         assert_the_gradient(Panel(260, 140, 40, shift=0), seed=seed)
-        assert_the_sigmoid(Panel(260, 140, 40, shift=0), seed=seed)
 
 
 @pytest.fixture
 def started(monkeypatch) -> collections.Counter[str]:
-    """The library takes these kernels wherever it can, interpreted. How often it has started each."""
+    """Let the library use these kernels wherever it can, interpreted. Return how often it has launched each."""
     pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
-    from megabatch.tiles.fused import capability, gradients, launch, tuned_configs
-    from megabatch.tiles.fused import hopper as host
+    from megabatch.tiles.fused import architectures, gradient_panels, hopper, launch, tuned_configs
+    from megabatch.tiles.fused.hopper import pipeline, softmax_backward, softmax_forward
 
-    if not capability.INTERPRETED:
+    if not architectures.INTERPRETED:
         pytest.skip("the other kernels are compiled here")
-    number = collections.Counter[str]()
+    launches = collections.Counter[str]()
 
     class Counted:
         def __init__(self, name: str) -> None:
             self.name = name
 
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            number[self.name] += 1
+            launches[self.name] += 1
             return kernel(self.name)[grid]
 
-    def add(_: Any, into: Tensor, g: Tensor, embeddings: Tensor, first: bool) -> None:
-        """Products of bf16 summed up in fp32, which PyTorch has on a device only."""
-        product = g.float() @ embeddings.float()
-        into.copy_(product if first else into + product)
+    def add(_: Any, product: gradient_panels._Product) -> None:
+        """Multiply bf16 with fp32 accumulation, which PyTorch has only on a GPU."""
+        into, g, embeddings, is_first = product
+        result = g.float() @ embeddings.float()
+        into.copy_(result if is_first else into + result)
 
-    monkeypatch.setattr(gradients.Products, "_add", add)
-    monkeypatch.setattr(host, "_available", lambda device: True)
-    monkeypatch.setattr(host, "_kernel", Counted)
-    monkeypatch.setattr(
-        host, "rings_for", lambda *_: tuned_configs.Rings(2, x_slots=2, y_slots=3, behind=2, places=2, least_pairs=0)
-    )
-    monkeypatch.setattr(launch, "blocks_for", lambda *_: tuned_configs.Blocks(host.TILE, host.TILE, host.DEPTH, 4, 1))
-    return number
+    monkeypatch.setattr(gradient_panels.GradientProducts, "_add", add)
+    monkeypatch.setattr(architectures, "INTERPRETER", architectures.INTERPRETER._replace(load_kernels=lambda: hopper))
+    monkeypatch.setattr(softmax_forward, "stats_kernel", Counted("stats"))
+    monkeypatch.setattr(softmax_backward, "gradient_kernel", Counted("gradient"))
+    config = tuned_configs.Pipeline(2, x_slots=2, y_slots=3, lag=2, out_slots=2, min_tile_pairs=0)
+    monkeypatch.setattr(pipeline, "pipeline_for", lambda *_: config)
+    blocks = tuned_configs.Blocks(pipeline.TILE, pipeline.TILE, pipeline.STEP_BYTES, 4, 1)
+    monkeypatch.setattr(launch, "blocks_for", lambda *_: blocks)
+    return launches
 
 
-# Triton's interpreter says so when numpy divides by nothing, in what the kernels throw away.
+# Triton's interpreter warns when numpy divides by zero, in values that the kernels discard.
 @pytest.mark.filterwarnings(r"ignore:divide by zero encountered in log2:RuntimeWarning:triton\.runtime\.interpreter")
-def test_the_library_starts_them_with_all_that_they_need(started):
+def test_the_library_launches_them_with_all_arguments(started):
     from megabatch.tiles import fused
 
     x, y = (t.bfloat16() for t in embeddings(190, width=72, kind="clustered"))
     exact, scale, ids = (x.double(), y.double()), torch.tensor(10.0), torch.arange(190) // 2
-    pairs = Pairs(is_local=True, ids_M=ids, ids_N=ids, smoothed=True)
-    # So little working memory that there are four panels.
-    found = fused.softmax_stats(x, y, scale, pairs, columns=True, compute=ComputeOptions(5000))
+    pairs, plain = (Pairs(is_local=True, ids_M=ids, ids_N=ids, smoothed=smoothed) for smoothed in (True, False))
+    # A workspace so small that there are four panels.
+    found = fused.softmax_stats(x, y, scale, plain, columns=True, compute=ComputeOptions(2500))
     true = eager.softmax_stats(*exact, scale.double(), pairs, columns=True, compute=ComputeOptions(2**24))
     for ours, theirs in ((found.rows, true.rows), (found.columns, true.columns)):
         sums, true_sums = (stats.peak.double() + stats.total.double().log() for stats in (ours, theirs))
         # Logits are below 11 here.
         torch.testing.assert_close(sums, true_sums, rtol=0, atol=32 * EPS * 11)
-        torch.testing.assert_close(ours.counted.double(), theirs.counted, rtol=32 * EPS, atol=32 * EPS)
-        assert torch.equal(ours.counted_count, theirs.counted_count.long())
     weights_M, positive_M = torch.arange(190.0).double(), (exact[0] * exact[1]).sum(1)
     normalised = eager.normalise(true.rows, true.columns, positive_M, scale.double(), weights_M, 0.1)
     softmax = [Softmax(*(None if t is None else t.float() for t in side)) for side in (normalised.rows, normalised.columns)]
     gradients = fused.softmax_grads(x, y, scale, pairs, *softmax, needs_grad=NeedsGrad(True, True), compute=ComputeOptions(50_000))
-    needs_grad = {"wanted": NeedsGrad(True, True), "means": ComputeOptions(2**24)}
-    expected = eager.softmax_grads(*exact, scale.double(), pairs, normalised.rows, normalised.columns, **needs_grad)
+    options = {"needs_grad": NeedsGrad(True, True), "compute": ComputeOptions(2**24)}
+    expected = eager.softmax_grads(*exact, scale.double(), pairs, normalised.rows, normalised.columns, **options)
     for ours, theirs in zip(gradients, expected, strict=True):
         # The gradient in the logits is rounded to bf16.
         assert (ours.double() - theirs).norm() < torch.finfo(torch.bfloat16).eps * theirs.norm()
@@ -406,14 +339,15 @@ def test_the_library_starts_them_with_all_that_they_need(started):
 
 
 @pytest.mark.parametrize("symmetric, weight", [(True, 1.0), (False, 1.0), (True, 1e-3)])
-def test_the_library_makes_large_gradients_of_eight_bits_right_again(symmetric, weight, started, monkeypatch):
+def test_the_library_computes_large_int8_gradients_again(symmetric, weight, started, monkeypatch):
     from megabatch.tiles import fused
-    from megabatch.tiles.fused import hopper, int8
+    from megabatch.tiles.fused import int8
+    from megabatch.tiles.fused.hopper import softmax_backward
 
     # Triton's interpreter cannot multiply bf16.
-    rounded = int8.rounded
-    monkeypatch.setattr(int8, "rounded", lambda t, beyond: rounded(t.float(), beyond))
-    # Four in a cluster, two of them with equal ids: two or three negatives are large.
+    quantise = int8.quantise
+    monkeypatch.setattr(int8, "quantise", lambda t, padding: quantise(t.float(), padding))
+    # Clusters of four, two of which have equal ids, so that two or three negatives are large.
     g = torch.Generator().manual_seed(0)
     centres, *noise = torch.randn(3, 190, 72, generator=g)
     x, y = (torch.nn.functional.normalize(centres[torch.arange(190) // 4] + 0.5 * t, dim=1).bfloat16() for t in noise)
@@ -435,61 +369,36 @@ def test_the_library_makes_large_gradients_of_eight_bits_right_again(symmetric, 
     right = errors()
     # The gradient in the logits is rounded to bf16.
     assert max(right) < torch.finfo(torch.bfloat16).eps
-    monkeypatch.setattr(hopper, "correct", lambda *_: None)
+    monkeypatch.setattr(softmax_backward, "correct_large", lambda *_: None)
     assert min(errors()) > 5 * max(right)
     assert started == {"gradient": 8}
 
 
-def test_the_library_starts_the_one_of_the_sigmoid_loss_too(started, monkeypatch):
-    from megabatch.tiles import fused
-
-    x, y = (t.bfloat16() for t in embeddings(190, width=72, kind="clustered"))
-    scalars, ids, weights_M = (torch.tensor(10.0), torch.tensor(-10.0)), torch.arange(190) // 2, torch.arange(190.0)
-    pairs, needs_grad = Pairs(is_local=True, ids_M=ids, ids_N=ids), NeedsGrad(True, True)
-    found = fused.sigmoid_sums(x, y, *scalars, pairs, weights_M, needs_grad=needs_grad, compute=ComputeOptions(50_000))
-    exact = [t.double() for t in (x, y, *scalars)]
-    expected = eager.sigmoid_sums(*exact, pairs, weights_M.double(), needs_grad=needs_grad, compute=ComputeOptions(2**24))
-    # Logits are between -20 and 1, else the others would have to take over.
-    torch.testing.assert_close(found.value_M.double(), expected.value_M, rtol=32 * EPS * 20, atol=0)
-    torch.testing.assert_close(found.slope_M.double(), expected.slope_M, rtol=32 * EPS * 20, atol=0)
-    for ours, theirs in ((found.gx_MD, expected.gx_MD), (found.gy_ND, expected.gy_ND)):
-        assert (ours.double() - theirs).norm() < torch.finfo(torch.bfloat16).eps * theirs.norm()
-    assert started == {"sigmoid": 4}
-    # Whatever they have no way for is left to the others, which bf16 cannot be interpreted by.
-    left: list[bool] = []
-    monkeypatch.setattr(fused, "sigmoid_kernel", {(1,): lambda *_, CAREFUL, **__: left.append(CAREFUL)})
-    monkeypatch.setattr(fused, "merge_panel", lambda *_: None)
-    multi_positive, ranked = (
-        Pairs(is_local=True, ids_M=ids, ids_N=ids, multi_positive=True),
-        Pairs(is_local=True, ranked=True, positive_M=weights_M),
-    )
-    for other, gradients in ((multi_positive, needs_grad), (ranked, needs_grad), (pairs, None)):
-        fused.sigmoid_sums(x[:9], y[:9], *scalars, other, None, needs_grad=gradients, compute=ComputeOptions(50_000))
-    assert left == [False, True] * 3 and started == {"sigmoid": 4}
-
-
 CHANGES = {
-    "a slot is given back too early": ("stats", "z = warpgroup_mma_wait(1, deps=(z,))", "pass", "changes while a product reads"),
+    "a slot is released too early": ("stats", "z = warpgroup_mma_wait(1, deps=(z,))", "pass", "changes while a product reads"),
     "a product is not waited for": ("stats", "z = warpgroup_mma_wait(0, deps=(z,))", "pass", "before it is waited for"),
     "the wrong turn": ("stats", "(turn & 1) ^ 1", "turn & 1", "no group of warps can go on"),
     "half of the bytes": ("stats", "primitive_bitwidth // 8", "primitive_bitwidth // 16", "that nobody expects"),
     "twice the bytes": ("stats", "primitive_bitwidth // 8", "primitive_bitwidth // 4", "no group of warps can go on"),
-    "the rows of the first group": ("stats", "row + WHO * M, k * K", "row, k * K", "not close"),
-    "half of a row is lost": ("sigmoid", "slope + more", "slope", "not close"),
-    "a place is written to too early": ("gradient", "store_wait(PLACES - 1)", "store_wait(PLACES)", "changes while a store reads"),
-    "what has not left its place": ("gradient", "tma.store_wait(0)", "pass", "before its stores are waited for"),
-    "the step of one row for all": ("eight", "gl.load(row_step + i)", "gl.load(row_step + 0 * i)", "assert"),
-    "one quarter that is looked at": ("eight", "gl.maximum(most, _folded(g, M, QUARTER))", "most", "assert"),
+    "the rows of the first group": ("stats", "row + CONSUMER * M, k * K", "row, k * K", "not close"),
+    "a slot is overwritten too early": (
+        "gradient",
+        "store_wait(OUT_SLOTS - 1)",
+        "store_wait(OUT_SLOTS)",
+        "changes while a store reads",
+    ),
+    "stores are not waited for": ("gradient", "tma.store_wait(0)", "pass", "before its stores are waited for"),
+    "the step of one row for all": ("int8", "gl.load(int8.row_step + i)", "gl.load(int8.row_step + 0 * i)", "assert"),
+    "only one quarter is looked at": ("int8", "gl.maximum(largest, _fold_max(g, M, QUARTER))", "largest", "assert"),
 }
 
 
 @pytest.mark.parametrize("name, before, after, message", CHANGES.values(), ids=CHANGES)
-def test_the_interpreter_sees_what_is_wrong(name, before, after, message):
+def test_the_interpreter_finds_errors(name, before, after, message):
     check = {
         "stats": assert_the_sums,
         "gradient": assert_the_gradient,
-        "eight": functools.partial(assert_the_gradient, eight=True),
-        "sigmoid": assert_the_sigmoid,
+        "int8": functools.partial(assert_the_gradient, int8=True),
     }[name]
     with pytest.raises((Broken, AssertionError), match=message):
         check(Panel(150, 200, 40), change=(before, after))
@@ -516,7 +425,7 @@ def _multiply_blocks(products, slot, full, empty, early):
 
 @jit
 def _one_slot_kernel(x, products, EARLY: gl.constexpr):
-    """The sum of products of blocks, by way of one slot. EARLY: it is given back before the product is waited for."""
+    """Sum products of blocks through one slot. EARLY: release it before the product is waited for."""
     slot = gl.allocate_shared_memory(x.dtype, [64, 16], x.layout)
     full, empty = (gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()) for _ in range(2))
     mbarrier.init(full, count=1)
@@ -526,7 +435,7 @@ def _one_slot_kernel(x, products, EARLY: gl.constexpr):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_slot_is_given_back_after_its_product_and_not_before(seed):
+def test_a_slot_is_released_after_its_product_and_not_before(seed):
     x, products = torch.randint(-8, 9, (8 * 64, 13)) / 8.0, torch.full((64, 64), torch.nan)
     matrix = described(surrounded(x.bfloat16()), 64, 16)
     _one_slot_kernel[(1,)](matrix, products, EARLY=False, seed=seed)
@@ -563,7 +472,7 @@ def _copy_kernel(source, target, length, FROM: gl.constexpr, MASKED: gl.constexp
 
 @pytest.mark.parametrize("first", [-1, 5, 20])
 def test_pointers_stay_inside_their_tensor(first):
-    # Others are behind it in memory.
+    # Other values follow in memory.
     source, target = torch.arange(40.0)[:20], torch.zeros(40)[:20]
     _copy_kernel[(1,)](source, target, 20, FROM=first, MASKED=True)
     inside = slice(max(first, 0), first + 16)
@@ -588,7 +497,7 @@ def _failing_kernel():
     gl.warp_specialize([(_wait, (barrier,)), (_fail, ()), (_wait, (barrier,))], [1, 1], None)
 
 
-def test_what_one_group_of_warps_raises_ends_all():
+def test_an_error_in_one_warp_group_ends_all():
     before = threading.active_count()
     with pytest.raises(Broken, match="there is no barrier at shared memory 1"):
         _failing_kernel[(3,)]()
@@ -597,7 +506,7 @@ def test_what_one_group_of_warps_raises_ends_all():
 
 @jit
 def _numbers_kernel(whole, others, n):
-    """Where Python, or PyTorch, has other rules."""
+    """Operations whose rules differ from Python's or PyTorch's."""
     gl.store(whole, (0 - n) // 2)
     gl.store(whole + 1, (0 - n) % 4)
     gl.store(whole + 2, n * 2**30)
@@ -614,12 +523,12 @@ def test_numbers_are_those_of_a_device():
     assert whole.tolist() == [-3, -3, -(2**30), 1, 7] and others.tolist() == [7.0, 7.0, 3.5]
 
 
-def test_others_see_the_true_modules():
+def test_other_code_sees_the_real_modules():
     before = dict(sys.modules)
-    kernels(HOPPER / "gradient.py")
+    kernels(HOPPER / FILES["gradient"])
     assert sys.modules == before
 
 
-def test_what_the_interpreter_has_not_is_named():
+def test_a_missing_feature_of_the_language_is_named():
     with pytest.raises(AttributeError, match="has no 'inline_asm_elementwise'"):
         gl.inline_asm_elementwise("", "", [], gl.int32, True, 1)

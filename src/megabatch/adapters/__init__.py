@@ -1,1 +1,1 @@
-"""Other people's call signatures for our losses, nothing else."""
+"""The call signatures of other libraries for megabatch's losses, nothing else."""

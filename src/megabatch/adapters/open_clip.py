@@ -2,9 +2,9 @@
 
 In OpenCLIP's training script, replace what `create_loss` returns. OpenCLIP itself is not imported.
 
-The value is that of the whole batch on every rank (OpenCLIP's `local_loss` and sigmoid loss report each rank's own part, whose mean
-it is), and the gradient after DDP's average is always the exact one, which OpenCLIP gives with `gather_with_grad=True`. So the
-arguments that choose between gathering schemes are accepted and change nothing.
+Every rank gets the value of the whole batch. (OpenCLIP's `local_loss` and sigmoid loss report each rank's part; their mean is this
+value.) The gradient after DDP's average is always the exact one, which OpenCLIP computes with `gather_with_grad=True`. So the
+arguments that choose between gathering schemes are accepted and have no effect.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..losses import clip_loss, siglip_loss
 
 
 class ClipLoss(nn.Module):
-    """OpenCLIP's softmax loss."""
+    """A drop-in for `open_clip.loss.ClipLoss`: the softmax loss."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class ClipLoss(nn.Module):
     ) -> None:
         super().__init__()
         if use_horovod:
-            raise ValueError("use_horovod=True: the ranks must be a torch.distributed group; launch with torchrun instead")
+            raise ValueError("use_horovod=True: ranks must belong to a torch.distributed group; launch with torchrun instead")
         self.rank, self.world_size = rank, world_size
 
     def forward(
@@ -43,13 +43,13 @@ class ClipLoss(nn.Module):
         group = _group(self.rank, self.world_size)
         loss = clip_loss(image_features, text_features, logit_scale, group=group)
         if isinstance(logit_bias, Tensor):
-            # A softmax does not see a bias, but DDP waits for a gradient of every parameter.
+            # A bias has no effect on a softmax, but DDP waits for a gradient of every parameter.
             loss = loss + 0 * logit_bias.sum()
         return {"contrastive_loss": loss} if output_dict else loss
 
 
 class SigLipLoss(nn.Module):
-    """OpenCLIP's sigmoid loss."""
+    """A drop-in for `open_clip.loss.SigLipLoss`: the sigmoid loss."""
 
     def __init__(
         self,
@@ -77,13 +77,13 @@ class SigLipLoss(nn.Module):
 
 
 def _group(rank: int, world_size: int) -> dist.ProcessGroup | None:
-    """The group that OpenCLIP's rank and world_size speak of."""
+    """Return the process group that OpenCLIP's rank and world_size describe."""
     if world_size == 1:
         return None
-    here = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    if here != (rank, world_size):
+    actual = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if actual != (rank, world_size):
         raise ValueError(
-            f"rank={rank}, world_size={world_size}, but this process is rank {here[0]} of {here[1]}: initialise torch.distributed "
-            "first and pass its rank and world size"
+            f"rank={rank}, world_size={world_size}, but this process is rank {actual[0]} of {actual[1]}: initialise "
+            "torch.distributed first and pass its rank and world size"
         )
     return dist.group.WORLD

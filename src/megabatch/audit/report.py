@@ -6,9 +6,9 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 from ..reporting.report import Code, Paragraph, Report, Section
+from .comparison import COMPARISON_RULES
 from .rule import SEVERITIES, Finding
 from .rules import RULES
-from .together import ABOUT
 
 
 def audit_report(findings: Sequence[Finding]) -> Report:
@@ -36,7 +36,7 @@ def audit_report(findings: Sequence[Finding]) -> Report:
 def rules_page() -> str:
     """Return every rule with its severities, reason, source and fix, as Markdown."""
     single = [_entry(r.code, r.severities, r.title, r.because, r.source, r.remedy) for r in RULES]
-    several = [_entry(*about) for about in ABOUT]
+    several = [_entry(*about) for about in COMPARISON_RULES]
     return "\n\n".join([*single, "### Several files together", *several]) + "\n"
 
 

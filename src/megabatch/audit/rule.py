@@ -1,4 +1,4 @@
-"""What a rule is and what it says: a pure function of a training's facts, with its source."""
+"""Rules and what they report: a rule is a pure function of the facts of a training, with its source."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from .training import Training
+from .facts import TrainingFacts
 
 Severity = Literal["error", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 
 
 class Finding(NamedTuple):
-    """One mistake. code: of the rule; where: the key or option; why: with the source; fix: a diff of the file, or what to do."""
+    """One mistake. code: of the rule. where: the key or option. why: with the source. fix: a diff of the file, or advice."""
 
     code: str
     severity: Severity
@@ -24,9 +24,12 @@ class Finding(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Problem:
-    """What a rule found. fact: the fact to look at; text: what is wrong, with this training's numbers; changes: facts that put it
-    right, where facts can; advice: what to do where they cannot, or beside them."""
+class Violation:
+    """What a rule reports.
+
+    fact: the fact that is wrong. text: what is wrong, with the numbers of this training. changes: facts that fix it, if facts can.
+    advice: what to do in addition, or if facts cannot fix it.
+    """
 
     severity: Severity
     fact: str
@@ -37,14 +40,16 @@ class Problem:
 
 @dataclass(frozen=True)
 class Rule:
-    """code: its name; severities: those it can have; source: what it rests on; remedy: how it is put right, in general.
-    The docstring of `check` begins with a title and says why."""
+    """code: its name. severities: those that it can report. source: its evidence. remedy: the fix in general.
+
+    The docstring of `check` has a title and the reason.
+    """
 
     code: str
     severities: tuple[Severity, ...]
     source: str
     remedy: str
-    check: Callable[[Training], Iterable[Problem]]
+    check: Callable[[TrainingFacts], Iterable[Violation]]
 
     @property
     def title(self) -> str:
@@ -54,23 +59,25 @@ class Rule:
     def because(self) -> str:
         return self._text()[1]
 
-    def problems(self, training: Training) -> list[Problem]:
-        found = list(self.check(training))
-        assert all(problem.severity in self.severities for problem in found)
-        return found
+    def violations(self, training: TrainingFacts) -> list[Violation]:
+        violations = list(self.check(training))
+        assert all(violation.severity in self.severities for violation in violations)
+        return violations
 
     def _text(self) -> tuple[str, str]:
         title, _, because = inspect.cleandoc(self.check.__doc__ or "").partition("\n\n")
         return title.rstrip("."), " ".join(because.split())
 
 
-def rule(code: str, *severities: Severity, source: str, remedy: str) -> Callable[[Callable[[Training], Iterable[Problem]]], Rule]:
-    """Makes a rule of a function of a training."""
+def rule(
+    code: str, *severities: Severity, source: str, remedy: str
+) -> Callable[[Callable[[TrainingFacts], Iterable[Violation]]], Rule]:
+    """Return a decorator that makes a rule of a function of a training's facts."""
     return lambda check: Rule(code, severities, source, remedy, check)
 
 
 def exit_code(findings: Iterable[Finding], fail_on: Severity = "error") -> int:
-    """1 where a finding is as severe as `fail_on` or worse, else 0: for a launch script to stop on.
+    """Return 1 if a finding is as severe as `fail_on` or worse, else 0, so that a launch script can stop.
 
     >>> exit_code([Finding("no-warmup", "warning", "schedule.warmup", "…", "…")]), exit_code([])
     (0, 0)

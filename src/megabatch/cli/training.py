@@ -135,6 +135,10 @@ def _show_result(folder: Path) -> None:
     result = json.loads((folder / "result.json").read_text("utf-8")) if (folder / "result.json").exists() else {}
     if result.get("evaluation"):
         _show_quality(result["evaluation"])
+    if result:
+        from ..training.summary import sentences
+
+        print("\n".join(sentences(result)))
     if result.get("bad"):
         print(f"{result['bad']:,} training samples could not be read and were skipped; {folder / 'log.jsonl'} names them")
     if (folder / "report.html").exists():

@@ -1,11 +1,11 @@
-"""What one pass of an encoder costs, forward and backward: operations on matrices, bytes that are moved, calls of the host.
+"""Count what one pass through an encoder costs, forward and backward: FLOPs, bytes moved, operations launched by the host.
 
-Counted on fake tensors, so nothing is computed, with attention, autocast and dropout as CUDA has them.
+The pass runs on fake tensors, so nothing is computed; attention, autocast and dropout dispatch as on CUDA.
 """
 
 from __future__ import annotations
 
-from collections import Counter as Tally
+import collections
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, Literal, NamedTuple
@@ -16,60 +16,62 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .flops import flops_of
-from .implicit_ops import hidden_of
-from .memory.routing import as_on_cuda
-from .op_classes import Kind, filling_of, kind_of, tensors_of
+from .cuda_dispatch import dispatch_as_cuda
+from .operations import OpClass, class_of, flops_of, implicit_ops, tensors_in, utilization_of
 
-HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# Rows of the two passes that are counted: what they differ by is the cost of a row.
+AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# Rows of the two counted passes: the cost of one row is their difference.
 FEW, MORE = 8, 16
 aten = torch.ops.aten
-# Operations that launch nothing, though they are no views by name.
+# Operations that launch no kernel, though their schema does not mark them as views.
 FREE = {aten.detach, aten._unsafe_view, aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
-# Arguments of which a few elements are read, if any: logits at their labels, a table at its indices.
+# Position of the argument of which only a few elements are read: logits at their labels, a table at its indices.
 UNREAD = {aten.nll_loss_forward: 0, aten.nll_loss_backward: 1, aten.embedding: 0}
 
 
 class Call(NamedTuple):
-    """One operation, as often as it is called alike: FLOP and bytes for each row, and bytes whatever the rows.
+    """One operation and how many times it is called with the same costs.
 
-    filling: the share of its kind's rate that it reaches, where its blocks do not fill the device (`kinds.filling_of`).
-    hidden: whether it is part of another operation, which is what the host calls (`hidden_of`).
+    flops, bytes: per row. fixed: bytes that do not depend on the rows. utilization: the share of its class's rate that it reaches
+    (`operations.utilization_of`). implicit: whether it is part of another operation, which the host launches
+    (`operations.implicit_ops`).
     """
 
-    kind: Kind
+    op_class: OpClass
     flops: float
     bytes: float
     fixed: float
     times: int = 1
-    filling: float = 1.0
-    hidden: bool = False
+    utilization: float = 1.0
+    implicit: bool = False
 
 
 class Pass(NamedTuple):
-    """All operations of a forward, or of a backward."""
+    """All operations of a forward or of a backward."""
 
     calls: tuple[Call, ...] = ()
 
     @property
     def operations(self) -> int:
-        """Calls of the host."""
-        return sum(call.times for call in self.calls if not call.hidden)
+        """The number of operations that the host launches."""
+        return sum(call.times for call in self.calls if not call.implicit)
 
     @property
     def flops(self) -> float:
-        """Of matrix products, for each row."""
+        """FLOPs of matrix products, per row."""
         return sum(call.times * call.flops for call in self.calls)
 
     @property
     def bytes(self) -> float:
-        """Read and written, for each row."""
+        """Bytes read and written, per row."""
         return sum(call.times * call.bytes for call in self.calls)
 
 
 class Work(NamedTuple):
-    """Forward and backward of an encoder. trainable: parameters that receive a gradient; inputs: bytes of a row."""
+    """Forward and backward of an encoder.
+
+    parameters: how many it has; trainable: how many of them receive a gradient. inputs: bytes of one row of its inputs.
+    """
 
     forward: Pass
     backward: Pass
@@ -78,22 +80,22 @@ class Work(NamedTuple):
     inputs: float = 0.0
 
 
-class Counted(NamedTuple):
-    """One call of an operation with its FLOP and bytes."""
+class _CountedCall(NamedTuple):
+    """One call of an operation with its FLOPs and bytes, for all rows of the pass."""
 
-    kind: Kind
+    op_class: OpClass
     flops: float
     bytes: float
-    filling: float
-    hidden: bool = False
+    utilization: float
+    implicit: bool = False
 
 
-class Counter(TorchDispatchMode):
-    """Lists what is called inside."""
+class CallCounter(TorchDispatchMode):
+    """Lists the operations that are called inside this context."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[Counted] = []
+        self.calls: list[_CountedCall] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -101,9 +103,13 @@ class Counter(TorchDispatchMode):
         packet = func._overloadpacket
         if func.namespace == "aten" and not func.is_view and packet not in FREE:
             name, flops = packet.__name__, flops_of(func, args, kwargs, out)
-            kind = kind_of(name, args, out, counted=flops > 0)
-            self.calls.append(Counted(kind, flops, _bytes((_read(packet, args), kwargs, out)), filling_of(kind, args, out)))
-            self.calls += [Counted(kind, 0.0, size, filling, True) for kind, size, filling in hidden_of(name, kind, args, out)]
+            op_class = class_of(name, args, out, has_flops=flops > 0)
+            moved = _bytes((_read_args(packet, args), kwargs, out))
+            self.calls.append(_CountedCall(op_class, flops, moved, utilization_of(op_class, args, out)))
+            self.calls += [
+                _CountedCall(op.op_class, 0.0, op.bytes, op.utilization, implicit=True)
+                for op in implicit_ops(name, op_class, args, out)
+            ]
         return out
 
 
@@ -115,15 +121,16 @@ def count_work(
     device: Literal["cuda", "cpu"] = "cuda",
     loss: Callable[[Any], Tensor] | None = None,
 ) -> Work:
-    """The cost of module(inputs(rows)) and of its backward, in autocast where the precision is half.
+    """Return the cost of module(inputs(rows)) and of its backward, under autocast for "bf16" and "fp16".
 
-    inputs: a tensor, or a dict by name. loss: takes what the module returns to a number, where that costs something too.
+    inputs: makes a tensor, or a dict of arguments by name, for a number of rows. loss: turns the module's output into a scalar,
+    where that costs something too.
 
     >>> count_work(nn.Linear(10, 20), lambda rows: torch.zeros(rows, 10)).forward.flops
     400.0
     """
     few, more = (_count(module, inputs(rows), precision, device, loss) for rows in (FEW, MORE))
-    forward, backward = (_compared(a, b) for a, b in zip(few, more, strict=True))
+    forward, backward = (_cost_per_row(a, b) for a, b in zip(few, more, strict=True))
     parameters = list(module.parameters())
     return Work(
         forward,
@@ -134,54 +141,55 @@ def count_work(
     )
 
 
-def _compared(few: Counter, more: Counter) -> Pass:
-    """Costs by row, from two passes that call the same operations; where they do not, all of it goes by the row."""
-    if [call.kind for call in few.calls] != [call.kind for call in more.calls]:
-        return Pass(tuple(Call(b.kind, b.flops / MORE, b.bytes / MORE, 0.0, 1, b.filling, b.hidden) for b in more.calls))
+def _cost_per_row(few: CallCounter, more: CallCounter) -> Pass:
+    """Split costs into a part per row and a fixed part; if the two passes call different operations, all of it is per row."""
+    if [call.op_class for call in few.calls] != [call.op_class for call in more.calls]:
+        return Pass(tuple(Call(b.op_class, b.flops / MORE, b.bytes / MORE, 0.0, 1, b.utilization, b.implicit) for b in more.calls))
     calls = []
     for a, b in zip(few.calls, more.calls, strict=True):
         row = (b.bytes - a.bytes) / (MORE - FEW)
         flops = (b.flops - a.flops) / (MORE - FEW)
-        calls.append(Call(b.kind, flops, row, max(0.0, a.bytes - FEW * row), 1, b.filling, b.hidden))
-    return Pass(tuple(call._replace(times=times) for call, times in Tally(calls).items()))
+        calls.append(Call(b.op_class, flops, row, max(0.0, a.bytes - FEW * row), 1, b.utilization, b.implicit))
+    return Pass(tuple(call._replace(times=times) for call, times in collections.Counter(calls).items()))
 
 
 def _count(
     module: nn.Module, rows: Any, precision: str, device: str, loss: Callable[[Any], Tensor] | None
-) -> tuple[Counter, Counter]:
-    forward, backward = Counter(), Counter()
-    half = HALF.get(precision)
-    learning = [p for p in module.parameters() if p.requires_grad]
+) -> tuple[CallCounter, CallCounter]:
+    forward, backward = CallCounter(), CallCounter()
+    dtype = AUTOCAST_DTYPES.get(precision)
+    trainable = [p for p in module.parameters() if p.requires_grad]
     try:
         with ExitStack() as contexts:
             if device == "cuda":
-                contexts.enter_context(as_on_cuda())
+                contexts.enter_context(dispatch_as_cuda())
             contexts.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-            with torch.enable_grad(), torch.autocast("cpu", half, enabled=half is not None), forward:
+            with torch.enable_grad(), torch.autocast("cpu", dtype, enabled=dtype is not None), forward:
                 out = module(**rows) if isinstance(rows, dict) else module(rows)
-                value = _total(out) if loss is None else loss(out)
-            if learning and value.requires_grad:
+                value = _sum_of_outputs(out) if loss is None else loss(out)
+            if trainable and value.requires_grad:
                 with backward:
-                    torch.autograd.grad(value, learning, allow_unused=True)
+                    torch.autograd.grad(value, trainable, allow_unused=True)
     except RuntimeError as error:
         raise ValueError(
-            f"{type(module).__name__} cannot be counted without running it ({error}): what it computes depends on the inputs"
+            f"The cost of {type(module).__name__} cannot be counted without running it, because what it computes depends on the "
+            f"contents of its inputs: {error}"
         ) from error
     return forward, backward
 
 
-def _total(out: Any) -> Tensor:
-    """A number that all of an output goes into."""
+def _sum_of_outputs(out: Any) -> Tensor:
+    """Return a scalar that depends on every floating-point tensor of an output."""
     values = list(out.values()) if hasattr(out, "values") and not isinstance(out, Tensor) else out
     return sum((t.sum() for t in tree_leaves(values) if isinstance(t, Tensor) and t.is_floating_point()), torch.zeros(()))
 
 
-def _read(packet: Any, args: Any) -> list[Any]:
-    """Arguments as often as they are read: a convolution's two gradients have a kernel each, and both read that of the output."""
+def _read_args(packet: Any, args: Any) -> list[Any]:
+    """Return the arguments as often as they are read: the two gradients of a convolution are two kernels, and both read dy."""
     twice = [args[0]] if packet is aten.convolution_backward and all(args[10][:2]) else []
-    return [arg for place, arg in enumerate(args) if place != UNREAD.get(packet)] + twice
+    return [arg for position, arg in enumerate(args) if position != UNREAD.get(packet)] + twice
 
 
 def _bytes(tree: Any) -> float:
-    """Of all tensors; one that repeats its elements is read once."""
-    return float(sum(min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in tensors_of(tree)))
+    """Return the bytes of all tensors; an expanded tensor is read once."""
+    return float(sum(min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in tensors_in(tree)))

@@ -1,6 +1,6 @@
-"""Devices: memory, rates and links of known ones, each with its source.
+"""Devices: one record per GPU with its memory, peak rates and links, and the source of these numbers.
 
-Rates are dense peaks (no sparsity). What a training step reaches of them is an assumption, written once here: Efficiency.
+Rates are dense peaks (no sparsity). What a training step reaches of them is an assumption, stated once in `Efficiency`.
 """
 
 from __future__ import annotations
@@ -16,47 +16,58 @@ from typing import Literal
 import torch
 
 from .. import host_memory
-from .op_classes import Kind
-from .op_efficiency import BYTES, FLOPS, IN_TF32, WITHOUT_TENSOR_CORES, bytes_shares
+from .operations import (
+    BYTES_EFFICIENCY,
+    FLOPS_EFFICIENCY,
+    NO_TENSOR_CORE_CLASSES,
+    TF32_CLASSES,
+    OpClass,
+    bytes_efficiency,
+)
 
 GIB = 2**30
-# Of the name as people write it, letters and digits count.
-_NOISE = re.compile(r"[^A-Z0-9]")
+# Names are compared by their letters and digits.
+_PUNCTUATION = re.compile(r"[^A-Z0-9]")
 
 
 @dataclass(frozen=True)
 class Efficiency:
-    """What training reaches of the peaks, and what the host costs: an assumption, calibrated on steps on one H200.
+    """What training reaches of the peak rates, and what the host costs: an assumption, calibrated on steps on one H200.
 
-    flops, bytes: by kind of operation. link: of the rate between GPUs. host_s: seconds of the host for one operation of PyTorch,
-    which it calls while the device computes: the slower of both is waited for. step_s: for what a step does once, whatever its
-    batch: clipping, the optimizer's many tensors, reading back the loss.
+    flops, bytes: shares of the peak FLOP/s and of the peak bandwidth, by class of operation. link: share of the rate between GPUs.
+    host_s: seconds that the host needs to launch one operation of PyTorch, while the device computes: the slower of the two
+    determines the time. step_s: seconds for what a step does once, whatever its batch: clipping, the optimizer's many tensors,
+    reading the loss back.
     """
 
-    flops: Mapping[Kind, float] = field(default_factory=lambda: FLOPS)
-    bytes: Mapping[Kind, float] = field(default_factory=lambda: BYTES)
+    flops: Mapping[OpClass, float] = field(default_factory=lambda: FLOPS_EFFICIENCY)
+    bytes: Mapping[OpClass, float] = field(default_factory=lambda: BYTES_EFFICIENCY)
     link: float = 0.75
     host_s: float = 42e-6
     step_s: float = 10e-3
 
     @classmethod
     def uniform(cls, flops: float, bytes: float, **rest: float) -> Efficiency:
-        """One share for every kind."""
-        return cls(MappingProxyType(dict.fromkeys(BYTES, flops)), MappingProxyType(dict.fromkeys(BYTES, bytes)), **rest)
+        """Return the same shares for every class."""
+        names = BYTES_EFFICIENCY
+        return cls(MappingProxyType(dict.fromkeys(names, flops)), MappingProxyType(dict.fromkeys(names, bytes)), **rest)
 
     def scaled(self, flops: float, bytes: float) -> Efficiency:
-        """The same kinds against other rates, none above all of them."""
-        less = [{kind: min(1.0, f * share) for kind, share in of.items()} for of, f in ((self.flops, flops), (self.bytes, bytes))]
-        return dataclasses.replace(self, flops=MappingProxyType(less[0]), bytes=MappingProxyType(less[1]))
+        """Return the shares multiplied by these factors, none above 1."""
+        return dataclasses.replace(self, flops=_scaled(self.flops, flops), bytes=_scaled(self.bytes, bytes))
+
+
+def _scaled(shares: Mapping[OpClass, float], factor: float) -> Mapping[OpClass, float]:
+    return MappingProxyType({op_class: min(1.0, factor * share) for op_class, share in shares.items()})
 
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator (or a CPU).
+    """One accelerator, or a CPU.
 
-    memory: bytes that PyTorch sees. rates: FLOP/s by precision ("fp32", "tf32", "bf16", "fp16"); one that is missing is not
-    supported. bandwidth, link: bytes a second, of its memory and to the next GPU of the same machine, one way. capability: of CUDA,
-    major and minor, by which kernels take their workspaces.
+    memory: bytes that PyTorch sees. rates: peak FLOP/s by precision ("fp32", "tf32", "bf16", "fp16"); unsupported ones are missing.
+    bandwidth: bytes per second of its memory. link: bytes per second to the next GPU of the same machine, one way. source: where
+    these numbers come from. capability: CUDA compute capability, on which the workspaces of kernels depend.
     """
 
     name: str
@@ -70,47 +81,47 @@ class Device:
 
     @property
     def type(self) -> Literal["cpu", "cuda"]:
-        """As torch names it."""
+        """The device type, as in torch.device."""
         return "cpu" if self.name == "cpu" else "cuda"
 
-    def flops_per_second(self, precision: str, kind: Kind = "product") -> float:
-        """FLOP/s that a training step reaches in a kind of products; a ValueError where the device does not have the precision."""
+    def flops_per_second(self, precision: str, op_class: OpClass = "matmul") -> float:
+        """Return the FLOP/s that a training step reaches in this class; a ValueError if the device lacks the precision."""
         if precision not in self.rates:
             raise ValueError(f"precision is {precision!r}: {self.name} has {', '.join(self.rates)}; choose one of them")
-        if precision == "fp32" and kind in IN_TF32:
+        if precision == "fp32" and op_class in TF32_CLASSES:
             precision = "tf32" if "tf32" in self.rates else precision
-        if kind in WITHOUT_TENSOR_CORES:
+        if op_class in NO_TENSOR_CORE_CLASSES:
             precision = "fp32"
-        return self.rates[precision] * self.efficiency.flops[kind]
+        return self.rates[precision] * self.efficiency.flops[op_class]
 
-    def bytes_per_second(self, kind: Kind) -> float:
-        """Bytes a second that a kind of operations reads and writes."""
-        return self.bandwidth * self.efficiency.bytes[kind]
+    def bytes_per_second(self, op_class: OpClass) -> float:
+        """Return the bytes per second that operations of this class read and write."""
+        return self.bandwidth * self.efficiency.bytes[op_class]
 
     @property
-    def copy(self) -> float:
-        """Bytes a second from pinned memory of the host: PCIe of the generation that goes with the device."""
+    def host_copy(self) -> float:
+        """Bytes per second from pinned host memory, over the PCIe generation that comes with the device."""
         return {9: 50e9, 8: 25e9}.get(self.capability[0], 12e9)
 
 
 def _device(
     name: str,
     gib: float,
-    rates: tuple[float, float, float, float],
+    tflops: tuple[float, float, float, float],
     tb_s: float,
     link_gb_s: float,
     capability: tuple[int, int],
     source: str,
 ) -> Device:
-    """rates: TFLOP/s in fp32, tf32, bf16 and fp16; 0 is not supported."""
-    named = zip(("fp32", "tf32", "bf16", "fp16"), rates, strict=True)
-    peaks = MappingProxyType({precision: 1e12 * rate for precision, rate in named if rate})
-    efficiency = Efficiency(bytes=bytes_shares(1e12 * tb_s, peaks["fp32"], capability))
-    return Device(name, int(gib * GIB), peaks, 1e12 * tb_s, 1e9 * link_gb_s, source, efficiency, capability)
+    """Return a record from data-sheet units. tflops: TFLOP/s in fp32, tf32, bf16 and fp16; 0 means not supported."""
+    by_precision = zip(("fp32", "tf32", "bf16", "fp16"), tflops, strict=True)
+    rates = MappingProxyType({precision: 1e12 * rate for precision, rate in by_precision if rate})
+    efficiency = Efficiency(bytes=bytes_efficiency(1e12 * tb_s, rates["fp32"], capability))
+    return Device(name, int(gib * GIB), rates, 1e12 * tb_s, 1e9 * link_gb_s, source, efficiency, capability)
 
 
 _MEMORY = "; memory as PyTorch reports it"
-# Links are half of the two-way figure of the data sheets: NVLink, or PCIe where there is none.
+# Links are half of the bidirectional figure of the data sheets: NVLink, or PCIe where there is no NVLink.
 DEVICES = (
     _device("H200", 139.8, (66.9, 494.7, 989.4, 989.4), 4.8, 450, (9, 0), "NVIDIA H100 data sheet, memory of the H200's" + _MEMORY),
     _device("H100-SXM", 79.0, (66.9, 494.7, 989.4, 989.4), 3.35, 450, (9, 0), "NVIDIA H100 data sheet, SXM5"),
@@ -124,35 +135,38 @@ DEVICES = (
     _device("V100-32GB", 31.7, (15.7, 0, 0, 125), 0.900, 150, (7, 0), "NVIDIA V100 data sheet, SXM2" + _MEMORY),
     _device("V100-16GB", 15.7, (15.7, 0, 0, 125), 0.900, 150, (7, 0), "NVIDIA V100 data sheet, SXM2" + _MEMORY),
     _device("T4", 14.5, (8.1, 0, 0, 65), 0.320, 16, (7, 5), "NVIDIA T4 data sheet, PCIe Gen3" + _MEMORY),
-    _device("RTX4090", 23.6, (82.6, 82.6, 165, 165), 1.008, 32, (8, 9), "NVIDIA Ada whitepaper, sums in fp32, PCIe Gen4" + _MEMORY),
-    _device("RTX3090", 23.6, (35.6, 35.6, 71, 71), 0.936, 32, (8, 6), "NVIDIA GA102 whitepaper, sums in fp32, PCIe Gen4" + _MEMORY),
+    _device("RTX4090", 23.6, (82.6, 82.6, 165, 165), 1.008, 32, (8, 9), "NVIDIA Ada whitepaper, fp32 sums, PCIe Gen4" + _MEMORY),
+    _device("RTX3090", 23.6, (35.6, 35.6, 71, 71), 0.936, 32, (8, 6), "NVIDIA GA102 whitepaper, fp32 sums, PCIe Gen4" + _MEMORY),
 )  # fmt: skip
 # What a name without its variant means.
-_USUAL = {"H100": "H100-SXM", "A100": "A100-80GB", "A800": "A800-80GB", "V100": "V100-32GB"}
+_DEFAULT_VARIANTS = {"H100": "H100-SXM", "A100": "A100-80GB", "A800": "A800-80GB", "V100": "V100-32GB"}
 
 
 def find_device(name: str) -> Device:
-    """The known device that a name means: "H200", "a100 40gb", "NVIDIA A100-SXM4-80GB", "RTX 4090".
+    """Return the device of a name: "H200", "a100 40gb", "NVIDIA A100-SXM4-80GB", "RTX 4090".
 
     >>> find_device("NVIDIA A100-SXM4-80GB").name
     'A100-80GB'
     """
-    wanted = _NOISE.sub("", name.upper())
-    for noise in ("NVIDIA", "TESLA", "GEFORCE", "HBM3", "SXM2", "SXM4", "SXM5"):
-        wanted = wanted.replace(noise, "")
-    names = {_NOISE.sub("", device.name.upper()): device for device in DEVICES}
-    names |= {short: names[_NOISE.sub("", full.upper())] for short, full in _USUAL.items()}
-    # "A100 80GB PCIe" is the A100 with 80 GB; an H100's variants differ.
-    for candidate in (wanted, wanted.replace("PCIE", ""), wanted.removesuffix("80GB"), wanted.replace("80GB", "")):
+    short = _PUNCTUATION.sub("", name.upper())
+    for affix in ("NVIDIA", "TESLA", "GEFORCE", "HBM3", "SXM2", "SXM4", "SXM5"):
+        short = short.replace(affix, "")
+    names = {_PUNCTUATION.sub("", device.name.upper()): device for device in DEVICES}
+    names |= {variant: names[_PUNCTUATION.sub("", full.upper())] for variant, full in _DEFAULT_VARIANTS.items()}
+    # "A100 80GB PCIe" is the A100 with 80 GB; the variants of an H100 differ.
+    for candidate in (short, short.replace("PCIE", ""), short.removesuffix("80GB"), short.replace("80GB", "")):
         if candidate in names:
             return names[candidate]
-    near = difflib.get_close_matches(wanted, names, 2, 0.5)
-    guess = f"did you mean {', '.join(names[n].name for n in near)}?" if near else "known are " + ", ".join(d.name for d in DEVICES)
-    raise ValueError(f"gpu is {name!r}: no such device is known; {guess} Or give its memory alone (80GiB)")
+    near = difflib.get_close_matches(short, names, 2, 0.5)
+    if near:
+        guess = f"did you mean {', '.join(names[n].name for n in near)}?"
+    else:
+        guess = f"known are {', '.join(device.name for device in DEVICES)}."
+    raise ValueError(f"gpu is {name!r}: no such device is known; {guess} Or give only its memory (80GiB).")
 
 
 def find_or_assume_device(name: str) -> Device:
-    """The known device of a driver's name, or the one that is assumed for it."""
+    """Return the device of a driver's name, or an A100 of that name if it is unknown."""
     try:
         return find_device(name)
     except ValueError:
@@ -160,7 +174,7 @@ def find_or_assume_device(name: str) -> Device:
 
 
 def cpu_device() -> Device:
-    """This machine's CPU, by assumption."""
+    """Return this machine's CPU, with assumed rates."""
     threads = torch.get_num_threads()
     memory = host_memory.total()
     rates = MappingProxyType({"fp32": 30e9 * threads})

@@ -1,4 +1,4 @@
-"""Machines: so many devices, by name, by what is here, or by rates that were measured."""
+"""Machines: a number of devices, found by name, on this computer, or from measured rates."""
 
 from __future__ import annotations
 
@@ -18,13 +18,17 @@ from .rates import Rates, read_rates
 MOST_BYTES, MOST_DEVICES = 1e18, 10**7
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {f"{letter}IB": 2 ** (10 * power) for power, letter in enumerate("KMGT", start=1)}
-# Large products and copies, which are measured, already stay below the peaks: on an H200 by a quarter and an eighth.
+# Measured rates are those of large matrix products and copies, which are already below the peaks: on an H200 by a quarter and an
+# eighth.
 MEASURED_PRODUCTS, MEASURED_BANDWIDTH = 0.75, 0.88
 
 
 @dataclass(frozen=True)
 class Machine:
-    """So many devices, `node` of them in each computer; `network`: bytes a second between computers, for each device, one way."""
+    """A number of devices.
+
+    node: devices in each computer. network: bytes per second between computers, for each device, one way.
+    """
 
     device: Device
     gpus: int = 1
@@ -39,24 +43,26 @@ class Machine:
 
     @property
     def link(self) -> float:
-        """Bytes a second of the slowest link of a ring over all devices, as reached."""
-        return (self.device.link if self.gpus <= self.node else min(self.network, self.device.link)) * self.device.efficiency.link
+        """Bytes per second that a ring over all devices reaches on its slowest link."""
+        slowest = self.device.link if self.gpus <= self.node else min(self.network, self.device.link)
+        return slowest * self.device.efficiency.link
 
     def with_gpus(self, gpus: int) -> Machine:
+        """Return this machine with another number of devices."""
         return dataclasses.replace(self, gpus=gpus)
 
 
 def parse_bytes(text: str | int) -> int:
-    """Bytes of "80GiB", "24GB", "512 MiB"; GB is 10⁹, GiB is 2³⁰.
+    """Return the bytes of "80GiB", "24GB" or "512 MiB"; GB is 10⁹, GiB is 2³⁰.
 
     >>> parse_bytes("80GiB"), parse_bytes("24GB")
     (85899345920, 24000000000)
     """
-    found = re.fullmatch(r"\s*(-?[0-9.]+)\s*([A-Za-z]*)\s*", str(text))
-    unit = UNITS.get(found[2].upper()) if found else None
-    if found is None or unit is None or found[1].count(".") > 1:
+    parsed = re.fullmatch(r"\s*(-?[0-9.]+)\s*([A-Za-z]*)\s*", str(text))
+    unit = UNITS.get(parsed[2].upper()) if parsed else None
+    if parsed is None or unit is None or parsed[1].count(".") > 1:
         raise ValueError(f"memory is {text!r}: must read like 80GiB or 24GB")
-    size = float(found[1]) * unit
+    size = float(parsed[1]) * unit
     if not 1 <= size <= MOST_BYTES:
         raise ValueError(f"memory is {str(text)[:40]!r}: must be above 0, and at most {MOST_BYTES:g} bytes")
     return int(size)
@@ -68,10 +74,11 @@ def find_machine(
     memory: str | int | None = None,
     rates: str | Path | Rates | None = None,
 ) -> Machine:
-    """The machine that is asked about; with nothing named, this one.
+    """Return the machine that is described; with no arguments, this one.
 
-    gpu: a name, "8xA100-80GB" with their number, or "cpu". memory: of each; alone, it stands for a device with A100's rates.
-    rates: measured ones in the place of the table's, or their file; alone, they stand for the machine that they were measured on.
+    gpu: a name, "8xA100-80GB" with a number, or "cpu". memory: of each device; alone, it describes a device with the rates of an
+    A100. rates: measured rates, or their file, that replace those of the table; alone, they describe the machine where they were
+    measured.
     """
     if gpus is not None and gpus < 1:
         raise ValueError(f"gpus is {gpus}: must be at least 1; a CPU counts as one")
@@ -79,15 +86,14 @@ def find_machine(
     counted = re.fullmatch(r"\s*(\d+)\s*[x×*]\s*(.+)", gpu) if gpu else None
     if counted:
         if gpus is not None and gpus != int(counted[1]):
-            raise ValueError(f"gpu is {gpu!r} and gpus is {gpus}: say the number once")
+            raise ValueError(f"gpu is {gpu!r} and gpus is {gpus}: give the number once")
         gpus, gpu = int(counted[1]), counted[2]
-    known = read_rates(rates) if isinstance(rates, (str, Path)) else rates
-    machine = _named(gpu, gpus, size) if known is None else _measured(known, gpu, gpus)
+    measured = read_rates(rates) if isinstance(rates, (str, Path)) else rates
+    machine = _machine_by_name(gpu, gpus, size) if measured is None else _machine_by_rates(measured, gpu, gpus)
     return machine if size is None else dataclasses.replace(machine, device=dataclasses.replace(machine.device, memory=size))
 
 
-def _named(gpu: str | None, gpus: int | None, size: int | None) -> Machine:
-    """The machine by the names of its devices, as far as they are given."""
+def _machine_by_name(gpu: str | None, gpus: int | None, size: int | None) -> Machine:
     if gpu is None and size is None:
         return this_machine(gpus)
     if gpu is None:
@@ -98,23 +104,21 @@ def _named(gpu: str | None, gpus: int | None, size: int | None) -> Machine:
     return Machine(device, 1 if gpus is None else gpus)
 
 
-def _measured(rates: Rates, gpu: str | None, gpus: int | None) -> Machine:
-    """The machine that rates were measured on; a ValueError where another one is named."""
-    own = cpu_device() if rates.kind == "cpu" else find_or_assume_device(rates.device)
-    if gpu is not None and _named(gpu, 1, None).device.name != own.name:
-        raise ValueError(
-            f"gpu is {gpu!r}, and the rates were measured on {rates.device}: measure them there, or leave one of them out"
-        )
-    name = own.name if rates.kind == "cpu" else rates.device
-    own = dataclasses.replace(own, name=name, memory=rates.memory or own.memory)
-    machine = Machine(own, rates.gpus if gpus is None else gpus)
+def _machine_by_rates(rates: Rates, gpu: str | None, gpus: int | None) -> Machine:
+    """Return the machine that rates were measured on; a ValueError if `gpu` names another one."""
+    device = cpu_device() if rates.kind == "cpu" else find_or_assume_device(rates.device)
+    if gpu is not None and _machine_by_name(gpu, 1, None).device.name != device.name:
+        raise ValueError(f"gpu is {gpu!r}, but the rates were measured on {rates.device}: measure them there, or omit one of them")
+    name = device.name if rates.kind == "cpu" else rates.device
+    device = dataclasses.replace(device, name=name, memory=rates.memory or device.memory)
+    machine = Machine(device, rates.gpus if gpus is None else gpus)
     machine = with_rates(machine, rates.products, rates.bandwidth, rates.link, rates.host)
     source = f"measured on {rates.device}, {rates.date}"
     return dataclasses.replace(machine, device=dataclasses.replace(machine.device, source=source))
 
 
 def this_machine(gpus: int | None = None) -> Machine:
-    """The accelerators that PyTorch sees here, or the CPU."""
+    """Return the accelerators that PyTorch sees here, or the CPU."""
     if not torch.cuda.is_available():
         return Machine(cpu_device(), 1 if gpus is None else gpus)
     properties = torch.cuda.get_device_properties(0)
@@ -132,14 +136,14 @@ def with_rates(
     link: float | None = None,
     host: float | None = None,
 ) -> Machine:
-    """The machine with measured rates in the place of the data sheet's: of large products (FLOP/s by precision), memory and links,
-    and the host's seconds for an operation.
+    """Return the machine with measured rates in place of those of the data sheet.
 
-    A measured rate is already below the peak: the shares that a step reaches of it are larger accordingly; of a measured link it is
+    rates: FLOP/s of large matrix products, by precision. bandwidth, link: bytes per second. host: the host's seconds per operation.
+    Measured rates are already below the peaks, so the shares that a step reaches of them are larger; of a measured link it reaches
     all.
     """
     if not rates or any(rate <= 0 for rate in rates.values()):
-        raise ValueError(f"rates are {dict(rates)!r}: FLOP/s above 0 by precision, as in {{'bf16': 7.9e14}}")
+        raise ValueError(f"rates are {dict(rates)!r}: must be FLOP/s above 0 by precision, as in {{'bf16': 7.9e14}}")
     device = machine.device
     efficiency = device.efficiency.scaled(1 / MEASURED_PRODUCTS, 1.0 if bandwidth is None else 1 / MEASURED_BANDWIDTH)
     if device.type == "cpu":

@@ -1,4 +1,4 @@
-"""Encoders to count and to measure against memory, built by the names that a run uses, without computing or filling anything."""
+"""Build the encoders of a run for counting and tracing, without computing or initialising their weights."""
 
 from __future__ import annotations
 
@@ -17,49 +17,49 @@ from ..objectives import OBJECTIVES
 from ..towers import BuiltTower
 from ..towers.model import SHARED, Encoder, build_towers
 
-# Tensors of fewer elements are computed as ever: what a builder reads back, such as rates of dropout, is small.
+# Smaller tensors are computed as usual: the values that a model's constructor reads back, such as dropout rates, are small.
 LARGE = 2**16
 META = torch.device("meta")
 
 
 class SkipCompute(TorchDispatchMode):
-    """Inside, nothing large is computed: operations return tensors of the right shape with whatever memory holds.
+    """A context in which operations on large tensors return uninitialised tensors of the right shape.
 
-    Builders then take a second where filling gigabytes with random numbers, and trying the result, takes a minute.
+    Building a model then takes a second, where initialising gigabytes with random numbers and trying the result takes a minute.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        makes = not any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs)))
-        if func.is_view or not (makes or _large((args, kwargs))):
+        creates = not any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs)))
+        if func.is_view or not (creates or _is_large((args, kwargs))):
             return func(*args, **kwargs)
         if func._schema.is_mutable:
             return args[0]
-        if makes and not any(argument.name == "device" for argument in func._schema.arguments):
+        if creates and not any(argument.name == "device" for argument in func._schema.arguments):
             return func(*args, **kwargs)
-        moved, named = tree_map(lambda leaf: leaf.to(META) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
-        if makes or "device" in named:
+        on_meta, named = tree_map(lambda leaf: leaf.to(META) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+        if creates or "device" in named:
             named = {**named, "device": META}
-        out = func(*moved, **named)
-        if makes and not _large(out):
+        out = func(*on_meta, **named)
+        if creates and not _is_large(out):
             return func(*args, **kwargs)
         return tree_map(lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) if isinstance(t, Tensor) else t, out)
 
 
 class EncoderWithInputs:
-    """One encoder of a run, and inputs for it. `module` is what the run calls: the tower, its embeddings made unit length."""
+    """One encoder of a run and example inputs for it. `module` is what the run calls: the tower with normalised embeddings."""
 
     def __init__(self, tower: BuiltTower, *, locked: bool) -> None:
         self.module = Encoder(tower.module, locked=locked)
         self.sample = _sample(tower)
 
     def inputs(self, rows: int) -> Any:
-        """So many rows of zeros, as the data loader would stack them."""
+        """Return this many rows of zeros, stacked as the data loader stacks them."""
         return tree_map(lambda sample: torch.zeros((rows, *sample.shape), dtype=sample.dtype), self.sample)
 
 
 def encoders_of(run: config.Run) -> tuple[EncoderWithInputs, ...]:
-    """The encoders of a run: two, or one where both sides share it or where it classifies."""
+    """Return the encoders of a run: two, or one if both sides share it or the run classifies."""
     with SkipCompute():
         x, y = build_towers(run)
     first = EncoderWithInputs(x, locked=run.x.locked)
@@ -69,13 +69,13 @@ def encoders_of(run: config.Run) -> tuple[EncoderWithInputs, ...]:
 
 
 def copy_modules(modules: Any) -> Any:
-    """A copy of the modules for a trace, which leaves its marks on what it traces; no weights are copied."""
+    """Return a copy of the modules without copying weights: a trace changes the modules that it runs."""
     with SkipCompute():
         return copy.deepcopy(modules)
 
 
 def module_from_function(name: str) -> nn.Module:
-    """What "package.module:function" returns, a Module."""
+    """Return the Module that the function named "package.module:function" builds."""
     try:
         make: Callable[[], Any] = pkgutil.resolve_name(name)
         with SkipCompute():
@@ -88,7 +88,7 @@ def module_from_function(name: str) -> nn.Module:
     return module
 
 
-def _large(tree: Any) -> bool:
+def _is_large(tree: Any) -> bool:
     return any(isinstance(leaf, Tensor) and leaf.numel() >= LARGE for leaf in tree_leaves(tree))
 
 

@@ -1,4 +1,4 @@
-"""Rates of a device that were measured there, and their file: what a plan computes with in the place of data sheets."""
+"""Measured rates of a device, and the file that holds them: a plan uses them in place of data-sheet numbers."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from ..measurements import check_types
 
 @dataclass(frozen=True)
 class Rates:
-    """What was measured. kind: torch's name of the device's kind. memory: bytes of one; gpus: how many the machine has.
+    """Rates measured on one machine.
 
-    products: FLOP/s of large matrix products by precision; one that the device does not have is missing. bandwidth: bytes a second
-    that a copy within the device's memory reads and writes. copy: bytes a second from pinned host memory; None on a CPU.
-    link: bytes a second that each of `ranks` sends in an all-reduce; None without a process group. host: seconds in which the host
-    calls one operation of a forward or backward; None in files that do not know it.
+    device: the driver's name of it. kind: its type, as in torch.device. memory: bytes of one device. gpus: devices of the machine.
+    products: FLOP/s of large matrix products by precision; unsupported ones are missing. bandwidth: bytes per second that a copy
+    within the device's memory reads and writes. copy: bytes per second from pinned host memory; None on a CPU. link: bytes per
+    second that each of `ranks` sends in an all-reduce; None without a process group. host: seconds that the host needs to launch
+    one operation of a forward or backward; None in older files.
     """
 
     device: str
@@ -38,21 +39,21 @@ class Rates:
 
 
 def as_text(rates: Rates) -> str:
-    """Lines of a label and a value, as those of `megabatch env`."""
+    """Return the rates as lines of a label and a value, in the format of `megabatch env`."""
     lines = [("device", f"{rates.device}, {rates.memory / 2**30:.1f} GiB"), ("measured", f"{rates.date}, PyTorch {rates.torch}")]
-    lines += [(precision, f"{rate / 1e12:,.4g} TFLOP/s, large products") for precision, rate in rates.products.items()]
+    lines += [(precision, f"{rate / 1e12:,.4g} TFLOP/s, large matrix products") for precision, rate in rates.products.items()]
     lines.append(("memory", f"{rates.bandwidth / 1e9:,.4g} GB/s, read and written"))
     if rates.copy is not None:
         lines.append(("from host", f"{rates.copy / 1e9:,.4g} GB/s, pinned"))
     if rates.host is not None:
-        lines.append(("host", f"{1e6 * rates.host:,.3g} µs to call an operation"))
+        lines.append(("host", f"{1e6 * rates.host:,.3g} µs per launched operation"))
     if rates.link is not None:
         lines.append(("all-reduce", f"{rates.link / 1e9:,.4g} GB/s sent by each of {rates.ranks} ranks"))
     return "\n".join(f"{label:<12} {value}" for label, value in lines)
 
 
 def write_rates(rates: Rates, path: str | Path) -> Path:
-    """The file that `plan --rates` reads."""
+    """Write the file that `plan --rates` reads."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, json.dumps({"measured": "rates", **asdict(rates)}, indent=1) + "\n")
@@ -60,21 +61,21 @@ def write_rates(rates: Rates, path: str | Path) -> Path:
 
 
 def read_rates(path: str | Path) -> Rates:
-    """The rates of a file; a ValueError where it holds none."""
+    """Return the rates of a file; a ValueError if it holds none."""
     try:
         table: dict[str, Any] = json.loads(Path(path).read_text("utf-8"))
         if table.pop("measured") != "rates":
-            raise ValueError("another measurement")
+            raise ValueError("it holds another measurement")
         rates = Rates(**table)
         check_types(rates)
         numbers = {"bandwidth": rates.bandwidth, "copy": rates.copy, "link": rates.link, "host": rates.host, **rates.products}
         wrong = {name: number for name, number in numbers.items() if number is not None and not 0 < number < math.inf}
         if wrong or not rates.products:
-            raise ValueError(f"rates must be above 0 and finite, for one precision at least; {wrong or 'there are none'}")
+            raise ValueError(f"rates must be above 0 and finite, for at least one precision; {wrong or 'there are none'}")
         if min(rates.memory, rates.gpus, rates.ranks) < 1:
             raise ValueError("memory, gpus and ranks must be at least 1")
         return rates
     except FileNotFoundError:
-        raise ValueError(f"{path}: there is no such file; write one with megabatch env --measure --out {path}") from None
+        raise ValueError(f"{path}: no such file; write one with megabatch env --measure --out {path}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path}: holds no rates ({error!r}); write them anew with megabatch env --measure --out …") from None
+        raise ValueError(f"{path}: holds no rates ({error!r}); write it again with megabatch env --measure --out …") from None

@@ -1,4 +1,4 @@
-"""How a batch is reached: what a search chooses and what memory and time are predicted for."""
+"""How a batch is computed: split over ranks and into chunks, in which precision. Memory and time are predicted for a strategy."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ Sharding = Literal["ddp", "fsdp2"]
 
 @dataclass(frozen=True)
 class Strategy:
-    """One way to compute a step over a batch of `shard` × `ranks` rows.
+    """One way to compute a step over a batch of `ranks` × `shard` rows.
 
-    chunk: rows that go through an encoder at once. keep: chunks of each tower that are not computed twice. checkpointing: inside
-    the encoders. accumulate: the loss is a mean over samples, so that chunks add up and nothing is computed twice.
+    ranks: processes, one per device. shard: rows of the batch on each rank. chunk: rows that go through an encoder at once.
+    keep: chunks per tower whose graphs are kept, so that backward does not recompute them. checkpointing: activation checkpointing
+    inside the encoders. accumulate: the loss is a mean over samples, so that gradients of chunks are accumulated and no chunk is
+    computed twice.
     """
 
     ranks: int

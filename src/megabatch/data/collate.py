@@ -1,4 +1,4 @@
-"""A few samples, read and made ready in one go: what a worker process does for a batch."""
+"""Read, prepare and stack a few samples: the work of one worker process for a batch."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from .sampler import InOrder, stable_hash
 from .source import BadSample, Sample, Source
 
 Prepare = Callable[[Any, int | None], Any]
-# What was prepared, with a row for each sample: a dict of tensors; a tensor alone is under None; nothing is the empty dict.
+# Prepared samples, one row each: a dict of tensors. A single tensor has the key None; the empty dict is nothing.
 Leaves = dict[str | None, Tensor]
-# A share without rows learns its shapes from a sample that can be used: one of so many, from all over the source.
+# A rank without rows takes its shapes from any usable sample; this many, spread over the source, are tried.
 TRIES = 1000
-# Bytes of a tensor that may be pinned: there are up to three batches at a time, and the system cannot move any of it away.
+# Bytes of a tensor that may be pinned: there are up to three batches at a time, and pinned memory cannot be swapped out.
 MOST_PINNED = 4 * 2**30
 
 
-class Place(NamedTuple):
-    """A sample, by its position in the stream, its shard and its number there."""
+class SamplePlace(NamedTuple):
+    """Where a sample is: its position in the stream, its shard and its number in the shard."""
 
     position: int
     shard: int
     number: int
 
 
-class Unread(NamedTuple):
-    """A sample that was left out: its name, why, and where it is in the source."""
+class SkippedSample(NamedTuple):
+    """A sample that was skipped: its name, the reason, and its place in the source."""
 
     key: str
     reason: str
@@ -40,36 +40,36 @@ class Unread(NamedTuple):
     number: int
 
 
-class Task(NamedTuple):
-    """The samples of one piece. rows: those of the whole share; last: the share ends with this piece."""
+class ReadTask(NamedTuple):
+    """The samples to read in one go. rows: all rows of this rank in the step. last: whether these are its last ones."""
 
-    places: list[Place]
+    places: list[SamplePlace]
     rows: int
     last: bool
 
 
-class Facts(NamedTuple):
-    """What is known of the rows beside their tensors. In lists: each tensor from a worker is an open file until it is copied."""
+class RowInfo(NamedTuple):
+    """Everything about the rows but their inputs. Lists, because each tensor from a worker is an open file until it is copied."""
 
     ids: list[int]
     negative_ids: list[int]
     labels: list[int]
     keys: list[str]
     positions: list[int]
-    bad: list[Unread]
+    bad: list[SkippedSample]
 
 
-class Piece(NamedTuple):
-    """Samples made ready. `negatives` has as many rows as the samples have negatives."""
+class CollatedRows(NamedTuple):
+    """Prepared samples. `negatives` has one row for each negative of all samples."""
 
     x: Leaves
     y: Leaves
     negatives: Leaves
-    facts: Facts
+    info: RowInfo
 
 
-class Row(NamedTuple):
-    """One sample made ready. ids: of y, and then of the negatives."""
+class PreparedRow(NamedTuple):
+    """One prepared sample. ids: of y, then of the negatives."""
 
     key: str
     position: int
@@ -81,8 +81,8 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Reader:
-    """Reads and prepares samples; the fields are those of `Loader`. Has the form of a data set of torch's DataLoader."""
+class SampleReader:
+    """Reads and prepares samples; the fields are those of `Loader`. Serves as the dataset of a torch DataLoader."""
 
     source: Source
     prepare_x: Prepare
@@ -93,38 +93,38 @@ class Reader:
     negatives: bool
     augment: bool
 
-    def __getitem__(self, task: Task) -> tuple[Piece, Task]:
-        """The piece of the task, and the task without its places."""
+    def __getitem__(self, task: ReadTask) -> tuple[CollatedRows, ReadTask]:
+        """Return the rows of the task, and the task without its places."""
         rows, bad = [], []
         for place in task.places:
             try:
                 rows.append(self._row(place))
             except BadSample as error:
-                bad.append(Unread(error.key, error.reason, place.shard, place.number))
-        piece = self._piece(rows) if rows else self._no_rows
-        return piece._replace(facts=piece.facts._replace(bad=bad)), task._replace(places=[])
+                bad.append(SkippedSample(error.key, error.reason, place.shard, place.number))
+        piece = self._collate(rows) if rows else self._zero_rows
+        return piece._replace(info=piece.info._replace(bad=bad)), task._replace(places=[])
 
     @functools.cached_property
-    def _no_rows(self) -> Piece:
-        """A piece without rows, whose tensors have the shapes and dtypes of any other; without tensors if no sample can be read."""
-        for place in self._places():
+    def _zero_rows(self) -> CollatedRows:
+        """Zero rows, with the shapes and dtypes of any other rows; without tensors if no sample can be read."""
+        for place in self._spread_places():
             try:
-                x, y, negatives, _ = self._piece([self._row(place)])
+                x, y, negatives, _ = self._collate([self._row(place)])
             except BadSample:
                 continue
-            return Piece(_empty(x), _empty(y), _empty(negatives), Facts([], [], [], [], [], []))
-        return Piece({}, {}, {}, Facts([], [], [], [], [], []))
+            return CollatedRows(_empty(x), _empty(y), _empty(negatives), RowInfo([], [], [], [], [], []))
+        return CollatedRows({}, {}, {}, RowInfo([], [], [], [], [], []))
 
-    def _piece(self, rows: list[Row]) -> Piece:
+    def _collate(self, rows: list[PreparedRow]) -> CollatedRows:
         keys = [row.key for row in rows]
-        y = _stacked([row.y for row in rows], keys)
-        # Where no sample has negatives, y says what theirs would look like.
+        y = _stack([row.y for row in rows], keys)
+        # If no sample has negatives, they take their shapes from y.
         negatives = _empty(y) if self.negatives else {}
         if any(row.negatives for row in rows):
-            negatives = _stacked(
+            negatives = _stack(
                 [leaves for row in rows for leaves in row.negatives], [row.key for row in rows for _ in row.negatives]
             )
-        facts = Facts(
+        info = RowInfo(
             ids=[number for row in rows for number in row.ids[:1]],
             negative_ids=[number for row in rows for number in row.ids[1:]],
             labels=[row.label for row in rows if row.label is not None],
@@ -132,15 +132,15 @@ class Reader:
             positions=[row.position for row in rows],
             bad=[],
         )
-        return Piece(_stacked([row.x for row in rows], keys), y, negatives, facts)
+        return CollatedRows(_stack([row.x for row in rows], keys), y, negatives, info)
 
-    def _places(self) -> Iterator[Place]:
-        """At most TRIES samples, evenly spread over the source: damage usually concerns samples that are neighbours."""
+    def _spread_places(self) -> Iterator[SamplePlace]:
+        """Return at most TRIES samples, evenly spread over the source: damage usually affects neighbouring samples."""
         order = InOrder(self.source.lengths)
         tries = min(TRIES, order.total)
-        return (Place(0, *order.at(number * order.total // tries)) for number in range(tries))
+        return (SamplePlace(0, *order.at(number * order.total // tries)) for number in range(tries))
 
-    def _row(self, place: Place) -> Row:
+    def _row(self, place: SamplePlace) -> PreparedRow:
         try:
             sample = self.source.read(place.shard, place.number)
         except BadSample:
@@ -154,52 +154,52 @@ class Reader:
         except Exception as error:
             raise RuntimeError(f"{sample.key}: could not be prepared: {error!r}") from error
 
-    def _prepared(self, sample: Sample, position: int) -> Row:
+    def _prepared(self, sample: Sample, position: int) -> PreparedRow:
         def leaves(prepare: Prepare, raw: Any, side: str) -> Leaves:
-            # Each side has its own seed: two views of one image must not be cropped alike.
+            # Each side has a seed of its own: two views of one image must not get the same crop.
             return _leaves(prepare(raw, stable_hash(self.seed, position, side) if self.augment else None))
 
         texts = sample.negatives if self.negatives else ()
-        label = None if self.classes is None else _number(sample, self.classes)
+        label = None if self.classes is None else _class_number(sample, self.classes)
         x = leaves(self.prepare_x, sample.x, "x")
         y: Leaves = {}
         negatives: list[Leaves] = []
         if self.prepare_y is not None:
             y = leaves(self.prepare_y, sample.y, "y")
             negatives = [leaves(self.prepare_y, text, f"negative {number}") for number, text in enumerate(texts)]
-        named = sample.y if isinstance(sample.y, str) else sample.key
-        ids = [stable_hash(text) for text in (named, *texts)] if self.ids else []
-        return Row(sample.key, position, x, y, negatives, ids, label)
+        identity = sample.y if isinstance(sample.y, str) else sample.key
+        ids = [stable_hash(text) for text in (identity, *texts)] if self.ids else []
+        return PreparedRow(sample.key, position, x, y, negatives, ids, label)
 
 
-class Pile:
-    """Pieces put one after another into tensors allocated beforehand, so that each can be let go at once.
+class RowBuffer:
+    """Copies rows into preallocated tensors as they arrive, so that what a worker sent is freed at once.
 
-    rows: to be expected. pinned: whether the tensors lie in memory that a CUDA device copies from while the host goes on.
+    rows: the expected number. pinned: whether the tensors are in page-locked memory, which CUDA devices copy asynchronously.
     """
 
     def __init__(self, rows: int, pinned: bool = False) -> None:
-        self._facts = Facts([], [], [], [], [], [])
+        self._info = RowInfo([], [], [], [], [], [])
         self._x, self._y, self._negatives = (_Columns(rows, pinned) for _ in range(3))
 
-    def add(self, piece: Piece) -> None:
-        name = piece.facts.keys[0] if piece.facts.keys else "a sample"
+    def add(self, piece: CollatedRows) -> None:
+        name = piece.info.keys[0] if piece.info.keys else "a sample"
         self._x.add(piece.x, name)
         self._y.add(piece.y, name)
         self._negatives.add(piece.negatives, name)
-        self._facts.ids.extend(piece.facts.ids)
-        self._facts.negative_ids.extend(piece.facts.negative_ids)
-        self._facts.labels.extend(piece.facts.labels)
-        self._facts.keys.extend(piece.facts.keys)
-        self._facts.positions.extend(piece.facts.positions)
-        self._facts.bad.extend(piece.facts.bad)
+        self._info.ids.extend(piece.info.ids)
+        self._info.negative_ids.extend(piece.info.negative_ids)
+        self._info.labels.extend(piece.info.labels)
+        self._info.keys.extend(piece.info.keys)
+        self._info.positions.extend(piece.info.positions)
+        self._info.bad.extend(piece.info.bad)
 
-    def piece(self) -> Piece:
-        return Piece(self._x.leaves(), self._y.leaves(), self._negatives.leaves(), self._facts)
+    def rows(self) -> CollatedRows:
+        return CollatedRows(self._x.leaves(), self._y.leaves(), self._negatives.leaves(), self._info)
 
 
 class _Columns:
-    """The rows of one side."""
+    """The rows of one side, in preallocated tensors."""
 
     def __init__(self, rows: int, pinned: bool) -> None:
         self._capacity = rows
@@ -211,8 +211,8 @@ class _Columns:
         if not leaves:
             return
         if not self._leaves:
-            self._leaves = _allocated(leaves, self._capacity, self._pinned)
-        _check_form(leaves, self._leaves, name, dims=1)
+            self._leaves = _allocate(leaves, self._capacity, self._pinned)
+        _check_same_form(leaves, self._leaves, name, dims=1)
         end = self._rows + len(next(iter(leaves.values())))
         if end > self._capacity:
             self._grow(max(end, 2 * self._capacity))
@@ -226,26 +226,26 @@ class _Columns:
     def _grow(self, capacity: int) -> None:
         before = self.leaves()
         self._capacity = capacity
-        self._leaves = _allocated(before, capacity, self._pinned)
+        self._leaves = _allocate(before, capacity, self._pinned)
         for key, leaf in before.items():
             self._leaves[key][: self._rows] = leaf
 
 
-def _stacked(rows: Sequence[Leaves], names: Sequence[str]) -> Leaves:
-    """The rows as one; a row that differs from the first in shape or dtype is refused under its name."""
+def _stack(rows: Sequence[Leaves], names: Sequence[str]) -> Leaves:
+    """Stack the rows. ValueError, with its name, for a row that differs from the first in shape or dtype."""
     first = rows[0]
     for row, name in zip(rows, names, strict=True):
-        _check_form(row, first, name)
+        _check_same_form(row, first, name)
     return {key: torch.stack([row[key] for row in rows]) for key in first}
 
 
-def _check_form(leaves: Leaves, others: Leaves, name: str, dims: int = 0) -> None:
-    """Refuses tensors that differ from others in more than their first `dims` dimensions."""
+def _check_same_form(leaves: Leaves, others: Leaves, name: str, dims: int = 0) -> None:
+    """Raise ValueError if tensors differ from others in dtype, or in shape beyond their first `dims` dimensions."""
     form, expected = ({key: (leaf.shape[dims:], leaf.dtype) for key, leaf in tree.items()} for tree in (leaves, others))
     if form != expected:
         raise ValueError(
-            f"{name}: was prepared to {form}, samples before it to {expected}; all must come out with one shape and dtype: resize, "
-            "crop or pad"
+            f"{name}: was prepared to {form}, samples before it to {expected}; all must have one shape and dtype: resize, crop or"
+            " pad"
         )
 
 
@@ -253,18 +253,18 @@ def _empty(leaves: Leaves) -> Leaves:
     return {key: leaf[:0] for key, leaf in leaves.items()}
 
 
-def _allocated(like: Leaves, rows: int, pinned: bool) -> Leaves:
-    def allocated(leaf: Tensor) -> Tensor:
+def _allocate(like: Leaves, rows: int, pinned: bool) -> Leaves:
+    def allocate(leaf: Tensor) -> Tensor:
         shape = (rows, *leaf.shape[1:])
         small = math.prod(shape) * leaf.element_size() <= MOST_PINNED
         return torch.empty(shape, dtype=leaf.dtype, pin_memory=pinned and small)
 
-    return {key: allocated(leaf) for key, leaf in like.items()}
+    return {key: allocate(leaf) for key, leaf in like.items()}
 
 
-def _number(sample: Sample, classes: Mapping[str, int]) -> int:
+def _class_number(sample: Sample, classes: Mapping[str, int]) -> int:
     if sample.label is None or sample.label not in classes:
-        raise BadSample(sample.key, f"its label is {sample.label!r}, which is none of the {len(classes)} classes")
+        raise BadSample(sample.key, f"its label is {sample.label!r}, which is not one of the {len(classes)} classes")
     return classes[sample.label]
 
 

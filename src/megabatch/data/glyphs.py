@@ -1,4 +1,4 @@
-"""The embedded pairs: every character that the DejaVu fonts inside matplotlib can draw, with its Unicode name and style."""
+"""The built-in pairs: every character that the DejaVu fonts inside matplotlib can draw, with its Unicode name and style."""
 
 from __future__ import annotations
 
@@ -7,11 +7,17 @@ import importlib.util
 import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from fontTools.ttLib import TTFont
-from PIL import Image, ImageDraw, ImageFont
+from megabatch import packages
+from megabatch.config import Data
 
-from .source import Damage, Sample
+from .source import Damage, DataFormat, Sample, Sides
+
+if TYPE_CHECKING:
+    from PIL import Image, ImageFont
+
+NAME = "glyphs"
 
 STYLES = {
     "sans": "DejaVuSans",
@@ -27,30 +33,29 @@ STYLES = {
     "serif italic": "DejaVuSerif-Italic",
     "serif bold italic": "DejaVuSerif-BoldItalic",
 }
-# First words of names that say what a character belongs to, with at least 20 characters each. Any other word, and there are some
-# four hundred, belongs to OTHER: arrows, signs, operators, faces.
+# First words of Unicode names that name a script or family of at least 20 characters. Characters with any other first word, of
+# which there are about four hundred, belong to OTHER: arrows, signs, operators, faces.
 SCRIPTS = (
     "LATIN", "GREEK", "CYRILLIC", "ARMENIAN", "HEBREW", "ARABIC", "NKO", "LAO", "GEORGIAN", "CANADIAN", "OGHAM", "TIFINAGH", "LISU",
     "OLD", "BRAILLE", "MATHEMATICAL", "MODIFIER", "COMBINING", "BOX", "DOMINO", "PLAYING", "TETRAGRAM", "HEXAGRAM", "APL",
 )  # fmt: skip
 OTHER = "OTHER"
-# Pixels of an image's edge, of the font, and the row of the baseline: nearly every character fits, and small letters still differ
-# from capitals, commas from apostrophes.
+# In pixels: the edge of an image, the font size and the row of the baseline. Nearly every character fits, and small letters still
+# differ from capitals, commas from apostrophes.
 EDGE, SIZE, BASELINE = 32, 24, 24
 
 
 class Glyphs:
-    """Every character of every style that has a Unicode name and does not come out blank; a shard for each style.
+    """Every character of every style that has a Unicode name and is not blank; one shard per style.
 
-    x: 32 × 32 grey pixels, black on white. y: "greek small letter alpha, serif bold italic": in small letters, as one types, and so
-    that the "bold" of a name and of a style are the same bytes. label: the script. Characters are held out in all their styles.
+    x: 32 × 32 grey pixels, black on white. y: "greek small letter alpha, serif bold italic", in lower case as users type it, and so
+    that "bold" is the same bytes in a name and in a style. label: the script. A character is held out in all its styles.
     """
 
     def __init__(self) -> None:
-        found = importlib.util.find_spec("matplotlib")
-        if found is None or found.origin is None:
-            raise ModuleNotFoundError("there is no matplotlib, whose fonts are drawn", name="matplotlib")
-        folder = Path(found.origin).parent / "mpl-data" / "fonts" / "ttf"
+        matplotlib = importlib.util.find_spec("matplotlib")
+        assert matplotlib is not None and matplotlib.origin is not None
+        folder = Path(matplotlib.origin).parent / "mpl-data" / "fonts" / "ttf"
         self._fonts = [str(folder / f"{name}.ttf") for name in STYLES.values()]
         self._characters = [_characters(font) for font in self._fonts]
 
@@ -79,11 +84,13 @@ class Glyphs:
 
 
 def _characters(path: str) -> str:
-    """The characters of a font, in the order of their code points."""
+    """Return the characters of a font, ordered by code point."""
+    from fontTools.ttLib import TTFont
+
     with TTFont(path, lazy=True) as font:
-        numbers, starts = font.getReverseGlyphMap(), font["loca"]
+        glyph_ids, offsets = font.getReverseGlyphMap(), font["loca"]
         drawn = (
-            chr(code) for code, glyph in font.getBestCmap().items() if starts[numbers[glyph]] != starts[numbers[glyph] + 1]
+            chr(code) for code, glyph in font.getBestCmap().items() if offsets[glyph_ids[glyph]] != offsets[glyph_ids[glyph] + 1]
         )  # fmt: skip
         return "".join(sorted(character for character in drawn if unicodedata.name(character, "")))
 
@@ -94,7 +101,9 @@ def _script(character: str) -> str:
 
 
 def _draw(path: str, character: str) -> Image.Image:
-    """The character in the middle, on the baseline; moved or made smaller only where it would be cut off."""
+    """Return an image of the character, centred on the baseline; moved or shrunk only if it would be cut off."""
+    from PIL import Image, ImageDraw
+
     size = SIZE
     while True:
         font = _font(path, size)
@@ -111,5 +120,16 @@ def _draw(path: str, character: str) -> Image.Image:
 
 @functools.cache
 def _font(path: str, size: int) -> ImageFont.FreeTypeFont:
-    # The plain layout, so that images do not depend on whether this Pillow can shape text.
+    from PIL import ImageFont
+
+    # The basic layout, so that images do not depend on whether this Pillow can shape text.
     return ImageFont.truetype(path, size, layout_engine=ImageFont.Layout.BASIC)
+
+
+def _open(data: Data, source: str, sides: Sides) -> Glyphs:
+    if sides != Sides("image", "text"):
+        raise ValueError(f"data.source is {NAME!r}: x is an image and y a text, but the towers take {sides.x} and {sides.y}")
+    return Glyphs()
+
+
+GLYPHS = DataFormat(form=repr(NAME), open=_open, recognizes=lambda source: source == NAME, needs=packages.GLYPHS)

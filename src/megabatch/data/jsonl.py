@@ -1,4 +1,4 @@
-"""Pairs as JSON lines: one object a line, found by its byte offset and read when it is needed."""
+"""Pairs as JSON lines: one object per line, found by its byte offset and read on demand."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from typing import Any
 
 from megabatch.config import Data
 
-from .paths import shown
-from .rows import Rows, columns_of
-from .source import BadSample, Damage, Sample, Sides
+from .paths import find_files, has_suffix, printable
+from .rows import RowDecoder, choose_columns
+from .source import BadSample, Damage, DataFormat, Sample, Sides
 
-# So many lines are looked at for the keys that there are.
-LOOKED_AT = 1000
+# The keys of this many objects at the start count as columns.
+LINES_FOR_KEYS = 1000
 
 
 class JsonLines:
-    """Every line that is not blank is a sample, every file a shard; relative paths of images start at their file's folder.
+    """Every line that is not blank is a sample, every file a shard; paths of images are relative to the folder of their file.
 
-    A file that is empty, or whose last line is cut off, is reported as damage; the rest of that line is a bad sample.
+    A file that is empty, or whose last line is cut off, is reported as damage; the cut line is a bad sample.
     """
 
     def __init__(self, data: Data, files: Sequence[Path], sides: Sides) -> None:
         self._files = list(files)
         self._lines = [_lines(path) for path in files]
-        columns = columns_of(data, sides, self._known_keys(), str(files[0]))
-        self._rows = [Rows(columns, sides, path.parent.resolve(), data.max_pixels) for path in files]
+        columns = choose_columns(data, sides, self._keys(), str(files[0]))
+        self._decoders = [RowDecoder(columns, sides, path.parent.resolve(), data.max_pixels) for path in files]
         self.damage = [damage for shard in range(len(files)) for damage in self._damage(shard)]
 
     @property
@@ -37,28 +37,28 @@ class JsonLines:
         return [len(starts) for starts, _ in self._lines]
 
     def read(self, shard: int, index: int) -> Sample:
-        return self._rows[shard].sample(self._key(shard, index), self._object(shard, index))
+        return self._decoders[shard].sample(self._key(shard, index), self._object(shard, index))
 
     def group(self, shard: int, index: int) -> str:
-        rows, key = self._rows[shard], self._key(shard, index)
+        decoder, key = self._decoders[shard], self._key(shard, index)
         try:
-            return rows.group(key, self._object(shard, index).get(rows.columns.x))
+            return decoder.group(key, self._object(shard, index).get(decoder.columns.x))
         except BadSample:
             return key
 
     def label(self, shard: int, index: int) -> str | None:
         try:
-            return self._rows[shard].label(self._object(shard, index))
+            return self._decoders[shard].label(self._object(shard, index))
         except BadSample:
             return None
 
     def _key(self, shard: int, index: int) -> str:
-        return f"{shown(self._files[shard].name)}:{self._lines[shard][1][index]}"
+        return f"{printable(self._files[shard].name)}:{self._lines[shard][1][index]}"
 
     def _object(self, shard: int, index: int) -> dict[Any, Any]:
         key = self._key(shard, index)
         try:
-            # Opened for each line: an offset shared between worker processes would be moved under their feet.
+            # Opened for each line: forked worker processes would share, and move, one file offset.
             with self._files[shard].open("rb") as file:
                 file.seek(self._lines[shard][0][index])
                 entry = json.loads(file.readline().decode("utf-8-sig"))
@@ -69,13 +69,13 @@ class JsonLines:
         except OSError as error:
             raise BadSample(key, f"file cannot be read ({error.strerror})") from None
         if not isinstance(entry, dict):
-            raise BadSample(key, f"line holds a {type(entry).__name__}, an object {{…}} is wanted")
+            raise BadSample(key, f"line holds a {type(entry).__name__}, not an object {{…}}")
         return entry
 
     def _damage(self, shard: int) -> Iterator[Damage]:
         path, count = self._files[shard], len(self._lines[shard][0])
         if not count:
-            yield Damage(shown(path.name), "the file is empty", read=0)
+            yield Damage(printable(path.name), "the file is empty", read=0)
             return
         with path.open("rb") as file:
             file.seek(self._lines[shard][0][-1])
@@ -84,9 +84,9 @@ class JsonLines:
         try:
             self._object(shard, count - 1)
         except BadSample as bad:
-            # The line itself is a sample, which is counted when it is read; what followed it is gone.
+            # The line itself is a bad sample, which is counted when it is read; what followed it is lost.
             reason = f"line {self._lines[shard][1][-1]} has no end, and the {bad.reason}: is the file cut off?"
-            yield Damage(shown(path.name), reason, read=count - 1)
+            yield Damage(printable(path.name), reason, read=count - 1)
 
     def _objects(self) -> Iterator[dict[Any, Any]]:
         for shard, (starts, _) in enumerate(self._lines):
@@ -96,15 +96,15 @@ class JsonLines:
                 except BadSample:
                     continue
 
-    def _known_keys(self) -> list[str]:
-        keys = dict.fromkeys(key for entry in itertools.islice(self._objects(), LOOKED_AT) for key in entry)
+    def _keys(self) -> list[str]:
+        keys = dict.fromkeys(key for entry in itertools.islice(self._objects(), LINES_FOR_KEYS) for key in entry)
         if not keys:
-            raise ValueError(f"{self._files[0]}: no line holds a JSON object with keys; one object a line is wanted")
+            raise ValueError(f"{self._files[0]}: no line holds a JSON object with keys; write one object per line")
         return list(keys)
 
 
 def _lines(path: Path) -> tuple[array[int], array[int]]:
-    """Where each line that is not blank starts, and its number, counted from 1."""
+    """Return the byte offset of each line that is not blank, and its number, counted from 1."""
     starts, numbers, position = array("q"), array("q"), 0
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
@@ -113,3 +113,10 @@ def _lines(path: Path) -> tuple[array[int], array[int]]:
                 numbers.append(number)
             position += len(line)
     return starts, numbers
+
+
+JSON_LINES = DataFormat(
+    form=".jsonl and .ndjson files",
+    open=lambda data, source, sides: JsonLines(data, find_files(source), sides),
+    recognizes=has_suffix(".jsonl", ".ndjson"),
+)

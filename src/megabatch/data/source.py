@@ -1,9 +1,13 @@
-"""What a source of pairs is: shards of known length whose samples can be read one by one, in any order."""
+"""A source of pairs: shards of known length whose samples can be read one by one, in any order."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+
+from megabatch.config import Data
+from megabatch.packages import Feature
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -12,18 +16,18 @@ Kind = Literal["image", "text"]
 
 
 class Sides(NamedTuple):
-    """What the two sides of a pair are, which its towers decide: a column of texts may hold captions, or paths of images."""
+    """The kinds of the two sides of a pair. The towers decide them: a column of texts may hold captions or paths of images."""
 
     x: Kind = "image"
     y: Kind = "text"
 
 
 class Sample(NamedTuple):
-    """One pair as it was stored: images decoded, texts as they are.
+    """One pair as it is stored, with images decoded.
 
     key: names the sample in logs and messages: file and line, shard and member, character and style.
-    negatives: further texts that are wrong for x.
-    label: its class, for a run that classifies.
+    negatives: further texts that do not match x.
+    label: the class, for a run that classifies.
     """
 
     key: str
@@ -34,7 +38,7 @@ class Sample(NamedTuple):
 
 
 class BadSample(ValueError):
-    """A sample that cannot be used, and why: it is skipped, counted and named in the log."""
+    """A sample that cannot be used, and the reason: it is skipped, counted and named in the log."""
 
     def __init__(self, key: str, reason: str) -> None:
         super().__init__(key, reason)
@@ -72,10 +76,10 @@ class Damage(NamedTuple):
 
 
 class Source(Protocol):
-    """Pairs in shards. Can be pickled, since worker processes read from it too.
+    """Pairs in shards. Must be picklable, because worker processes read from it too.
 
-    lengths: how many samples each shard holds; known from the beginning, so that order and position are arithmetic.
-    damage: which files cannot be read completely. What they lost is not part of `lengths`.
+    lengths: the number of samples of each shard. They are known from the start, so that order and position are arithmetic.
+    damage: the files that cannot be read completely. Samples that they lost are not counted in `lengths`.
     """
 
     @property
@@ -85,16 +89,32 @@ class Source(Protocol):
     def damage(self) -> Sequence[Damage]: ...
 
     def read(self, shard: int, index: int) -> Sample:
-        """The sample, or BadSample."""
+        """Return the sample. Raise BadSample if it cannot be used."""
         ...
 
     def group(self, shard: int, index: int) -> str:
-        """What the sample has to share with others to be held out together with them (its image, its character).
+        """Return what the sample shares with others that must be held out together with it (its image, its character).
 
         Cheap: nothing is decoded.
         """
         ...
 
     def label(self, shard: int, index: int) -> str | None:
-        """The sample's class, if it has one. Cheap as well."""
+        """Return the sample's class, if it has one. Cheap as well."""
         ...
+
+
+@dataclass(frozen=True)
+class DataFormat:
+    """One way in which pairs are stored.
+
+    form: how such a source is named, in errors.
+    open: opens a source of this format.
+    recognizes: whether a path, or a name that is no path, is a source of this format.
+    needs: the optional packages that reading it takes.
+    """
+
+    form: str
+    open: Callable[[Data, str, Sides], Source]
+    recognizes: Callable[[str], bool]
+    needs: Feature | None = None

@@ -8,7 +8,8 @@ from typing import NamedTuple
 from .. import config
 from ..optimizers import closest
 from ..planning.calibration import strategy_of
-from ..planning.planner import Planner, Tools
+from ..planning.estimator import estimator_for
+from ..planning.problem import problem_of
 from ..planning.request import Request
 from ..training.distributed import Ranks
 
@@ -39,11 +40,11 @@ def predictions(run: config.Run, ranks: Ranks, samples: int, classes: int) -> Pr
         ema=None if run.optimizer.ema is None else (run.optimizer.ema, run.batch.size),
         classes=max(1, classes),
     )
-    planner = Planner(request, Tools())
+    estimator = estimator_for(problem_of(request))
 
     def predict(batch: int, chunk: int, keep: int) -> StepPrediction:
         strategy = strategy_of(run, ranks.size, batch, chunk, keep)
-        memory = planner.peaks.predict(strategy)
-        return StepPrediction(planner.step(strategy).seconds, memory.peak_bytes, memory.reserved_bytes)
+        memory = estimator.peaks.predict(strategy)
+        return StepPrediction(estimator.seconds(strategy), memory.peak_bytes, memory.reserved_bytes)
 
     return predict

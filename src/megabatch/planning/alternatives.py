@@ -1,110 +1,91 @@
-"""What else could be done: other batches, chunks and machines beside the answer, and what would change it."""
+"""What else could be done: other batches, chunks and machines beside the plan, and what would change the plan."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import replace
 
-from . import batch as batches
-from .search import Found, best_chunk, chunk_sizes
-
-if TYPE_CHECKING:
-    from .planner import Planner
-
-
-class Alternative(NamedTuple):
-    """One way beside the plan's. hours: of the whole run; cost: GPU-hours, or money where a price was given."""
-
-    name: str
-    batch: int
-    gpus: int
-    chunk: int
-    keep: int
-    peak_bytes: int
-    seconds_per_step: float
-    updates: int
-    hours: float
-    cost: float
+from .choose_batch import contrastive
+from .estimator import Estimator
+from .plan import Alternative, CurvePoint
+from .problem import Problem
+from .search import Estimate, best_chunk, chunk_sizes
 
 
-def alternatives(planner: Planner, chosen: Found) -> Iterator[Alternative]:
-    """The plan itself, half and double the batch, half the chunk, one GPU more and twice as many, and what fits without chunks."""
-    strategy, gpus = chosen.strategy, planner.machine.gpus
-    yield _row(planner, "the plan", chosen)
+def alternatives(problem: Problem, estimator: Estimator, chosen: Estimate) -> Iterator[Alternative]:
+    """Yield the plan, half and twice its batch, half its chunk, more GPUs, and the largest batch that fits without chunks."""
+    strategy, machine = chosen.strategy, problem.machine
+    yield _alternative(problem, estimator, "the plan", chosen)
     for name, size in (("half the batch", strategy.batch // 2), ("twice the batch", strategy.batch * 2)):
-        size -= size % gpus
-        found = planner.try_to_reach(size)
-        if found is not None:
-            yield _row(planner, name, found)
+        other = estimator.fastest_or_none(size - size % machine.gpus)
+        if other is not None:
+            yield _alternative(problem, estimator, name, other)
     if strategy.chunk > 1:
-        half = dataclasses.replace(strategy, chunk=strategy.chunk // 2, keep=0)
-        yield _row(planner, "half the chunk, nothing kept", Found(half, planner.memory(half), planner.step(half).seconds))
-    for name, more in (("one GPU more", gpus + 1), ("twice the GPUs", 2 * gpus)):
-        size = round(strategy.batch / more) * more
-        found = planner.try_to_reach(size, planner.machine.with_gpus(more))
-        if found is not None:
-            yield _row(planner, name, found)
-    if planner.question.pairs and (trap := whole_shard(planner)) is not None and trap.strategy.batch < strategy.batch:
-        yield _row(planner, "what fits without chunks", trap)
+        half = replace(strategy, chunk=strategy.chunk // 2, keep=0)
+        yield _alternative(problem, estimator, "half the chunk, nothing kept", estimator.estimate(half))
+    for name, gpus in (("one GPU more", machine.gpus + 1), ("twice the GPUs", 2 * machine.gpus)):
+        size = round(strategy.batch / gpus) * gpus
+        other = estimator.fastest_or_none(size, machine.with_gpus(gpus))
+        if other is not None:
+            yield _alternative(problem, estimator, name, other)
+    if problem.request.pairs:
+        unchunked = largest_without_chunks(problem, estimator)
+        if unchunked is not None and unchunked.strategy.batch < strategy.batch:
+            yield _alternative(problem, estimator, "what fits without chunks", unchunked)
 
 
-def whole_shard(planner: Planner) -> Found | None:
-    """The largest batch whose shards go through at once, a power of two on each GPU: the answer of those who let memory decide."""
-    way = dataclasses.replace(planner.reach(planner.machine.gpus).strategy, checkpointing=False, sharding="ddp")
-    best = None
+def largest_without_chunks(problem: Problem, estimator: Estimator) -> Estimate | None:
+    """Return the largest batch whose shards, powers of two, fit in one chunk: the batch if memory decided it."""
+    plain = replace(estimator.fastest(problem.machine.gpus).strategy, checkpointing=False, sharding="ddp")
+    largest = None
     for power in range(20):
         shard = 2**power
-        whole = dataclasses.replace(way, shard=shard, chunk=shard, keep=1)
-        if planner.memory(whole) > planner.limit or whole.batch > planner.budget.data:
+        whole = replace(plain, shard=shard, chunk=shard, keep=1)
+        if estimator.memory(whole) > problem.limit or whole.batch > problem.budget.data:
             break
-        best = Found(whole, planner.memory(whole), planner.step(whole).seconds)
-    return best
+        largest = estimator.estimate(whole)
+    return largest
 
 
-def changes(planner: Planner, chosen: Found) -> Iterator[str]:
-    """Sentences on what would change the answer, each with the numbers."""
-    question, (data, _, seen) = planner.question, planner.budget
-    if planner.given is None and question.pairs and question.objective == "contrastive":
-        loss = planner.task.loss
-        for times in (4, 1 / 4):
-            other = batches.contrastive(max(1, round(seen * times)), data, loss, question.start)
-            if other.batch != chosen.strategy.batch:
-                yield f"{round(seen * times):,} samples seen: a batch of {other.batch:,} ({other.updates:,} updates)"
-        if question.start == "scratch":
-            other = batches.contrastive(seen, data, loss, "locked")
-            yield f"a locked, pretrained image tower (LiT): a batch of {other.batch:,}, for it needs fewer updates"
-    smaller = [size for size in chunk_sizes(chosen.strategy.shard) if size < chosen.strategy.chunk]
-    if smaller:
-        less = best_chunk(
-            chosen.strategy, planner.memory, lambda strategy: planner.step(strategy).seconds, planner.limit // 2, planner.sizes
-        )
-        if less is None:
-            yield "half the memory would not do: not even one row fits"
+def changes(problem: Problem, estimator: Estimator, chosen: Estimate) -> Iterator[str]:
+    """Yield sentences on what would change the plan, each with numbers."""
+    request, (data, _, seen), strategy = problem.request, problem.budget, chosen.strategy
+    if problem.given is None and request.pairs and request.objective == "contrastive":
+        for factor in (4, 1 / 4):
+            other = contrastive(max(1, round(seen * factor)), data, problem.objective.cost_name, request.start)
+            if other.batch != strategy.batch:
+                yield f"With {round(seen * factor):,} samples seen: a batch of {other.batch:,} ({other.updates:,} updates)."
+        if request.start == "scratch":
+            other = contrastive(seen, data, problem.objective.cost_name, "locked")
+            yield f"With a locked, pretrained image tower (LiT): a batch of {other.batch:,}, because it needs fewer updates."
+    if any(size < strategy.chunk for size in chunk_sizes(strategy.shard)):
+        smaller = best_chunk(strategy, estimator.memory, estimator.seconds, problem.limit // 2, estimator.sizes)
+        if smaller is None:
+            yield "With half the memory: nothing fits, not even one row."
         else:
-            slower = less.seconds / chosen.seconds
-            yield f"half the memory: the same batch, in chunks of {less.strategy.chunk:,}, {slower:.2f} times the time"
-    if not question.pairs and planner.known.noise is None:
-        yield "a measured critical batch (critical=…): the batch follows its square root, nearly"
+            slower = smaller.seconds / chosen.seconds
+            yield f"With half the memory: the same batch in chunks of {smaller.strategy.chunk:,}, in {slower:.2f} times the time."
+    if not request.pairs and estimator.calibration.noise is None:
+        yield "With a measured critical batch (critical=…): the batch grows with nearly its square root."
 
 
-def curve(planner: Planner, chosen: Found) -> Iterator[tuple[int, int, float]]:
-    """(batch, peak, seconds) from an eighth to eight times the batch, the way chosen anew at each."""
+def curve(problem: Problem, estimator: Estimator, chosen: Estimate) -> Iterator[CurvePoint]:
+    """Yield peak and seconds from an eighth to eight times the batch, each at its own fastest strategy."""
     for power in range(-3, 4):
         size = round(chosen.strategy.batch * 2.0**power)
-        size -= size % planner.machine.gpus
-        found = chosen if size == chosen.strategy.batch else planner.try_to_reach(size)
-        if found is not None:
-            yield found.strategy.batch, found.peak, found.seconds
+        size -= size % problem.machine.gpus
+        other = chosen if size == chosen.strategy.batch else estimator.fastest_or_none(size)
+        if other is not None:
+            yield CurvePoint(other.strategy.batch, other.peak, other.seconds)
 
 
-def _row(planner: Planner, name: str, found: Found) -> Alternative:
-    strategy = found.strategy
-    seconds = planner.step(strategy).seconds
-    updates = math.ceil(planner.budget.seen / strategy.batch)
+def _alternative(problem: Problem, estimator: Estimator, name: str, estimate: Estimate) -> Alternative:
+    strategy = estimate.strategy
+    seconds = estimator.seconds(strategy)
+    updates = math.ceil(problem.budget.seen / strategy.batch)
     hours = updates * seconds / 3600
-    cost = hours * strategy.ranks * (planner.question.price or 1.0)
+    cost = hours * strategy.ranks * (problem.request.price or 1.0)
     return Alternative(
-        name, strategy.batch, strategy.ranks, strategy.chunk, strategy.keep, found.peak, seconds, updates, hours, cost
+        name, strategy.batch, strategy.ranks, strategy.chunk, strategy.keep, estimate.peak, seconds, updates, hours, cost
     )

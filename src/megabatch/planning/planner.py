@@ -1,248 +1,229 @@
-"""How a plan is made: the batch from the problem, the way from the machine, the settings from the batch."""
+"""Make a plan: the batch from the problem, the strategy from the machine, the hyperparameters from the batch."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from .. import config, trust
-from ..costs.hardware import Machine, find_machine
-from ..costs.memory import MemoryPredictor, PeakMemory, Prediction
-from ..costs.strategy import Precision, Sharding, Strategy
-from ..costs.time import StepTime, StepWork, rescale, step_time
-from ..objectives import BY_COST_NAME, MEAN, OBJECTIVES
-from . import batch as batches
-from . import hyperparameters
+from ..costs.hardware import Machine
+from ..costs.memory import Prediction
+from ..evidence import FACTS, Confidence, Fact, collisions
 from .alternatives import alternatives, changes, curve
-from .choose_batch import choose
-from .evidence import FACTS, Fact, Number
-from .plan import Plan
-from .read_measurements import gather
-from .reasons import contrastive_numbers, reach_numbers
-from .request import Request, budget, parse_base, parse_count, towers_of
-from .search import Found, Sizes, all_ways, chunk_sizes, search
-from .workload import Workload, traced, workload
+from .calibration import Calibration
+from .choose_batch import choose_batch
+from .estimator import Estimator, Tools, estimator_for
+from .hyperparameters import GIVEN, Hyperparameters, base_recipe, derive_hyperparameters
+from .plan import Number, Plan
+from .problem import Problem, problem_of
+from .request import Request, parse_base
+from .search import Estimate
 
-# Bytes of a parameter with gradient and Adam's state in fp32, and the share of the memory from which on that is much.
-STATE_BYTES, HEAVY = 16, 0.25
-
-
-class Tools(NamedTuple):
-    """What predicts a step: its work, and its memory. Replaced where there is nothing to trace."""
-
-    workload: Callable[[Request, config.Run, Precision, Machine], Workload] = workload
-    predict: Callable[[Request, config.Run, Workload, Machine], MemoryPredictor] = traced
+GIB = 2**30
+# Sources of a plan's numbers.
+PREDICTED, PROFILE = "memory predicted on fake tensors", "megabatch profile"
 
 
 def plan(model: str | config.Run | None = None, *, tools: Tools | None = None, trust_code: bool = False, **asked: Any) -> Plan:
-    """The plan for a model, data and machine; see `Request` for what can be asked.
+    """Return the plan for a model, data and machine; `Request` documents the arguments.
 
     Without arguments: the embedded default on this machine.
     trust_code: whether code that a Run names (`trust.callables`) may be imported and called. A function that `model` itself names,
-        "package.module:function", is named by the caller and needs no further word.
+        "package.module:function", comes from the caller and is trusted.
     """
     if isinstance(model, config.Run):
         trust.require_trust(model, trust_code)
     try:
-        question = Request(model, **asked)
+        request = Request(model, **asked)
     except TypeError as error:
-        known = ", ".join(field.name for field in dataclasses.fields(Request))
-        raise ValueError(f"plan: {error}; known are {known}") from None
-    return Planner(question, tools or Tools()).plan()
+        names = ", ".join(field.name for field in dataclasses.fields(Request))
+        raise ValueError(f"plan: {error}; the arguments are {names}") from None
+    problem = problem_of(request)
+    return plan_for(problem, estimator_for(problem, tools))
 
 
-class Planner:
-    """The parts of one plan, in the order in which they are decided."""
+def plan_for(problem: Problem, estimator: Estimator) -> Plan:
+    """Return the plan for a problem: its batch, the strategy that reaches it, its hyperparameters, and what else could be done."""
+    choice = choose_batch(problem, estimator)
+    estimate, predicted = estimator.checked(choice.batch)
+    strategy, machine, calibration = estimate.strategy, problem.machine, estimator.calibration
+    follows = hyperparameters(problem, estimator, strategy.batch)
+    numbers = (
+        Number("batch", strategy.batch, f"{strategy.batch:,}", choice.why, choice.source, choice.confidence),
+        *strategy_numbers(estimate, problem.limit, machine, calibration),
+        *(collision_numbers(strategy.batch, problem.budget.unique) if problem.request.pairs else ()),
+        *follows.numbers,
+    )
+    return Plan(
+        run=run_of(problem, estimate, follows),
+        strategy=strategy,
+        machine=f"{machine.gpus} × {machine.device.name}",
+        device_bytes=machine.device.memory,
+        limit_bytes=problem.limit,
+        seconds_per_step=estimate.seconds,
+        peak_bytes=estimate.peak,
+        moment=predicted.moment,
+        memory=_memory_parts(predicted, estimate.peak),
+        time=estimator.step(strategy).parts,
+        numbers=numbers,
+        alternatives=tuple(alternatives(problem, estimator, estimate)),
+        notes=(*choice.notes, *calibration.notes, *notes(problem, estimator, follows)),
+        changes=tuple(changes(problem, estimator, estimate)),
+        curve=tuple(curve(problem, estimator, estimate)),
+    )
 
-    def __init__(self, question: Request, tools: Tools) -> None:
-        self.question = question
-        self.machine = find_machine(question.gpu, question.gpus, question.memory, question.rates)
-        self.base = towers_of(question)
-        if isinstance(question.model, config.Run) and question.start == "scratch" and (self.base.x.locked or self.base.x.weights):
-            # A run's own towers say where they start.
-            question = self.question = replace(question, start="locked" if self.base.x.locked else "pretrained")
-        self.budget = budget(question, self.base)
-        self.given = parse_count(question.batch, "batch")
-        if self.given is not None:
-            batches.check_batch(self.given, self.budget.data)
-        self.precision = choose_precision(question.precision, self.machine)
-        self.known = gather(question.measured, self.base, self.precision, self.machine)
-        self.work = tools.workload(question, self.base, self.precision, self.machine)
-        objective = OBJECTIVES[self.base.loss.objective if question.pairs else MEAN]
-        self.task = StepWork(self.work.towers, objective.cost_name, self.base.loss.dim, question.optimizer)
-        self.peaks = PeakMemory(tools.predict(question, self.base, self.work, self.machine))
-        self.limit = int(question.share * self.machine.device.memory)
 
-    def plan(self) -> Plan:
-        choice = choose(self)
-        found, predicted = self.reach_and_check(choice.batch)
-        follows, step = self.follow(found.strategy.batch), self.step(found.strategy)
-        learnt = "as it was asked for" if self.given is not None else choice.why
-        numbers = (
-            Number("batch", found.strategy.batch, f"{found.strategy.batch:,}", learnt, choice.source, choice.confidence),
-            *reach_numbers(found, self.limit, self.machine, self.known),
-            *(contrastive_numbers(found.strategy.batch, self.budget.unique) if self.question.pairs else ()),
-            *follows.numbers,
+def hyperparameters(problem: Problem, estimator: Estimator, batch: int) -> Hyperparameters:
+    """Return the hyperparameters at a batch, scaled from the given rate, from a sweep's, or from the usual one."""
+    request, sweep = problem.request, estimator.calibration.sweep
+    given, fact = parse_base(request.base_lr), GIVEN
+    if given is None and sweep is not None:
+        given = (sweep.lr, sweep.batch)
+        origin = estimator.calibration.origin["sweep"]
+        fact = Fact(f"the best rate of a sweep at {sweep.batch:,}, {origin}", "megabatch sweep", "measured")
+    elif given is None and request.model is None:
+        # The learning rate of the embedded default was tuned at its batch.
+        given = (problem.base.optimizer.lr, problem.base.batch.size)
+    base = base_recipe(request.objective, estimator.parameters, request.optimizer, given, fact)
+    base = base._replace(ema=request.ema, smoothed=problem.objective.smooths_labels)
+    return derive_hyperparameters(batch, problem.budget.seen, problem.budget.data, base)
+
+
+def notes(problem: Problem, estimator: Estimator, follows: Hyperparameters) -> list[str]:
+    """Return what to know before the run, one sentence or two each."""
+    request, device, fact = problem.request, problem.machine.device, FACTS["no accumulation"]
+    lines = []
+    if request.pairs:
+        lines.append(f"Chunks, not accumulation, reach the batch: {fact.says} ({fact.source}).")
+        lines.append(
+            "Whether a larger batch is better at equal samples is known only from a measurement on your data: compare with half of"
+            " it."
         )
-        return Plan(
-            run=self.run(found, follows),
-            strategy=found.strategy,
-            machine=f"{self.machine.gpus} × {self.machine.device.name}",
-            device_bytes=self.machine.device.memory,
-            limit_bytes=self.limit,
-            seconds_per_step=found.seconds,
-            peak_bytes=found.peak,
-            moment=predicted.moment,
-            memory=_scaled(predicted, found.peak),
-            time=step.parts,
-            numbers=numbers,
-            alternatives=tuple(alternatives(self, found)),
-            notes=(*choice.notes, *self.known.notes, *self.notes(found.strategy.batch, follows)),
-            changes=tuple(changes(self, found)),
-            curve=tuple(curve(self, found)),
-        )
-
-    def reach(self, batch: int, machine: Machine | None = None) -> Found:
-        """The fastest way to the batch that fits."""
-        machine = machine or self.machine
-        # Sharding frees no more than weights, gradients and the optimizer's state take: it is for models where that counts.
-        heavy = STATE_BYTES * sum(work.parameters for work in self.work.towers) > HEAVY * self.limit
-        shardings: tuple[Sharding, ...] = ("ddp", "fsdp2") if heavy else ("ddp",)
-        accumulate = not self.question.pairs
-        ways = all_ways(batch, machine.gpus, precisions=(self.precision,), accumulate=accumulate, shardings=shardings)
-        ways = [way for way in ways if self.known.allows(replace(way, chunk=1))] or ways
-        return search(ways, self.memory, lambda strategy: self.step(strategy, machine).seconds, self.limit, self.sizes)
-
-    @property
-    def sizes(self) -> Sizes:
-        """Chunks to try: powers of two and the one that fit has found to run, none above it; where several were timed, those."""
-        ran, timed = self.known.ran, self.known.timed
-
-        def of(shard: int) -> list[int]:
-            usual = {*chunk_sizes(shard), *([ran.chunk] if ran is not None and ran.chunk <= shard else [])}
-            sizes = [size for size in timed if size <= shard] or usual
-            return sorted(size for size in sizes if ran is None or size <= ran.chunk)
-
-        return Sizes(of, fastest=bool(timed))
-
-    def memory(self, strategy: Strategy) -> int:
-        """Bytes that a way takes of the device: predicted, and put right by what was measured."""
-        found = self.known.memory(strategy, self.peaks)
-        return min(found, self.limit) if self.known.has_run(strategy) else found
-
-    def reach_and_check(self, batch: int) -> tuple[Found, Prediction]:
-        """The way to the batch, and a traced step of its own chunk: where that takes more than the lines say, they are raised."""
-        while True:
-            found = self.reach(batch)
-            near = _nearby(found.strategy)
-            predicted = self.peaks.predict(near)
-            if not self.peaks.correct(near, predicted.reserved_bytes):
-                return found, predicted
-
-    def try_to_reach(self, batch: int, machine: Machine | None = None) -> Found | None:
-        """The way to a batch beside the plan's; None where the data is too small, the ranks too many, or no way fits."""
-        ranks = (machine or self.machine).gpus
-        if batch < ranks or batch > self.budget.data:
-            return None
-        try:
-            return self.reach(batch, machine)
-        except ValueError:
-            return None
-
-    def step(self, strategy: Strategy, machine: Machine | None = None) -> StepTime:
-        """The time of a step, likewise; its parts are the predicted ones in proportion."""
-        machine = machine or self.machine
-        predicted = step_time(self.task, strategy, machine)
-        return rescale(predicted, self.known.seconds(strategy, lambda way: step_time(self.task, way, machine).seconds))
-
-    def follow(self, batch: int) -> hyperparameters.Hyperparameters:
-        question, parameters = self.question, sum(work.parameters for work in self.work.towers)
-        given, fact, sweep = parse_base(question.base_lr), hyperparameters.GIVEN, self.known.sweep
-        if given is None and sweep is not None:
-            given = (sweep.lr, sweep.batch)
-            fact = Fact(f"the best rate of a sweep at {sweep.batch:,}, {self.known.said['sweep']}", "megabatch sweep", "measured")
-        elif given is None and question.model is None:
-            # The embedded default's own, which was tuned there.
-            given = (self.base.optimizer.lr, self.base.batch.size)
-        base = hyperparameters.base_for(question.objective, parameters, question.optimizer, given, fact)._replace(ema=question.ema)
-        objective = "contrastive" if question.pairs and question.objective != "finetune" else question.objective
-        return hyperparameters.follow(
-            batch,
-            self.budget.seen,
-            self.budget.data,
-            base,
-            optimizer=question.optimizer,
-            objective=objective,
-            smoothed=BY_COST_NAME[self.task.loss].smooths_labels,
-        )
-
-    def notes(self, batch: int, follows: hyperparameters.Hyperparameters) -> list[str]:
-        said = []
-        if self.question.pairs:
-            said.append(
-                FACTS["no accumulation"].says + f" ({FACTS['no accumulation'].source}): chunks, not accumulation, reach the batch"
-            )
-            said.append(
-                "at equal samples a larger batch promises nothing that was not measured on your data: compare with half of it"
-            )
-        if follows.sweep:
-            said.append(f"sweep the learning rate: {', '.join(f'{rate:g}' for rate in follows.sweep)}")
-        if self.question.model is not None and self.question.source is None and not isinstance(self.question.model, config.Run):
-            said.append("data.source in the file is a placeholder: put yours there")
-        if self.machine.device.type == "cpu" and not self.known.steps and self.question.rates is None:
-            said.append(f"this machine has no accelerator: times rest on an assumption ({self.machine.device.source})")
-        return said
-
-    def run(self, found: Found, follows: hyperparameters.Hyperparameters) -> config.Run | None:
-        """The configuration: everything that was decided, in the place of what the base had."""
-        if self.question.objective == "lm":
-            return None
-        base, strategy = self.base, found.strategy
-        betas, decay = follows.betas, follows.weight_decay
-        optimizer = replace(base.optimizer, name=self.question.optimizer, lr=follows.lr, betas=betas, weight_decay=decay)
-        optimizer = replace(optimizer, ema=follows.ema)
-        length: dict[str, Any] = {"samples": self.budget.seen, "epochs": None, "steps": None}
-        planned = replace(
-            base,
-            out=self.question.out or base.out,
-            x=replace(base.x, checkpointing=strategy.checkpointing),
-            y=replace(base.y, checkpointing=strategy.checkpointing and base.y.name != "x"),
-            loss=replace(base.loss, label_smoothing=follows.label_smoothing),
-            batch=replace(base.batch, size=strategy.batch, chunk=strategy.chunk, keep=strategy.keep),
-            optimizer=optimizer,
-            schedule=replace(base.schedule, **length, warmup=float(follows.warmup)),
-            compute=replace(base.compute, precision=strategy.precision, sharding=strategy.sharding),
-            planned=config.Planned(found.peak, found.seconds),
-        )
-        # Another optimizer than the base's does not use all that the base says.
-        run = config.without_unused(planned)
-        config.check(run)
-        return run
+    if follows.sweep:
+        lines.append(f"Sweep the learning rate: {', '.join(f'{rate:g}' for rate in follows.sweep)}.")
+    if isinstance(request.model, str) and request.source is None:
+        lines.append("data.source in the configuration is a placeholder: replace it by yours.")
+    if device.type == "cpu" and not estimator.calibration.steps and request.rates is None:
+        lines.append(f"This machine has no accelerator: the times rest on an assumption ({device.source}).")
+    return lines
 
 
-def choose_precision(asked: Precision | None, machine: Machine) -> Precision:
-    """bf16 where the device has it, else fp16, else fp32."""
-    if asked is not None:
-        machine.device.flops_per_second(asked)
-        return asked
-    # CPUs that have half precisions may be far slower in them.
-    order: tuple[Precision, ...] = ("bf16", "fp16", "fp32") if machine.device.type != "cpu" else ("fp32",)
-    return next(precision for precision in order if precision in machine.device.rates)
+def run_of(problem: Problem, estimate: Estimate, follows: Hyperparameters) -> config.Run | None:
+    """Return the base run with everything that was decided, or None for a language model."""
+    if problem.request.objective == "lm":
+        return None
+    base, strategy = problem.base, estimate.strategy
+    optimizer = replace(
+        base.optimizer,
+        name=problem.request.optimizer,
+        lr=follows.lr,
+        betas=follows.betas,
+        weight_decay=follows.weight_decay,
+        ema=follows.ema,
+    )
+    length: dict[str, Any] = {"samples": problem.budget.seen, "epochs": None, "steps": None}
+    planned = replace(
+        base,
+        out=problem.request.out or base.out,
+        x=replace(base.x, checkpointing=strategy.checkpointing),
+        y=replace(base.y, checkpointing=strategy.checkpointing and base.y.name != "x"),
+        loss=replace(base.loss, label_smoothing=follows.label_smoothing),
+        batch=replace(base.batch, size=strategy.batch, chunk=strategy.chunk, keep=strategy.keep),
+        optimizer=optimizer,
+        schedule=replace(base.schedule, **length, warmup=float(follows.warmup)),
+        compute=replace(base.compute, precision=strategy.precision, sharding=strategy.sharding),
+        planned=config.Planned(estimate.peak, estimate.seconds),
+    )
+    # A different optimizer than the base run's does not use all of its keys.
+    run = config.without_unused(planned)
+    config.check(run)
+    return run
 
 
-def _nearby(strategy: Strategy) -> Strategy:
-    """A way with the same chunk and few of them: what a peak is made of shows there, at a fraction of the time."""
-    chunks = min(strategy.chunks, 2)
-    return replace(strategy, shard=min(strategy.shard, chunks * strategy.chunk), keep=min(strategy.keep, chunks))
+def strategy_numbers(estimate: Estimate, limit: int, machine: Machine, calibration: Calibration) -> list[Number]:
+    """Return the numbers of a strategy with their reasons."""
+    strategy = estimate.strategy
+    rows = [
+        Number("shard", strategy.shard, f"{strategy.shard:,} rows × {strategy.ranks}", "batch / GPUs", "arithmetic", "high"),
+        _chunk_number(estimate, limit, calibration),
+    ]
+    if not strategy.accumulate:
+        rest = "no chunk is recomputed" if strategy.keep >= strategy.chunks else "the others cost one extra forward pass"
+        why = f"as many of the {strategy.chunks} chunks per tower as still fit; {rest}"
+        rows.append(Number("keep", strategy.keep, f"{strategy.keep}", why, PREDICTED, "medium"))
+    why = "the fastest precision in which the device trains"
+    rows.append(Number("precision", strategy.precision, strategy.precision, why, machine.device.source, "high"))
+    if strategy.checkpointing:
+        why = "faster than the smaller chunks that would be needed without it"
+        rows.append(Number("checkpointing", "on", "on", why, "time model", "medium"))
+    if strategy.ranks > 1:
+        sharded = "weights, gradients and optimizer state are sharded: unsharded, they do not fit or take more time"
+        why = sharded if strategy.sharding == "fsdp2" else "the weights fit unsharded"
+        rows.append(Number("sharding", strategy.sharding, strategy.sharding, why, "memory and time models", "medium"))
+    return [*rows, _seconds_number(estimate, machine, calibration), _memory_number(estimate, limit, calibration)]
 
 
-def _scaled(predicted: Prediction, peak: int) -> dict[str, int]:
-    """The parts of a prediction, and what else is in the peak: more rows, kept chunks, the allocator's reserve."""
+def _within_limit(estimate: Estimate, limit: int) -> str:
+    return f"predicted {estimate.peak / GIB:.1f} GiB of the {limit / GIB:.1f} GiB that may be used"
+
+
+def _chunk_number(estimate: Estimate, limit: int, calibration: Calibration) -> Number:
+    chunk, fit = estimate.strategy.chunk, calibration.fit
+    shown = f"{chunk:,} rows"
+    if fit is not None:
+        within = "" if fit.limit_bytes is None else f" within {fit.limit_bytes / GIB:.1f} GiB"
+        origin = calibration.origin["fit"]
+        why = f"{fit.chunk:,} rows are the largest chunk that ran{within}, {origin}; the batch does not depend on it"
+        confidence: Confidence = "measured" if calibration.has_run(replace(estimate.strategy, keep=0)) else "medium"
+        return Number("chunk", chunk, shown, why, "megabatch fit", confidence)
+    if chunk in calibration.timed:
+        origin = next(step.origin for step in calibration.steps if step.strategy.chunk == chunk)
+        why = f"the fastest that fits of {len(calibration.timed)} timed chunks, {origin}: {_within_limit(estimate, limit)}"
+        return Number("chunk", chunk, shown, why, PROFILE, "measured")
+    why = f"the largest that fits: {_within_limit(estimate, limit)}; the batch does not depend on it"
+    return Number("chunk", chunk, shown, why, PREDICTED, "high")
+
+
+def _seconds_number(estimate: Estimate, machine: Machine, calibration: Calibration) -> Number:
+    name, shown, step = "seconds per step", f"{estimate.seconds:.3g} s", calibration.nearest(estimate.strategy)
+    why = f"counted operations and bytes, divided by the rates of {machine.device.name} at typical efficiencies"
+    confidence = calibration.confidence(estimate.strategy)
+    if step is None or confidence is None:
+        return Number(name, estimate.seconds, shown, why, machine.device.source, "medium")
+    if confidence == "measured":
+        why = f"the median of steps at this batch and chunk, {step.origin}"
+        return Number(name, estimate.seconds, shown, why, PROFILE, confidence)
+    near = step.strategy
+    why += f"; scaled by the time of steps at batch {near.batch:,} in chunks of {near.chunk:,}, {step.origin}"
+    return Number(name, estimate.seconds, shown, why, f"{PROFILE}; {machine.device.source}", confidence)
+
+
+def _memory_number(estimate: Estimate, limit: int, calibration: Calibration) -> Number:
+    name, shown, step = "peak memory", f"{estimate.peak / GIB:.1f} GiB", calibration.nearest(estimate.strategy)
+    if step is None or step.memory is None:
+        return Number(name, estimate.peak, shown, _within_limit(estimate, limit), PREDICTED, "high")
+    near = step.strategy
+    if near == estimate.strategy:
+        why = f"of the {limit / GIB:.1f} GiB that may be used; {step.origin}"
+        return Number(name, estimate.peak, shown, why, PROFILE, "measured" if step.factor is None else "medium")
+    scale = f"scaled by the memory of batch {near.batch:,} in chunks of {near.chunk:,}, {step.origin}"
+    confidence: Confidence = "high" if step.factor is None else "medium"
+    return Number(name, estimate.peak, shown, f"{_within_limit(estimate, limit)}, {scale}", f"{PROFILE}; {PREDICTED}", confidence)
+
+
+def collision_numbers(batch: int, unique: int) -> list[Number]:
+    """Return the expected number of equal items in a contrastive batch, with its reason."""
+    fact, expected = FACTS["collisions"], collisions(batch, unique)
+    why = f"{fact.says}: B = {batch:,}, U = {unique:,}; they are masked, not used as negatives"
+    return [Number("colliding pairs per batch", expected, f"{expected:,.3g}", why, fact.source, fact.confidence)]
+
+
+def _memory_parts(predicted: Prediction, peak: int) -> dict[str, int]:
+    """Return the parts of a predicted peak, and the rest of the peak: more rows, kept chunks, the allocator's reserve."""
     parts = dict(predicted.parts)
     rest = peak - sum(parts.values())
     if rest >= 0:
         return {**parts, "further rows, kept chunks, reserve": rest} if rest else parts
-    # A measured peak below the predicted one: the parts in proportion.
+    # A measured peak below the predicted one: the parts keep their proportions.
     return {name: round(part * peak / sum(parts.values())) for name, part in parts.items()}

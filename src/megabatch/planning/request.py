@@ -1,4 +1,4 @@
-"""What a plan is asked: the model, the data, the machine, and what matters. All of it is checked before anything is computed."""
+"""What a plan is asked for: the model, the data, the machine and the priorities. Everything is checked before any computation."""
 
 from __future__ import annotations
 
@@ -12,35 +12,41 @@ from .. import config, objectives, optimizers
 from ..costs.rates import Rates
 from ..measurements import Measured
 from ..towers import find_library, full_name
-from .batch import Start
 
-# More samples than anybody has; arithmetic on larger numbers would overflow.
+Objective = Literal["contrastive", "supervised", "lm", "finetune"]
+Start = Literal["scratch", "pretrained", "locked"]
+
+# Larger than any dataset; arithmetic on larger numbers would overflow.
 MOST = 1e15
 COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 OBJECTIVES = ("contrastive", "supervised", "lm", "finetune")
-# Training pairs of the embedded default, pictures of characters: what it has when a tenth is held out.
+# Training pairs of the embedded default, images of characters, after a tenth is held out.
 GLYPHS = 42_276
-# A tower for texts beside a picture tower of a library that has none.
+# Epochs if neither `epochs` nor `seen` is given: CLIP models on tens of millions of pairs are trained for 30.
+USUAL_EPOCHS = {"finetune": 3.0, "lm": 1.0, "supervised": 90.0, "contrastive": 30.0}
+# The text tower for an image tower from a library that has none.
 TEXTS = config.Tower("text", {"width": 512, "depth": 8, "heads": 8, "length": 256})
 
 
 @dataclass(frozen=True)
 class Request:
-    """objective: "contrastive", "supervised", "lm", "finetune"; loss: "clip" or "siglip", of pairs.
+    """The arguments of `plan`.
 
-    model: names of towers, "open_clip:ViT-L-14", "timm:NAME + text", "vit + text"; "package.module:function" for a language model;
-        a whole Run, whose towers and data are taken; None is the embedded default.
-    data: samples there are (tokens, for a language model), as 10_000_000 or "10M"; unique: different ones among them.
-    seen, epochs: samples that training sees, one of the two. start: "scratch", "pretrained" or "locked" (the picture tower).
-    gpu, gpus, memory, rates: as in `hardware.find_machine`; share: of the memory that may be used. price: of a GPU for an hour.
-    batch: where it is decided already. critical: the critical batch, measured. base_lr: (rate, batch) to scale from. ema: likewise.
-    measured: files of fit, profile, noise and sweep, or what those returned: what they found stands in the place of predictions;
-        batch, critical and base_lr go before them.
-    length, classes: tokens of a sequence; classes of a classifier. source, out: as in a run's file.
+    objective: "contrastive", "supervised", "lm" or "finetune". loss: "clip" or "siglip", for pairs.
+    model: names of towers, such as "open_clip:ViT-L-14", "timm:NAME + text" or "vit + text"; "package.module:function" for a
+        language model; a whole Run, whose towers and data are used; None for the embedded default.
+    data: number of samples (of tokens for a language model), as 10_000_000 or "10M". unique: different samples among them.
+    seen, epochs: samples that training sees; give one of the two. start: "scratch", "pretrained" or "locked" (the image tower).
+    gpu, gpus, memory, rates: as in `hardware.find_machine`. share: fraction of the memory that may be used.
+    price: of one GPU per hour. batch: if it is already decided. critical: the measured critical batch.
+    base_lr: (rate, batch) to scale from. ema: (decay, batch) to scale from.
+    measured: files of fit, profile, noise and sweep, or what these returned. Measurements replace predictions; `batch`, `critical`
+        and `base_lr` take precedence over them.
+    length: tokens of a sequence. classes: classes of a classifier. source, out: as in the configuration of a run.
     """
 
     model: str | config.Run | None = None
-    objective: Literal["contrastive", "supervised", "lm", "finetune"] = "contrastive"
+    objective: Objective = "contrastive"
     loss: objectives.PairLoss = objectives.DEFAULT
     data: int | str | None = None
     unique: int | str | None = None
@@ -75,17 +81,17 @@ class Request:
             ("priority", self.priority, ("accuracy", "speed")),
             ("optimizer", self.optimizer, tuple(optimizers.OPTIMIZERS)),
         ]
-        for name, value, known in choices:
-            if value not in known:
-                raise ValueError(f"{name} is {value!r}: must be one of {', '.join(known)}")
+        for name, value, allowed in choices:
+            if value not in allowed:
+                raise ValueError(f"{name} is {value!r}: must be one of {', '.join(allowed)}")
         if not 0 < self.share <= 1:
-            raise ValueError(f"share is {self.share}: the part of the memory that may be used lies above 0, up to 1")
+            raise ValueError(f"share is {self.share}: the fraction of the memory that may be used must be above 0 and at most 1")
         if self.seen is not None and self.epochs is not None:
             raise ValueError(f"seen is {self.seen} and epochs is {self.epochs}: give one of the two")
         numbers = [("epochs", self.epochs), ("price", self.price), ("critical", self.critical), ("gpus", self.gpus)]
         for name, number in numbers:
             if number is not None and not 0 < number <= MOST:
-                raise ValueError(f"{name} is {str(number)[:40]}: must be above 0, and at most {MOST:g}")
+                raise ValueError(f"{name} is {str(number)[:40]}: must be above 0 and at most {MOST:g}")
         if isinstance(self.measured, (str, Path)):
             raise ValueError(
                 f"measured is {str(self.measured)!r}: must be a list of files, as in measured=[{str(self.measured)!r}]"
@@ -97,25 +103,25 @@ class Request:
         run = self.model if isinstance(self.model, config.Run) else None
         if run is not None and not objectives.OBJECTIVES[run.loss.objective].contrastive:
             return False
-        return self.objective == "contrastive" or (self.objective == "finetune" and self._two_sided)
+        return self.objective == "contrastive" or (self.objective == "finetune" and self._has_two_towers)
 
     @property
-    def _two_sided(self) -> bool:
+    def _has_two_towers(self) -> bool:
         return not isinstance(self.model, str) or "+" in self.model or find_library(full_name(self.model)).both_sides
 
 
 def parse_count(value: int | str | None, name: str) -> int | None:
-    """A number of samples: 10_000_000, "10M", "1.5B".
+    """Parse a number of samples: 10_000_000, "10M", "1.5B".
 
     >>> parse_count("10M", "data"), parse_count("32k", "batch")
     (10000000, 32000)
     """
     if value is None:
         return None
-    found = re.fullmatch(r"\s*(-?\d+(?:\.\d+)?)\s*([kKMBGT]?)\s*", str(value).replace(",", "").replace("_", ""))
-    if found is None:
+    match = re.fullmatch(r"\s*(-?\d+(?:\.\d+)?)\s*([kKMBGT]?)\s*", str(value).replace(",", "").replace("_", ""))
+    if match is None:
         raise ValueError(f"{name} is {value!r}: must be a number of samples, as 10000000 or 10M")
-    number = float(found[1]) * COUNTS[found[2].upper()]
+    number = float(match[1]) * COUNTS[match[2].upper()]
     if not number <= MOST:
         raise ValueError(f"{name} is {str(value)[:40]!r}: must be at most {MOST:g}")
     # Not round(number) < 1: a text of 400 digits after a minus is -inf, which cannot be rounded.
@@ -125,7 +131,7 @@ def parse_count(value: int | str | None, name: str) -> int | None:
 
 
 def parse_base(value: tuple[float, int] | str | None) -> tuple[float, int] | None:
-    """A learning rate and the batch it is right at, "1e-3@256".
+    """Parse a learning rate and the batch at which it is right, "1e-3@256".
 
     >>> parse_base("1e-3@256")
     (0.001, 256)
@@ -138,54 +144,72 @@ def parse_base(value: tuple[float, int] | str | None) -> tuple[float, int] | Non
             raise ValueError
         return float(rate), parse_count(batch, "base_lr") or 0
     except ValueError:
-        raise ValueError(f"base_lr is {value!r}: must read rate@batch, as in 1e-3@256") from None
+        raise ValueError(f"base_lr is {value!r}: must be rate@batch, as in 1e-3@256") from None
 
 
-def towers_of(question: Request) -> config.Run:
-    """The run whose towers are asked about; everything else in it is still to be decided."""
-    if isinstance(question.model, config.Run):
-        return question.model
-    if question.model is None:
+def base_run(request: Request) -> config.Run:
+    """Return a run with the requested towers and data. The plan decides everything else in it."""
+    if isinstance(request.model, config.Run):
+        return request.model
+    if request.model is None:
         return config.build(config.EMBEDDED)
-    first, _, second = (full_name(part) for part in question.model.partition("+"))
+    first, _, second = (full_name(part) for part in request.model.partition("+"))
     library = find_library(first)
-    dim = question.dim or library.plan_dim
-    x = config.Tower(first, locked=question.start == "locked")
+    dim = request.dim or library.plan_dim
+    x = config.Tower(first, locked=request.start == "locked")
     second = second or (first if library.both_sides else library.partner) or ""
     y = config.Tower(second) if second else TEXTS
-    objective = question.loss if question.pairs else objectives.MEAN
+    objective = request.loss if request.pairs else objectives.MEAN
     run = config.build({"schedule": {"steps": 1}})
-    data = replace(run.data, source=question.source or "data/train-*.tar", held_out=0.01)
-    return replace(run, out=question.out or "runs/plan", data=data, x=x, y=y, loss=replace(run.loss, objective=objective, dim=dim))
+    data = replace(run.data, source=request.source or "data/train-*.tar", held_out=0.01)
+    return replace(run, out=request.out or "runs/plan", data=data, x=x, y=y, loss=replace(run.loss, objective=objective, dim=dim))
 
 
 class Budget(NamedTuple):
-    """Samples there are, different ones among them, and samples that training sees; sequences, for a language model."""
+    """Number of samples, different ones among them, and samples that training sees; for a language model, sequences."""
 
     data: int
     unique: int
     seen: int
 
 
-def budget(question: Request, base: config.Run) -> Budget:
-    """The samples of a question: given, or the embedded default's."""
-    data = parse_count(question.data, "data")
+def sample_budget(request: Request, base: config.Run) -> Budget:
+    """Return the samples of a request, or those of the embedded default if the request names none."""
+    data = parse_count(request.data, "data")
     if data is None:
         if base.data.source != "glyphs":
-            raise ValueError("data is not given: say how many samples there are, as in data=10M")
+            raise ValueError("data is not given: give the number of samples, as in data=10M")
         data = GLYPHS
-    seen = parse_count(question.seen, "seen")
+    seen = parse_count(request.seen, "seen")
     if seen is None:
-        epochs = question.epochs
-        if epochs is None and question.model is None and base.schedule.samples is not None:
+        epochs = request.epochs
+        if epochs is None and request.model is None and base.schedule.samples is not None:
             seen = base.schedule.samples
         else:
-            # Where nothing is said: 30 epochs, as CLIPs on tens of millions of pairs are trained; 3 to fine-tune; 1 for text.
-            usual = {"finetune": 3.0, "lm": 1.0, "supervised": 90.0}.get(question.objective, 30.0)
-            seen = round(data * (epochs or usual))
+            seen = round(data * (epochs or USUAL_EPOCHS[request.objective]))
             if not 1 <= seen <= config.INT64:
-                raise ValueError(f"epochs is {epochs}: of {data:,} samples, that is less than one, or more than 64 bits count")
-    unique = parse_count(question.unique, "unique") or data
-    if question.objective == "lm":
-        data, unique, seen = (max(1, count // question.length) for count in (data, unique, seen))
+                raise ValueError(
+                    f"epochs is {epochs}: with {data:,} samples, training would see fewer than 1 or more than 2^63 samples"
+                )
+    unique = parse_count(request.unique, "unique") or data
+    if request.objective == "lm":
+        data, unique, seen = (max(1, count // request.length) for count in (data, unique, seen))
     return Budget(data, min(unique, data), seen)
+
+
+def check_budget(seen: int, data: int) -> None:
+    """Raise ValueError if there is nothing to train on."""
+    if data < 2:
+        raise ValueError(f"data is {data}: must be at least 2 samples")
+    if seen < 1:
+        raise ValueError(f"seen is {seen}: training must see at least 1 sample; give seen=… or epochs=…")
+
+
+def check_batch(batch: int, data: int) -> None:
+    """Raise ValueError if the data cannot fill one batch."""
+    if batch < 1:
+        raise ValueError(f"batch is {batch}: must be at least 1")
+    if batch > data:
+        raise ValueError(
+            f"batch is {batch:,} and data is {data:,}: a batch cannot hold more samples than there are; lower the batch"
+        )

@@ -1,4 +1,7 @@
-"""How to reach a batch: the fastest way whose predicted memory fits. Pure: numbers of a memory and a time model in, a way out."""
+"""Search for the fastest strategy that reaches a batch within a memory limit.
+
+Pure functions: they take a memory model and a time model as callables and return a strategy with its estimates.
+"""
 
 from __future__ import annotations
 
@@ -10,79 +13,87 @@ from ..costs.strategy import Precision, Sharding, Strategy
 
 Bytes = Callable[[Strategy], int]
 Seconds = Callable[[Strategy], float]
-# What a way must save of another's time to be worth its machinery: sharded weights, recomputation inside the encoders.
+# Sharded weights and activation checkpointing must each save this factor of time to be worth their complexity.
 SIMPLER = 1.05
 
 
-class Found(NamedTuple):
-    """A way, the memory that it is predicted to take of the device, and the seconds of a step."""
+class Estimate(NamedTuple):
+    """A strategy with the bytes that it takes of each device and the seconds of one step."""
 
     strategy: Strategy
     peak: int
     seconds: float
 
 
-class Sizes(NamedTuple):
-    """Chunks to try, for the rows of a shard; whether the fastest of those that fit is taken, or by rule the largest."""
+class ChunkSizes(NamedTuple):
+    """The chunk sizes to try for a shard of so many rows.
 
-    of: Callable[[int], list[int]]
-    fastest: bool = False
+    compare: whether all sizes that fit are compared by time. Otherwise the largest that fits is taken.
+    """
+
+    sizes_for: Callable[[int], list[int]]
+    compare: bool = False
 
 
-def search(ways: Sequence[Strategy], memory: Bytes, seconds: Seconds, limit: int, sizes: Sizes | None = None) -> Found:
-    """The fastest of the ways at their best chunk, each with as many kept chunks as fit; a ValueError where none fits.
+def search(
+    candidates: Sequence[Strategy], memory: Bytes, seconds: Seconds, limit: int, sizes: ChunkSizes | None = None
+) -> Estimate:
+    """Return the fastest candidate at its best chunk, with as many kept chunks as fit. Raises ValueError if none fits.
 
-    ways: they differ in precision, checkpointing, sharding; their chunk is the shard. limit: bytes. sizes: None is `chunk_sizes`.
+    candidates: strategies that differ in precision, checkpointing and sharding, with the whole shard as chunk. limit: bytes.
+    sizes: None means `chunk_sizes`.
     """
     if limit <= 0:
         raise ValueError(f"limit is {limit:,} bytes: must be above 0")
-    found: Found | None = None
-    # A way cannot be faster than with all of its shard in one chunk that is kept: slower ones need not be asked for their memory.
-    hopes = {way: seconds(dataclasses.replace(way, chunk=way.shard, keep=1)) for way in ways}
-    for way in sorted(ways, key=lambda way: hopes[way] * _worth(way)):
-        if found is None or hopes[way] * _worth(way) < found.seconds * _worth(found.strategy):
-            better = best_chunk(way, memory, seconds, limit, sizes)
-            if better is not None and (found is None or better.seconds * _worth(way) < found.seconds * _worth(found.strategy)):
-                found = better
-    if found is None:
-        smallest = min(memory(dataclasses.replace(way, chunk=1, keep=0)) for way in ways)
+    best: Estimate | None = None
+    # No strategy is faster than with its whole shard in one kept chunk: the memory of slower candidates need not be computed.
+    bounds = {candidate: seconds(dataclasses.replace(candidate, chunk=candidate.shard, keep=1)) for candidate in candidates}
+    for candidate in sorted(candidates, key=lambda candidate: bounds[candidate] * _handicap(candidate)):
+        if best is None or bounds[candidate] * _handicap(candidate) < best.seconds * _handicap(best.strategy):
+            better = best_chunk(candidate, memory, seconds, limit, sizes)
+            if better is not None and (
+                best is None or better.seconds * _handicap(candidate) < best.seconds * _handicap(best.strategy)
+            ):
+                best = better
+    if best is None:
+        smallest = min(memory(dataclasses.replace(candidate, chunk=1, keep=0)) for candidate in candidates)
         raise ValueError(
-            f"memory is {limit / 2**30:.1f} GiB that may be used: the model takes {smallest / 2**30:.1f} GiB at the smallest chunk;"
-            " take a larger device, more of them (weights are then sharded), or a smaller model"
+            f"{limit / 2**30:.1f} GiB of memory may be used, but the model takes {smallest / 2**30:.1f} GiB at the smallest chunk;"
+            " take a larger device, more devices (the weights are then sharded), or a smaller model"
         )
-    return found
+    return best
 
 
-def _worth(way: Strategy) -> float:
-    """What a second of the way counts."""
-    return SIMPLER ** ((way.sharding == "fsdp2") + way.checkpointing)
+def _handicap(strategy: Strategy) -> float:
+    """Return the factor by which the time of a strategy counts, so that a simpler one wins if it is nearly as fast."""
+    return SIMPLER ** ((strategy.sharding == "fsdp2") + strategy.checkpointing)
 
 
-def best_chunk(way: Strategy, memory: Bytes, seconds: Seconds, limit: int, sizes: Sizes | None = None) -> Found | None:
-    """The way at the largest chunk that fits, then at the most kept chunks that fit; None where not even one row does.
+def best_chunk(strategy: Strategy, memory: Bytes, seconds: Seconds, limit: int, sizes: ChunkSizes | None = None) -> Estimate | None:
+    """Return the strategy at its largest chunk that fits, with the most kept chunks that fit; None if not even one row fits.
 
-    Larger chunks cost less time and more memory, so that of those that fit the largest is the fastest; where times were measured,
-    which need not follow that rule, each of them is asked.
+    Larger chunks take less time and more memory, so the largest that fits is the fastest. Measured times need not follow that rule,
+    so with `sizes.compare` all chunks that fit are compared.
     """
-    sizes = sizes or Sizes(chunk_sizes)
-    ways = [dataclasses.replace(way, chunk=size, keep=0) for size in sizes.of(way.shard)]
-    fitting = [way for way in ways if memory(way) <= limit]
+    sizes = sizes or ChunkSizes(chunk_sizes)
+    candidates = [dataclasses.replace(strategy, chunk=size, keep=0) for size in sizes.sizes_for(strategy.shard)]
+    fitting = [candidate for candidate in candidates if memory(candidate) <= limit]
     if not fitting:
         return None
-    candidates = fitting if sizes.fastest else [max(fitting, key=lambda way: way.chunk)]
-    found = [_filled(way, memory, seconds, limit) for way in candidates]
-    return min(found, key=lambda each: (each.seconds, -each.strategy.chunk))
+    compared = fitting if sizes.compare else [max(fitting, key=lambda candidate: candidate.chunk)]
+    estimates = [_with_kept_chunks(candidate, memory, seconds, limit) for candidate in compared]
+    return min(estimates, key=lambda estimate: (estimate.seconds, -estimate.strategy.chunk))
 
 
-def _filled(way: Strategy, memory: Bytes, seconds: Seconds, limit: int) -> Found:
-    """The way with as many kept chunks as fit."""
-    if not way.accumulate:
-        way = dataclasses.replace(way, keep=_most_kept(way, memory, limit))
-    return Found(way, memory(way), seconds(way))
+def _with_kept_chunks(strategy: Strategy, memory: Bytes, seconds: Seconds, limit: int) -> Estimate:
+    """Return the strategy with as many kept chunks as fit."""
+    if not strategy.accumulate:
+        strategy = dataclasses.replace(strategy, keep=_most_kept(strategy, memory, limit))
+    return Estimate(strategy, memory(strategy), seconds(strategy))
 
 
 def chunk_sizes(shard: int) -> list[int]:
-    """Powers of two up to the shard, and the shard.
+    """Return the powers of two below the shard, and the shard.
 
     >>> chunk_sizes(6)
     [1, 2, 4, 6]
@@ -91,19 +102,19 @@ def chunk_sizes(shard: int) -> list[int]:
     return [*sizes, shard]
 
 
-def _most_kept(way: Strategy, memory: Bytes, limit: int) -> int:
-    """The most chunks that can be kept, by bisection: memory grows with them."""
-    low, high = 0, way.chunks
+def _most_kept(strategy: Strategy, memory: Bytes, limit: int) -> int:
+    """Return the largest number of kept chunks that fits, by bisection: memory grows with it."""
+    low, high = 0, strategy.chunks
     while low < high:
         middle = (low + high + 1) // 2
-        if memory(dataclasses.replace(way, keep=middle)) <= limit:
+        if memory(dataclasses.replace(strategy, keep=middle)) <= limit:
             low = middle
         else:
             high = middle - 1
     return low
 
 
-def all_ways(
+def candidate_strategies(
     batch: int,
     ranks: int,
     *,
@@ -112,18 +123,18 @@ def all_ways(
     checkpointing: Sequence[bool] = (False, True),
     shardings: Sequence[Sharding] = ("ddp", "fsdp2"),
 ) -> list[Strategy]:
-    """The ways worth trying: every combination of precision, checkpointing and, over several ranks, sharding."""
+    """Return every combination of precision, checkpointing and, with several ranks, sharding."""
     if ranks < 1:
         raise ValueError(f"gpus is {ranks}: must be at least 1; a CPU counts as one")
     if batch % ranks:
         raise ValueError(
-            f"batch is {batch:,} and gpus is {ranks}: the batch must be a multiple of them, so that all hold the same rows"
+            f"batch is {batch:,} and gpus is {ranks}: the batch must be a multiple of the GPUs, so that all hold equal shards"
         )
     shardings = shardings if ranks > 1 else ("ddp",)
     shard = batch // ranks
     return [
-        Strategy(ranks, shard, shard, 0, again, precision, sharding, accumulate)
+        Strategy(ranks, shard, shard, 0, recompute, precision, sharding, accumulate)
         for precision in precisions
-        for again in checkpointing
+        for recompute in checkpointing
         for sharding in shardings
     ]

@@ -1,4 +1,4 @@
-"""The work and the memory of a question's model: the only place of a plan where a model is built and traced."""
+"""The work and the memory of the requested model. This is the only part of a plan that builds and traces a model."""
 
 from __future__ import annotations
 
@@ -23,41 +23,44 @@ from .request import Request
 
 
 class Workload(NamedTuple):
-    """The towers' forwards, the modules, and functions that make inputs for them."""
+    """The counted work of each tower, the modules, and functions that make inputs of so many rows for them."""
 
     towers: tuple[Work, ...]
     modules: tuple[nn.Module, ...]
     inputs: tuple[Callable[[int], Any], ...]
 
 
-def workload(question: Request, run: config.Run, precision: Precision, machine: Machine) -> Workload:
-    """Builds what the question names, without filling or computing anything, and counts it."""
-    modules, inputs = _built(question, run)
-    loss = _next_token if question.objective == "lm" else None
+def workload(request: Request, run: config.Run, precision: Precision, machine: Machine) -> Workload:
+    """Build the requested model on fake tensors and count its operations."""
+    modules, inputs = _build(request, run)
+    loss = _next_token_loss if request.objective == "lm" else None
     work = tuple(
         count_work(*tower, precision, device=machine.device.type, loss=loss) for tower in zip(modules, inputs, strict=True)
     )
     return Workload(work, modules, inputs)
 
 
-def traced(question: Request, run: config.Run, work: Workload, machine: Machine) -> MemoryPredictor:
-    """Predictions of memory. A trace takes seconds: those that differ only in rows and kept chunks share one."""
+def traced(request: Request, run: config.Run, work: Workload, machine: Machine) -> MemoryPredictor:
+    """Return a function that predicts the memory of a strategy.
+
+    A trace takes seconds, so strategies that differ only in rows and kept chunks share one.
+    """
 
     @functools.cache
     def prepared(checkpointing: bool) -> tuple[nn.Module, ...]:
-        return _checkpointed(question, run, work) if checkpointing else work.modules
+        return _checkpointed(request, run, work) if checkpointing else work.modules
 
     def setup_of(strategy: Strategy) -> Setup:
         return Setup(
-            optimizer=OPTIMIZERS[question.optimizer].state,
+            optimizer=OPTIMIZERS[request.optimizer].state,
             precision=strategy.precision,
             ranks=strategy.ranks,
             sharding=strategy.sharding,
             chunk=strategy.chunk,
             keep=strategy.keep,
-            objective=OBJECTIVES[run.loss.objective if question.pairs else MEAN].cost_name,
+            objective=OBJECTIVES[run.loss.objective if request.pairs else MEAN].cost_name,
             workspace=run.compute.workspace,
-            ema=question.ema is not None,
+            ema=request.ema is not None,
             capability=machine.device.capability,
             device=machine.device.type,
         )
@@ -70,52 +73,52 @@ def traced(question: Request, run: config.Run, work: Workload, machine: Machine)
 
     @functools.cache
     def accumulated(strategy: Strategy) -> Prediction:
-        loss = _next_token if question.objective == "lm" else None
+        loss = _next_token_loss if request.objective == "lm" else None
         return predict_memory(
             lambda: copy_modules(prepared(strategy.checkpointing)[0]), work.inputs[0], strategy.shard, setup_of(strategy), loss=loss
         )
 
     def predict(strategy: Strategy) -> Prediction:
-        if question.pairs:
+        if request.pairs:
             return chunked(replace(strategy, shard=strategy.chunk, keep=0)).peak(strategy.shard, strategy.keep)
-        # From the second chunk on nothing changes.
+        # Memory does not change after the second chunk.
         return accumulated(replace(strategy, shard=min(strategy.shard, 2 * strategy.chunk), keep=0))
 
     return predict
 
 
-def _checkpointed(question: Request, run: config.Run, work: Workload) -> tuple[nn.Module, ...]:
-    """The modules with checkpointing, as the run's own switch turns it on; those that have none stay as they are."""
-    if question.objective == "lm":
+def _checkpointed(request: Request, run: config.Run, work: Workload) -> tuple[nn.Module, ...]:
+    """Return the modules with activation checkpointing as the run switches it on, or unchanged if they do not support it."""
+    if request.objective == "lm":
         return work.modules
-    again = replace(run, x=replace(run.x, checkpointing=True), y=replace(run.y, checkpointing=run.y.name != "x"))
+    recomputing = replace(run, x=replace(run.x, checkpointing=True), y=replace(run.y, checkpointing=run.y.name != "x"))
     try:
-        return _built(question, again)[0]
+        return _build(request, recomputing)[0]
     except ValueError:
         return work.modules
 
 
-def _built(question: Request, run: config.Run) -> tuple[tuple[nn.Module, ...], tuple[Callable[[int], Any], ...]]:
-    """The modules of a question, and what makes inputs for each."""
-    if question.objective == "lm":
-        if not isinstance(question.model, str):
-            raise ValueError(f"model is {question.model!r}: a language model is named as package.module:function")
-        return (module_from_function(question.model),), (_tokens(question),)
-    built = encoders_of(run)
-    if not question.pairs:
-        return (_classifier(built[0], run, question.classes),), (built[0].inputs,)
-    return tuple(side.module for side in built), tuple(side.inputs for side in built)
+def _build(request: Request, run: config.Run) -> tuple[tuple[nn.Module, ...], tuple[Callable[[int], Any], ...]]:
+    """Return the modules of a request, and the functions that make their inputs."""
+    if request.objective == "lm":
+        if not isinstance(request.model, str):
+            raise ValueError(f"model is {request.model!r}: a language model must be named as package.module:function")
+        return (module_from_function(request.model),), (_token_inputs(request),)
+    encoders = encoders_of(run)
+    if not request.pairs:
+        return (_classifier(encoders[0], run, request.classes),), (encoders[0].inputs,)
+    return tuple(encoder.module for encoder in encoders), tuple(encoder.inputs for encoder in encoders)
 
 
-def _next_token(out: Any) -> torch.Tensor:
-    """Cross-entropy of a language model's logits, (rows, length, vocabulary), with whatever tokens."""
+def _next_token_loss(out: Any) -> torch.Tensor:
+    """Return the cross-entropy of a language model's logits, (rows, length, vocabulary); the target tokens do not matter here."""
     logits = getattr(out, "logits", out).flatten(0, -2)
     return nn.functional.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64, device=logits.device))
 
 
-def _classifier(side: EncoderWithInputs, run: config.Run, classes: int) -> nn.Module:
-    return Classifier(side.module.tower, run.loss.dim, classes, locked=run.x.locked)
+def _classifier(encoder: EncoderWithInputs, run: config.Run, classes: int) -> nn.Module:
+    return Classifier(encoder.module.tower, run.loss.dim, classes, locked=run.x.locked)
 
 
-def _tokens(question: Request) -> Callable[[int], torch.Tensor]:
-    return lambda rows: torch.zeros(rows, question.length, dtype=torch.int64)
+def _token_inputs(request: Request) -> Callable[[int], torch.Tensor]:
+    return lambda rows: torch.zeros(rows, request.length, dtype=torch.int64)

@@ -1,12 +1,12 @@
 """The tile contract: the inputs and outputs of one pair of blocks, and how the results of two blocks are merged.
 
 Legend: x_MD holds the rows of one rank, y_ND the documents of one block. z_MN = x_MD @ y_ND.T are the similarities and
-s_MN = scale * z_MN the logits. The suffix of a vector says whether it runs over rows (M) or columns (N). Tiles know nothing of ranks,
-reductions or autograd.
+s_MN = scale * z_MN the logits. The suffix of a vector says whether it runs over rows (M) or columns (N). Tiles know nothing of
+ranks, reductions or autograd.
 
 The positive of a row is never part of the sums of a tile: a tile sums over the *other* pairs that count, and the loss adds the M
-positives in fp32. So 1 - p is never computed as a difference, which neither bf16 nor the difference of two nearly equal fp32 numbers
-could represent: it is the probability of the others.
+positives in fp32. So 1 - p is never computed as a difference, which neither bf16 nor the difference of two nearly equal fp32
+numbers could represent: it is the probability of the others.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Softmax(NamedTuple):
 
 
 class Normalised(NamedTuple):
-    """The weighted loss of each row, the gradient in its positive's logit (rows and columns added), and the softmax of each side."""
+    """The weighted loss of each row, the gradient in its positive's logit (rows and columns added), the softmax of each side."""
 
     loss_M: Tensor
     dpos_M: Tensor
@@ -110,8 +110,8 @@ class NeedsGrad(NamedTuple):
 
 
 class ComputeOptions(NamedTuple):
-    """How to compute: the workspace in bytes; how fp32 operands of products may be rounded ("ieee": not at all, "tf32": to 10 bits);
-    and whether `softmax_grads` may quantise bf16 embeddings to int8 to compute the similarities again."""
+    """How to compute: the workspace in bytes, the precision of fp32 operands ("ieee": not rounded, "tf32": rounded to 10 bits), and
+    whether `softmax_grads` may quantise bf16 embeddings to int8 to compute the similarities again."""
 
     workspace: int
     precision: str = "ieee"

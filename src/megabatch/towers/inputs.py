@@ -114,8 +114,8 @@ class ByteTokenizer:
     """Convert a text to `length` int16 tokens: its UTF-8 bytes, an end token, padding. Needs no vocabulary and no download.
 
     A longer text is cut between two characters, and also gets an end token.
-    drop: with a seed, this fraction of the bytes is negated, and `built_in.NGrams` skips the n-grams that begin there. The choice is
-        made here, by the seed of the sample, and not in the module, so that it does not depend on the chunk or the number of ranks.
+    drop: with a seed, this fraction of the bytes is negated, and `built_in.NGrams` skips the n-grams that begin there. The seed of
+        the sample decides here, and not the module, so that the choice does not depend on the chunk or the number of ranks.
 
     >>> ByteTokenizer(6)("né", None)
     tensor([112, 197, 171,   1,   0,   0], dtype=torch.int16)

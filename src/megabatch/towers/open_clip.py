@@ -29,7 +29,7 @@ from .tower import BuiltTower, StateDict, as_tower
 def build(request: TowerRequest) -> BuiltTower:
     """Return the image tower (side x) or the text tower (side y) of an OpenCLIP model, from its configuration.
 
-    Options: those of `PrepareImage`, and those of `open_clip.create_model`; part = "image" or "text" takes precedence over the side.
+    Options: those of `PrepareImage`, and those of `open_clip.create_model`; part = "image" or "text" overrides the side.
     """
     name = request.model
     try:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megabatch import packages
+
 from .tower import ProjectedEncoder, StateDict
 
 # Keys under which training programs save the state dict beside other things.
@@ -74,10 +76,9 @@ def _is_dense(value: Any) -> bool:
 
 
 def _read_safetensors(path: Path) -> Any:
-    try:
-        from safetensors.torch import load_file
-    except ModuleNotFoundError as error:
-        raise ValueError(f"weights {path} needs safetensors: pip install 'megabatch[train]'") from error
+    packages.require(packages.WEIGHTS_FILE)
+    from safetensors.torch import load_file
+
     try:
         return load_file(path)
     except Exception as error:

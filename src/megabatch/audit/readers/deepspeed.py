@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration as facts. "auto" is unknown: another file says it."""
+"""Read a DeepSpeed configuration. "auto" is unknown: another file sets the value."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from ...optimizers import FAMILIES, family_of
 from ..documents import Document, Reading, edit_json
-from ..training import Training
+from ..facts import TrainingFacts
 
 MARKS = {
     "train_batch_size",
@@ -32,7 +32,7 @@ KEYS = {
     "gather": "the loss",
     "token_mean": "the loss",
 }
-# Schedules that warm up, over this many steps where the file does not say.
+# Schedules with warm-up, and its steps if the file does not state them.
 WARMUP, WARMUP_STEPS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR"), 1000
 
 
@@ -41,7 +41,7 @@ def read(name: str, text: str, table: Mapping[str, Any]) -> Reading:
     return Reading(_facts(name, table), document)
 
 
-def _facts(name: str, table: Mapping[str, Any]) -> Training:
+def _facts(name: str, table: Mapping[str, Any]) -> TrainingFacts:
     def number(path: str, kind: type = int) -> Any:
         return _number(name, table, path, kind)
 
@@ -51,7 +51,7 @@ def _facts(name: str, table: Mapping[str, Any]) -> Training:
         number("gradient_accumulation_steps"),
     )
     if accumulation is None and "gradient_accumulation_steps" not in table:
-        # Two of three: the third follows from the ranks, or is one.
+        # The file gives two of three numbers: the third follows from the ranks, or is one.
         accumulation = None if batch is not None and micro is not None else 1
     ranks = batch // (micro * accumulation) if batch and micro and accumulation and batch % (micro * accumulation) == 0 else None
     optimizer = family_of(str(_at(table, "optimizer.type") or ""))
@@ -59,7 +59,7 @@ def _facts(name: str, table: Mapping[str, Any]) -> Training:
     default_beta2 = 0.999 if betas is None and optimizer is not None and FAMILIES[optimizer].uses_beta2 else None
     fp16, bf16 = _at(table, "fp16.enabled") is True, _at(table, "bf16.enabled") is True
     loss_scale = number("fp16.loss_scale", float)
-    return Training(
+    return TrainingFacts(
         batch=batch,
         micro=micro,
         accumulation=accumulation,
@@ -75,17 +75,17 @@ def _facts(name: str, table: Mapping[str, Any]) -> Training:
         clip_at="step",
         schedule_at="step",
         precision="fp16" if fp16 else "bf16" if bf16 else None,
-        # 0, the default, is a scale that adapts; 1 is none.
+        # 0, the default, is a dynamic scale; 1 is no scale.
         loss_scaling=loss_scale != 1 if fp16 else None,
         batch_from_memory=_at(table, "autotuning.enabled") is True,
     )
 
 
-def _warmup(number: Any, kind: Any, said: bool) -> float | None:
-    """Steps of warm-up. Without a scheduler in the file one may have been passed to the engine: unknown."""
+def _warmup(number: Any, kind: Any, stated: bool) -> float | None:
+    """Return the steps of warm-up; None without a scheduler in the file, because one may be passed to the engine."""
     if kind not in WARMUP:
         return None
-    return number("scheduler.params.warmup_num_steps", float) if said else WARMUP_STEPS
+    return number("scheduler.params.warmup_num_steps", float) if stated else WARMUP_STEPS
 
 
 def _at(table: Mapping[str, Any], path: str) -> Any:
@@ -111,14 +111,14 @@ def _number(name: str, table: Mapping[str, Any], path: str, kind: type) -> Any:
     return value
 
 
-def _translate(changes: Mapping[str, Any], training: Training, table: Mapping[str, Any]) -> dict[str, Any] | None:
+def _translate(changes: Mapping[str, Any], training: TrainingFacts, table: Mapping[str, Any]) -> dict[str, Any] | None:
     changes = dict(changes)
     if "batch" in changes and training.micro is not None and "micro" not in changes:
         changes["micro"] = training.changed(changes).micro
     if "train_batch_size" not in table and "micro" in changes:
         changes.pop("batch", None)
     edits: dict[str, Any] = {}
-    # DeepSpeed keeps weights in fp32 beside those in half precision.
+    # DeepSpeed keeps a copy of the weights in fp32.
     for fact, value in ((fact, value) for fact, value in changes.items() if fact != "half_weights"):
         if fact in ("decays_gains", "gather", "token_mean") or fact not in KEYS:
             return None

@@ -1,4 +1,4 @@
-"""Command lines of OpenCLIP (`open_clip_train.main`, or the older `training.main`), alone or in a script, as facts."""
+"""Read a command line of OpenCLIP (`open_clip_train.main`, or the older `training.main`), alone or in a script."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal
 from ... import objectives
 from ...optimizers import family_of
 from ..documents import ABSENT, PRESENT, Command, Document, Reading, edit_flags
-from ..training import Training
+from ..facts import TrainingFacts
 
 MAIN = r"open_clip_train[./]main|(?<![\w.])training[./]main"
 # Flags whose values are read, with the defaults of open_clip_train/params.py (3.3.0).
@@ -35,7 +35,7 @@ VALUES: dict[str, Any] = {
     "--resume": None,
     "--loss-dist-impl": None,
 }
-# Flags that select a loss; without one it is the softmax loss.
+# Flags that select a loss; the default is the softmax loss.
 LOSS_FLAGS = {spec.open_clip_flag: spec for spec in objectives.OBJECTIVES.values() if spec.open_clip_flag is not None}
 SWITCHES = (
     "--local-loss",
@@ -48,8 +48,8 @@ SWITCHES = (
     "--lock-image",
     "--lock-text",
 )
-WHOLE = ("--batch-size", "--epochs", "--warmup", "--accum-freq", "--train-num-samples")
-REAL = ("--lr", "--beta2", "--wd", "--grad-clip-norm")
+INTEGERS = ("--batch-size", "--epochs", "--warmup", "--accum-freq", "--train-num-samples")
+FLOATS = ("--lr", "--beta2", "--wd", "--grad-clip-norm")
 PRECISIONS: dict[str, tuple[Literal["fp32", "bf16", "fp16"], bool, bool]] = {
     # precision, loss scaling, weights in half precision
     "fp32": ("fp32", False, False),
@@ -90,19 +90,19 @@ def read(name: str, text: str) -> Reading:
 
 
 def flags(words: list[str]) -> dict[str, Any]:
-    """The flags of the command with their values, defaults included; shell variables are unknown (None)."""
+    """Return all flags with their values or defaults; the value of a shell variable is unknown (None)."""
     values: dict[str, Any] = VALUES | dict.fromkeys(SWITCHES, False)
-    said = {word.partition("=")[0] for word in words}
+    given = {word.partition("=")[0] for word in words}
     for place, word in enumerate(words):
         flag, equals, value = word.partition("=")
         if flag in SWITCHES:
             values[flag] = True
         elif flag in VALUES:
             if not equals and place + 1 == len(words):
-                raise ValueError(f"{flag} has no value: the command line ends there")
+                raise ValueError(f"{flag} has no value: the command line ends after it")
             values[flag] = _value(flag, value if equals else words[place + 1])
-    if "--train-data" not in said and values["--dataset-type"] != "synthetic":
-        raise ValueError("the command has no --train-data: nothing is trained, so nothing can be audited")
+    if "--train-data" not in given and values["--dataset-type"] != "synthetic":
+        raise ValueError("the command has no --train-data: it does not train, so there is nothing to audit")
     return values
 
 
@@ -110,16 +110,16 @@ def _value(flag: str, text: str) -> Any:
     if "$" in text:
         return None
     try:
-        return int(text) if flag in WHOLE else float(text) if flag in REAL else text
+        return int(text) if flag in INTEGERS else float(text) if flag in FLOATS else text
     except ValueError:
-        raise ValueError(f"{flag} is {text!r}: must be {'an integer' if flag in WHOLE else 'a number'}") from None
+        raise ValueError(f"{flag} is {text!r}: must be {'an integer' if flag in INTEGERS else 'a number'}") from None
 
 
 def ranks_of(command: Command, text: str) -> int | None:
-    """Processes that the launcher starts: torchrun's, srun's (with the script's #SBATCH lines), or one of plain python."""
-    found = re.search(MAIN, command.text)
-    assert found is not None
-    head = command.text[: found.start()]
+    """Return the number of processes that torchrun, srun (with #SBATCH lines) or plain python starts; None if unknown."""
+    main = re.search(MAIN, command.text)
+    assert main is not None
+    head = command.text[: main.start()]
     if re.search(r"torchrun|torch\.distributed\.(run|launch)", head):
         return _product(head, r"--nproc[_-]per[_-]node", r"--nnodes", default=1)
     if re.search(r"\bsrun\b", head):
@@ -130,20 +130,20 @@ def ranks_of(command: Command, text: str) -> int | None:
 def _product(text: str, each: str, nodes: str, default: int | None) -> int | None:
     numbers = []
     for pattern in (each, nodes):
-        found = re.search(pattern + r"[= ]+(\S+)", text)
-        number = int(found[1]) if found and found[1].isdigit() else None if found else default
+        match = re.search(pattern + r"[= ]+(\S+)", text)
+        number = int(match[1]) if match and match[1].isdigit() else None if match else default
         if number is None:
             return None
         numbers.append(number)
     return numbers[0] * numbers[1]
 
 
-def facts(values: Mapping[str, Any], ranks: int | None) -> Training:
-    precision, scaling, half = _known("--precision", values["--precision"], PRECISIONS) or (None, None, None)
+def facts(values: Mapping[str, Any], ranks: int | None) -> TrainingFacts:
+    precision, scaling, half = _choice("--precision", values["--precision"], PRECISIONS) or (None, None, None)
     model, samples, epochs = values["--model"] or "", values["--train-num-samples"], values["--epochs"]
     resampled = values["--dataset-resampled"]
     default_beta2 = None if "timm" in (values["--opt"] or "timm") else 0.98 if "vit" in model.lower() else 0.999
-    return Training(
+    return TrainingFacts(
         objective=next((spec.cost_name for flag, spec in LOSS_FLAGS.items() if values[flag]), objectives.DEFAULT),
         micro=values["--batch-size"],
         ranks=ranks,
@@ -165,7 +165,7 @@ def facts(values: Mapping[str, Any], ranks: int | None) -> Training:
         precision=precision,
         loss_scaling=scaling,
         half_weights=half,
-        # OpenCLIP's ResNets normalise over the batch, its vision transformers do not.
+        # OpenCLIP's ResNets have BatchNorm, its vision transformers do not.
         batchnorm=True if model.startswith("RN") and not values["--lock-image"] else False if model.startswith("ViT") else None,
         sync_batchnorm=values["--use-bn-sync"],
         finetuning=True if values["--pretrained"] else None if values["--resume"] or values["--pretrained-image"] else False,
@@ -176,16 +176,16 @@ def facts(values: Mapping[str, Any], ranks: int | None) -> Training:
 
 
 def _gather(values: Mapping[str, Any]) -> Literal["exact", "matrix", "whole", "no-gradient"]:
-    """Where the gradient goes. Every exchange of the sigmoid loss carries it, and the two flags mean nothing to it."""
+    """Return how negatives are gathered. The sigmoid loss always exchanges gradients, and ignores the two flags."""
     if any(values[flag] for flag in LOSS_FLAGS):
-        _known("--loss-dist-impl", values["--loss-dist-impl"], dict.fromkeys(("bidir", "shift", "reduce", "gather"), True))
+        _choice("--loss-dist-impl", values["--loss-dist-impl"], dict.fromkeys(("bidir", "shift", "reduce", "gather"), True))
         return "exact"
     if values["--local-loss"]:
         return "exact" if values["--gather-with-grad"] else "no-gradient"
     return "matrix" if values["--gather-with-grad"] else "whole"
 
 
-def _known(flag: str, value: str | None, choices: Mapping[str, Any]) -> Any:
+def _choice(flag: str, value: str | None, choices: Mapping[str, Any]) -> Any:
     if value is None:
         return None
     if value not in choices:
@@ -193,7 +193,7 @@ def _known(flag: str, value: str | None, choices: Mapping[str, Any]) -> Any:
     return choices[value]
 
 
-def translate(changes: Mapping[str, Any], training: Training) -> dict[str, Any] | None:
+def translate(changes: Mapping[str, Any], training: TrainingFacts) -> dict[str, Any] | None:
     edits: dict[str, Any] = {}
     for fact, value in changes.items():
         if fact == "batch":

@@ -1,4 +1,4 @@
-"""Hugging Face TrainingArguments, as `to_json_string` writes them or as one writes them by hand, as facts."""
+"""Read Hugging Face TrainingArguments, written by `to_json_string` or by hand."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 from ...optimizers import FAMILIES, family_of
 from ..documents import Document, Reading, edit_json
-from ..training import Training
+from ..facts import TrainingFacts
 
 MARKS = {"per_device_train_batch_size", "num_train_epochs", "learning_rate", "warmup_ratio", "warmup_steps", "lr_scheduler_type"}
-# Of transformers' training_args.py; what changed between versions (average_tokens_across_devices) is unknown where it is not said.
+# From transformers' training_args.py. A default that changed between versions (average_tokens_across_devices) is unknown.
 DEFAULTS: dict[str, Any] = {
     "per_device_train_batch_size": 8,
     "gradient_accumulation_steps": 1,
@@ -46,7 +46,7 @@ KEYS = {
     "gather": "the loss",
     "sync_batchnorm": "the model",
 }
-# Schedules that have no warm-up, whatever warmup_steps says.
+# Schedules without warm-up, whatever warmup_steps is, and the same schedule with warm-up.
 WITHOUT_WARMUP = {"constant": "constant_with_warmup"}
 
 
@@ -61,21 +61,21 @@ def read(name: str, text: str, table: Mapping[str, Any]) -> Reading:
 def _check(name: str, key: str, value: Any, default: Any) -> None:
     number = isinstance(default, (int, float)) and not isinstance(default, bool)
     fits = isinstance(value, (int, float)) and not isinstance(value, bool) if number else isinstance(value, type(default))
-    # None is how a settings file says "the default" of a limit.
+    # None in a file means the default of a limit.
     if not fits and value is not None:
-        raise ValueError(f"{name}: {key} is {value!r}: must be like its default, {default!r}")
+        raise ValueError(f"{name}: {key} is {value!r}: must have the type of its default, {default!r}")
     if key in ("per_device_train_batch_size", "gradient_accumulation_steps") and (not isinstance(value, int) or value < 1):
         raise ValueError(f"{name}: {key} is {value!r}: must be an integer of at least 1")
 
 
-def _facts(values: Mapping[str, Any], table: Mapping[str, Any]) -> Training:
+def _facts(values: Mapping[str, Any], table: Mapping[str, Any]) -> TrainingFacts:
     strategy = values.get("eval_strategy", values.get("evaluation_strategy", "no"))
     scheduler = values["lr_scheduler_type"]
     tokens = values.get("average_tokens_across_devices")
     steps = values["max_steps"] if (values["max_steps"] or -1) > 0 else None
     sampler = table.get("batch_sampler")
     optimizer = family_of(values["optim"] or DEFAULTS["optim"])
-    return Training(
+    return TrainingFacts(
         micro=values["per_device_train_batch_size"],
         accumulation=values["gradient_accumulation_steps"],
         accumulates="plain",
@@ -93,14 +93,14 @@ def _facts(values: Mapping[str, Any], table: Mapping[str, Any]) -> Training:
         precision="fp16" if values["fp16"] else "bf16" if values["bf16"] else "fp32",
         loss_scaling=bool(values["fp16"]),
         token_mean=None if tokens is None else "total" if tokens else "rank",
-        # Sentence Transformers' arguments say how a batch is put together.
+        # Sentence Transformers' arguments state how a batch is sampled.
         duplicates=None if sampler is None else "mask" if str(sampler).startswith("no_duplicates") else "negative",
         batch_from_memory=bool(values["auto_find_batch_size"]),
         held_out=bool(values["do_eval"]) or strategy != "no",
     )
 
 
-def _translate(changes: Mapping[str, Any], training: Training, values: Mapping[str, Any]) -> dict[str, Any] | None:
+def _translate(changes: Mapping[str, Any], training: TrainingFacts, values: Mapping[str, Any]) -> dict[str, Any] | None:
     edits: dict[str, Any] = {}
     for fact, value in changes.items():
         if fact == "batch":

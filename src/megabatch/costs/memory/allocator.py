@@ -1,79 +1,121 @@
-"""CUDA's caching allocator, played through: how much it asks of the device for a sequence of blocks.
+"""A model of CUDA's caching allocator: how much memory it reserves on the device for a sequence of allocations.
 
-The rules are those of c10/cuda/CUDACachingAllocator.cpp with its default settings, on one stream: blocks up to 1 MiB come out of
-segments of 2 MiB; those below 10 MiB out of segments of 20 MiB; larger ones have a segment of their own, rounded up to 2 MiB. A
-request takes the smallest free block that holds it and leaves the rest if that is worth it; neighbours that are free become one.
+The rules are those of c10/cuda/CUDACachingAllocator.cpp with its default settings, on one stream: blocks up to 1 MiB come from
+segments of 2 MiB; blocks below 10 MiB from segments of 20 MiB; a larger block has a segment of its own, rounded up to 2 MiB. A
+request takes the smallest free block that is large enough, and the remainder is split off if it is large enough; adjacent free
+blocks are merged.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import NamedTuple
 
-SMALL, SEGMENT, MEDIUM, MEDIUM_SEGMENT = 2**20, 2 * 2**20, 10 * 2**20, 20 * 2**20
+from .trace import Event, Trace
+
+SMALL, SMALL_SEGMENT, MEDIUM, MEDIUM_SEGMENT = 2**20, 2 * 2**20, 10 * 2**20, 20 * 2**20
 
 
-class Piece:
-    """A part of a segment, between its neighbours."""
+class SegmentBlock:
+    """A part of a segment, linked to its neighbours."""
 
-    __slots__ = ("after", "before", "free", "place", "size")
+    __slots__ = ("address", "free", "next", "previous", "size")
 
-    def __init__(self, place: int, size: int) -> None:
-        self.place, self.size = place, size
+    def __init__(self, address: int, size: int) -> None:
+        self.address, self.size = address, size
         self.free = True
-        self.before: Piece | None = None
-        self.after: Piece | None = None
+        self.previous: SegmentBlock | None = None
+        self.next: SegmentBlock | None = None
 
-    def __lt__(self, other: Piece) -> bool:
-        return (self.size, self.place) < (other.size, other.place)
+    def __lt__(self, other: SegmentBlock) -> bool:
+        return (self.size, self.address) < (other.size, other.address)
 
 
 class CachingAllocator:
-    """Two pools, small and large; `reserved` is what both have asked of the device, which nothing is given back to."""
+    """Two pools of blocks, small and large. `reserved` is what both requested from the device; nothing is returned to it."""
 
     def __init__(self) -> None:
         self.reserved = 0
-        self._pools: dict[bool, list[Piece]] = {True: [], False: []}
-        self._next_place = 0
+        self._pools: dict[bool, list[SegmentBlock]] = {True: [], False: []}
+        self._next_address = 0
 
-    def take(self, size: int) -> Piece:
-        """A piece of at least `size` bytes, a multiple of 512."""
+    def allocate(self, size: int) -> SegmentBlock:
+        """Return a block of at least `size` bytes, a multiple of 512."""
         small = size <= SMALL
         pool = self._pools[small]
-        where = bisect_left(pool, Piece(-1, size))
-        piece = pool.pop(where) if where < len(pool) else self._segment(size)
-        rest = piece.size - size
-        if rest >= 512 if small else rest > SMALL:
-            left = Piece(piece.place + size, rest)
-            left.before, left.after = piece, piece.after
-            if left.after is not None:
-                left.after.before = left
-            piece.after, piece.size = left, size
-            insort(pool, left)
-        piece.free = False
-        return piece
+        index = bisect_left(pool, SegmentBlock(-1, size))
+        block = pool.pop(index) if index < len(pool) else self._new_segment(size)
+        remainder = block.size - size
+        if remainder >= 512 if small else remainder > SMALL:
+            split = SegmentBlock(block.address + size, remainder)
+            split.previous, split.next = block, block.next
+            if split.next is not None:
+                split.next.previous = split
+            block.next, block.size = split, size
+            insort(pool, split)
+        block.free = False
+        return block
 
-    def give(self, piece: Piece, size: int) -> None:
-        """Gives back a piece that was taken for `size` bytes."""
+    def release(self, block: SegmentBlock, size: int) -> None:
+        """Free a block that was allocated for `size` bytes."""
         pool = self._pools[size <= SMALL]
-        for neighbour in (piece.before, piece.after):
+        for neighbour in (block.previous, block.next):
             if neighbour is not None and neighbour.free:
                 del pool[bisect_left(pool, neighbour)]
-                piece = _joined(*sorted((piece, neighbour), key=lambda p: p.place))
-        piece.free = True
-        insort(pool, piece)
+                block = _merge(*sorted((block, neighbour), key=lambda b: b.address))
+        block.free = True
+        insort(pool, block)
 
-    def _segment(self, size: int) -> Piece:
-        length = SEGMENT if size <= SMALL else MEDIUM_SEGMENT if size < MEDIUM else -(-size // SEGMENT) * SEGMENT
+    def _new_segment(self, size: int) -> SegmentBlock:
+        length = SMALL_SEGMENT if size <= SMALL else MEDIUM_SEGMENT if size < MEDIUM else -(-size // SMALL_SEGMENT) * SMALL_SEGMENT
         self.reserved += length
-        piece = Piece(self._next_place, length)
-        # Segments are not neighbours.
-        self._next_place += length + SEGMENT
-        return piece
+        block = SegmentBlock(self._next_address, length)
+        # Segments are not adjacent.
+        self._next_address += length + SMALL_SEGMENT
+        return block
 
 
-def _joined(first: Piece, second: Piece) -> Piece:
+def _merge(first: SegmentBlock, second: SegmentBlock) -> SegmentBlock:
     first.size += second.size
-    first.after = second.after
-    if first.after is not None:
-        first.after.before = first
+    first.next = second.next
+    if first.next is not None:
+        first.next.previous = first
     return first
+
+
+class StepEvents(NamedTuple):
+    """The trace of a step in four parts, as the allocator meets them.
+
+    persistent: weights, workspaces and whatever else exists before the optimizer's state. state: the optimizer's state, which the
+    first step creates. body: forward and backward. update: the optimizer's step and the end of the gradients.
+    """
+
+    persistent: Iterable[Event]
+    state: Iterable[Event]
+    body: Iterable[Event]
+    update: Iterable[Event]
+
+
+def replay(trace: Trace, events: StepEvents) -> tuple[Trace, int]:
+    """Return the trace with the sizes that the allocator hands out in a second step, and the bytes that it has then reserved.
+
+    The first step creates the optimizer's state. A block may be larger than the request: the allocator does not split off a
+    remainder of up to 1 MiB, and counts it as allocated.
+    """
+    allocator = CachingAllocator()
+    blocks: dict[int, SegmentBlock] = {}
+    allocations = list(trace.allocations)
+    body, update = list(events.body), list(events.update)
+    for event in [*events.persistent, *body, *events.state, *update, *body, *update]:
+        requested = trace.allocations[event.allocation]
+        if requested.bytes == 0:
+            continue
+        # What the first step leaves behind is freed when the second step allocates it again.
+        if event.allocation in blocks:
+            allocator.release(blocks.pop(event.allocation), requested.bytes)
+        if event.is_allocation:
+            block = blocks[event.allocation] = allocator.allocate(requested.bytes)
+            allocations[event.allocation] = replace(requested, remainder=block.size - requested.bytes)
+    return Trace(allocations, trace.events), allocator.reserved

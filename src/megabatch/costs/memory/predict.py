@@ -1,4 +1,4 @@
-"""predict_memory: one step traced, its peak and parts, and what the allocator asks of the device for it."""
+"""Predict the memory of a training step: trace it on fake tensors, replay the allocations, report the peak and its parts."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from torch._subclasses.fake_tensor import (
 )
 
 from ...optimizers import STATES
-from .allocator import CachingAllocator, Piece
-from .composition import Composition
-from .contrastive import Contrastive
-from .fake_params import built
+from .allocator import StepEvents, replay
+from .contrastive import ComposedStep, ContrastiveStep
 from .setup import Prediction, Setup, check_rows
-from .step import Inputs, Loss, Step, Supervised, tracing
-from .trace import Block, Peak, Trace
+from .step import Inputs, Loss, SupervisedStep, TracedStep, build_on_meta, recording
+from .trace import PhasePeak
 
-IMPOSSIBLE = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
-# In this order a step goes through them.
+# What fake tensors raise where an operation needs the values of a tensor.
+NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+# The phases of a step, in order.
 PHASES = ("forward", "loss", "backward", "optimizer step")
-RECURRENT = {
+RECURRENT_OPERATIONS = {
     "aten::lstm",
     "aten::gru",
     "aten::mkldnn_rnn_layer",
@@ -42,14 +41,20 @@ def predict_memory(
     *,
     loss: Loss | None = None,
 ) -> Prediction:
-    """The memory that a training step takes, without the device.
+    """Return the memory that one training step needs on each rank, without the device.
 
-    build: makes the model. For a contrastive objective a pair of towers, (x, y), y None where x serves both sides; each returns the
-        embeddings that the loss takes.
-    inputs: makes example inputs for a number of rows: a tensor, a tuple by position or a dict by name. Shapes and dtypes count,
-        contents do not. For two towers a pair of such functions.
-    rows: of this rank in one step: its shard of the batch.
-    loss: takes what a supervised model returns to a number. None: the model's own `loss`, or cross-entropy of (rows, classes).
+    The step runs on fake tensors, which have shapes and no contents: it needs no GPU and takes seconds for models of any size.
+
+    build: a function that returns the model. For a contrastive objective it returns a pair of towers (x, y), each of which returns
+        embeddings (rows, dim); y is None if x encodes both sides.
+    inputs: a function from a number of rows to example inputs: a tensor, a tuple of positional arguments, or a dict of arguments by
+        name. Only shapes and dtypes matter. For two towers, a pair of such functions.
+    rows: samples of this rank in one step, its shard of the batch.
+    setup: optimizer, precision, ranks, chunk, objective and device; None: `Setup()`, AdamW in fp32 on one GPU.
+    loss: a function from the output of a supervised model to a scalar. None: the output's own `loss`, or cross-entropy of logits
+        (rows, classes).
+
+    Raises a ValueError if the model's computation depends on the values of a tensor.
 
     >>> import torch
     >>> prediction = predict_memory(lambda: torch.nn.Linear(1024, 1024), lambda rows: torch.empty(rows, 1024), 4096)
@@ -59,111 +64,96 @@ def predict_memory(
     setup = setup or Setup()
     check_rows(rows)
     step = trace_step(build, inputs, rows, setup, loss)
-    ran = step if isinstance(step, Supervised) else Composition(step, rows, dict.fromkeys(step.modules, setup.keep))
-    return summary(step, ran)
+    return summarize(step, whole_step(step, rows))
 
 
 def trace_step(
     build: Callable[[], Any], inputs: Inputs | Sequence[Inputs], rows: int, setup: Setup, loss: Loss | None
-) -> Supervised | Contrastive:
-    """The step, traced; a ValueError where what a model does follows from numbers that fake tensors do not have."""
+) -> SupervisedStep | ContrastiveStep:
+    """Return the traced step; a ValueError if what the model computes depends on values, which fake tensors do not have."""
     if setup.contrastive and loss is not None:
-        raise ValueError(f"loss is given, and objective {setup.objective!r} has its own; leave it out")
-    modules = built(build)
+        raise ValueError(f"loss is given, but objective {setup.objective!r} has its own; leave it out")
+    modules = build_on_meta(build)
     try:
-        with tracing(setup) as recorder:
+        with recording(setup) as recorder:
             if setup.contrastive:
-                return Contrastive(setup, recorder, modules, inputs, rows)
-            return Supervised(setup, recorder, _module(modules), _function(inputs), rows, loss)
-    except IMPOSSIBLE as error:
+                return ContrastiveStep(setup, recorder, modules, inputs, rows)
+            return SupervisedStep(setup, recorder, _check_module(modules), _check_function(inputs), rows, loss)
+    except NEEDS_VALUES as error:
         raise ValueError(
-            f"{getattr(error, 'func', error)}: what comes out depends on numbers in a tensor, which a prediction does not have; "
-            "give the model inputs that do without it (no padding mask, fixed lengths), or measure on the device"
+            f"{getattr(error, 'func', error)}: its output depends on the values of a tensor, which a prediction does not have; "
+            "give the model inputs that do not need it (no padding mask, fixed lengths), or measure on the device"
         ) from error
 
 
-def summary(step: Supervised | Contrastive, ran: Supervised | Composition) -> Prediction:
-    """The prediction of a step from what ran: the step itself, or one put together from its chunks."""
-    peaks, reserved = peaks_and_reserve(step, ran)
-    return of_peaks(peaks, reserved, tuple(_assumptions(step)))
+def whole_step(step: SupervisedStep | ContrastiveStep, rows: int) -> SupervisedStep | ComposedStep:
+    """Return the step over `rows` rows: a supervised one as it was traced, a contrastive one composed from its traced chunks."""
+    return step if isinstance(step, SupervisedStep) else ComposedStep(step, rows, dict.fromkeys(step.modules, step.setup.keep))
 
 
-def peaks_and_reserve(step: Step, ran: Supervised | Composition) -> tuple[dict[str, Peak], int]:
-    """The peak of each phase, and what the device has to have for all of them."""
+def summarize(step: SupervisedStep | ContrastiveStep, whole: SupervisedStep | ComposedStep) -> Prediction:
+    """Return the prediction for a whole step. step: the traced one."""
+    peaks, reserved = peaks_and_reserved(step, whole)
+    return prediction_from(peaks, reserved, tuple(_assumptions(step)))
+
+
+def peaks_and_reserved(step: TracedStep, whole: SupervisedStep | ComposedStep) -> tuple[dict[str, PhasePeak], int]:
+    """Return the peak of each phase, and the bytes that have to be reserved on the device for all of them."""
+    trace = whole.trace
     if step.setup.device == "cpu":
-        peaks = ran.trace.peaks(step.begins)
+        peaks = trace.peaks(step.begins)
         return peaks, max(peak.bytes for peak in peaks.values())
-    given, reserved = as_given_out(step, ran)
-    return given.peaks(step.begins), reserved
+    setup_events = trace.events[step.state_begins : step.begins]
+    temporary = {event.allocation for event in setup_events if not event.is_allocation}
+    events = StepEvents(
+        persistent=trace.events[: step.state_begins],
+        state=[event for event in setup_events if event.is_allocation and event.allocation not in temporary],
+        body=trace.events[step.begins : whole.update_begins],
+        update=trace.events[whole.update_begins :],
+    )
+    replayed, reserved = replay(trace, events)
+    return replayed.peaks(step.begins), reserved
 
 
-def of_peaks(peaks: Mapping[str, Peak], reserved: int, assumptions: tuple[str, ...]) -> Prediction:
-    """The prediction whose phases have these peaks."""
+def prediction_from(peaks: Mapping[str, PhasePeak], reserved: int, assumptions: tuple[str, ...]) -> Prediction:
+    """Return the prediction for a step whose phases have these peaks."""
     peak = max(peaks.values(), key=lambda each: each.bytes)
     phases = {phase: peaks[phase].bytes for phase in PHASES if phase in peaks}
     return Prediction(peak.bytes, reserved, peak.parts, peak.moment, phases, assumptions)
 
 
-def as_given_out(step: Step, ran: Supervised | Composition) -> tuple[Trace, int]:
-    """The trace as the caching allocator serves it in a second step, and what it then has asked of the device.
-
-    The first step creates the optimizer's state. A block may be larger than what was asked for: the allocator does not split off a
-    rest of up to 1 MiB, and counts it as allocated.
-    """
-    trace = ran.trace
-    lasting = trace.events[: step.state_begins]
-    made = trace.events[step.state_begins : step.begins]
-    gone = {event.block for event in made if not event.comes}
-    state = [event for event in made if event.comes and event.block not in gone]
-    body, update = trace.events[step.begins : ran.update_begins], trace.events[ran.update_begins :]
-    allocator = CachingAllocator()
-    pieces: dict[int, Piece] = {}
-    blocks = list(trace.blocks)
-    for event in [*lasting, *body, *state, *update, *body, *update]:
-        asked = trace.blocks[event.block]
-        if asked.bytes == 0:
-            continue
-        # What a step leaves behind goes when the next one makes it anew.
-        if event.block in pieces:
-            allocator.give(pieces.pop(event.block), asked.bytes)
-        if event.comes:
-            piece = pieces[event.block] = allocator.take(asked.bytes)
-            blocks[event.block] = Block(asked.bytes, asked.kind, piece.size - asked.bytes)
-    return Trace(blocks, trace.events), allocator.reserved
-
-
-def _assumptions(step: Step) -> Iterator[str]:
+def _assumptions(step: TracedStep) -> Iterator[str]:
     setup, recorder = step.setup, step.recorder
     if setup.device == "cpu":
-        yield "what a CPU's kernels allocate for themselves while they run is not counted"
+        yield "what CPU kernels allocate while they run is not counted"
         return
-    scratch = recorder.scratch
-    assert scratch is not None
-    yield f"cuBLAS takes two workspaces of {scratch.blas_bytes / 2**20:.0f} MiB: one for forward's thread, one for backward's"
-    yield "reserved: the caching allocator with its default settings, on one stream; the CUDA context and NCCL's buffers add to it"
+    assert recorder.workspaces is not None
+    size = recorder.workspaces.cublas_bytes / 2**20
+    yield f"cuBLAS takes two workspaces of {size:.0f} MiB: one for forward's thread, one for backward's"
+    yield "reserved: the caching allocator with default settings, on one stream; the CUDA context and NCCL's buffers come on top"
     if "aten::convolution" in recorder.operations:
-        yield "cuDNN lays out operands anew where channels come first; which kernels run and what they need was seen on an H200"
+        yield "cuDNN copies channels-first operands to channels last; its algorithms and workspaces were observed on an H200"
     if setup.autocast is not None:
-        yield f"autocast to {setup.precision} by CUDA's lists of operations; weights are copied once a forward"
-    if recorder.operations & RECURRENT:
-        yield "recurrent layers are counted step by step; cuDNN's own reserve for them differs"
+        yield f"autocast to {setup.precision} by CUDA's lists of operations; weights are copied once per forward"
+    if recorder.operations & RECURRENT_OPERATIONS:
+        yield "recurrent layers are counted step by step; cuDNN's own reserve space for them differs"
     if isinstance(setup.optimizer, str) and STATES[setup.optimizer].assumption:
         yield STATES[setup.optimizer].assumption
     if setup.sharded:
-        yield f"FSDP2 gathers one block at a time with the next on its way; shards are 1/{setup.ranks} of each tensor, rounded up"
+        yield f"FSDP2 gathers one block while the next is in flight; shards are 1/{setup.ranks} of each tensor, rounded up"
     elif setup.ranks > 1:
         yield "DDP keeps buckets of the gradients' size (gradient_as_bucket_view is False)"
 
 
-def _module(value: Any) -> nn.Module:
+def _check_module(value: Any) -> nn.Module:
     if not isinstance(value, nn.Module):
         raise ValueError(
-            f"build returns a {type(value).__name__}: a supervised step needs one nn.Module; two towers need an objective"
+            f"build returns a {type(value).__name__}: a supervised step needs one nn.Module; for two towers set objective"
         )
     return value
 
 
-def _function(value: Any) -> Inputs:
+def _check_function(value: Any) -> Inputs:
     if not callable(value):
         raise ValueError(f"inputs is a {type(value).__name__}: must be a function from a number of rows to example inputs")
     return value

@@ -1,4 +1,4 @@
-"""What is asked of a prediction, and what it answers."""
+"""The input and the result of a memory prediction: `Setup` and `Prediction`."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Setup:
-    """How a step is taken.
+    """How a training step is run.
 
-    optimizer: a name of `optimizers.STATES`, or a torch Optimizer class, called with the parameters and lr. fused: its fused
-        kernel; None is what torch takes on CUDA by itself: lists of tensors (foreach), with a copy of the parameters' size.
-    precision: of autocast, as CUDA does it; "fp32" is none. checkpointing: the model's own switch is turned on.
+    optimizer: a name of `optimizers.STATES`, or a torch Optimizer class, called with the parameters and lr.
+    fused: whether its fused kernel is used. None or False: torch's default on CUDA, lists of tensors (foreach), with temporaries of
+        the parameters' size.
+    precision: "bf16" and "fp16" run under autocast, with CUDA's lists of operations; "fp32" without.
+    checkpointing: turn on the model's own switch for activation checkpointing.
     ranks, sharding: "ddp" adds buckets for the gradients, "fsdp2" shards weights, gradients and optimizer state over the ranks.
-    chunk: rows that go through at once, of the rows of a shard; None is all. keep: chunks whose graphs are kept (contrastive).
-    objective: "clip" and "siglip" take two towers and encode in chunks; "supervised" takes one model and a loss that is a mean, so
-        that chunks are accumulated.
-    workspace: working memory of the contrastive loss in bytes; None is what the loss takes by itself on the device.
+    chunk: rows of the shard that go through the model at once; None: all.
+    keep: chunks per tower whose graphs are kept for backward instead of recomputed (contrastive objectives).
+    objective: "clip" and "siglip" take two towers, which encode in chunks; "supervised" takes one model and a loss that is a mean
+        over samples, so that gradients of chunks are accumulated.
+    workspace: working memory of the contrastive loss in bytes; None: the loss's default for the device.
     ema: whether a moving average of the weights is kept.
-    inputs_on_device: whether all of the shard's inputs lie on the device while chunks go through; None is no.
-    device: "cuda", or "cpu" for what torch's CPU kernels take. capability: of the CUDA device, major and minor.
+    inputs_on_device: whether the inputs of the whole shard are on the device while chunks are computed; None: no.
+    device: "cuda", or "cpu" for PyTorch's CPU kernels. capability: compute capability of the CUDA device.
     """
 
     optimizer: str | type[torch.optim.Optimizer] = optimizers.DEFAULT
@@ -45,13 +48,13 @@ class Setup:
     capability: tuple[int, int] = (9, 0)
 
     def __post_init__(self) -> None:
-        known = [
+        choices = [
             ("precision", self.precision, tuple(PRECISIONS)),
             ("sharding", self.sharding, ("ddp", "fsdp2")),
             ("objective", self.objective, tuple(objectives.BY_COST_NAME)),
             ("device", self.device, ("cuda", "cpu")),
         ]
-        for name, value, values in known:
+        for name, value, values in choices:
             if value not in values:
                 raise ValueError(f"{name} is {value!r}: must be one of {', '.join(map(repr, values))}")
         _check_optimizer(self.optimizer)
@@ -66,7 +69,7 @@ class Setup:
 
     @property
     def autocast(self) -> torch.dtype | None:
-        """The dtype of autocast, or None."""
+        """The dtype of autocast; None without autocast."""
         return PRECISIONS[self.precision]
 
     @property
@@ -79,13 +82,15 @@ class Setup:
 
 
 class Prediction(NamedTuple):
-    """What a step takes.
+    """The predicted memory of one training step.
 
-    peak_bytes: the most that tensors take at one moment (what max_memory_allocated shows).
-    reserved_bytes: what the caching allocator asks of the device for it.
-    parts: what the peak is made of; they add up to it. "rests" are ends of blocks that the allocator does not split off.
-    moment: when the peak stands. phases: the peak of each phase.
-    assumptions: what was taken for granted, a sentence each.
+    peak_bytes: the most that tensors occupy at one moment, as torch.cuda.max_memory_allocated reports it.
+    reserved_bytes: what the caching allocator reserves on the device for it, as torch.cuda.max_memory_reserved reports it.
+    parts: bytes at the peak by what they are for ("weights", "activations", ...); they add up to peak_bytes. "rests" are remainders
+        of blocks that the allocator does not split off.
+    moment: when the peak occurs, such as "backward of blocks.2".
+    phases: the peak of each phase ("forward", "loss", "backward", "optimizer step").
+    assumptions: what the prediction rests on, one sentence each.
     """
 
     peak_bytes: int
@@ -97,7 +102,7 @@ class Prediction(NamedTuple):
 
 
 def check_rows(rows: object) -> int:
-    """The rows, if they are a positive number of them."""
+    """Return the rows; a ValueError if they are not a positive whole number."""
     if not isinstance(rows, int) or isinstance(rows, bool) or rows < 1:
         raise ValueError(f"rows is {rows!r}: must be a positive whole number, the rows of this rank's shard")
     return rows

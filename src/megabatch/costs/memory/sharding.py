@@ -1,4 +1,4 @@
-"""What ranks add or take away: DDP's buckets, FSDP2's shards and the blocks that it gathers."""
+"""What several ranks add to memory or save: DDP's gradient buckets, FSDP2's sharded weights and the blocks that it gathers."""
 
 from __future__ import annotations
 
@@ -7,134 +7,132 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .moments import nodes_of
-from .recorder import Recorder
+from .trace import Recorder, autograd_nodes
 
-# torch's DDP exchanges gradients in buckets of at most 25 MiB, the first of 1 MiB.
-BUCKET, FIRST_BUCKET = 25 * 2**20, 2**20
+# torch's DDP exchanges gradients in buckets of at most 25 MiB, the first one of 1 MiB.
+BUCKET_BYTES, FIRST_BUCKET_BYTES = 25 * 2**20, 2**20
 
 
-def hold_buckets(recorder: Recorder, parameters: list[Tensor]) -> None:
-    """DDP's buckets: a second copy of the gradients, there from the start, since gradients are no views of them by default."""
-    limit, filled = FIRST_BUCKET, 0
+def allocate_buckets(recorder: Recorder, parameters: list[Tensor]) -> None:
+    """Allocate DDP's buckets: a second copy of the gradients from the start, since gradients are not views of them by default."""
+    limit, filled = FIRST_BUCKET_BYTES, 0
     for parameter in reversed(parameters):
         filled += parameter.numel() * parameter.element_size()
         if filled >= limit:
-            recorder.hold(filled, "gradient buckets")
-            limit, filled = BUCKET, 0
+            recorder.allocate(filled, "gradient buckets")
+            limit, filled = BUCKET_BYTES, 0
     if filled:
-        recorder.hold(filled, "gradient buckets")
+        recorder.allocate(filled, "gradient buckets")
 
 
-class Group:
-    """The weights that FSDP2 gathers together, for one block."""
+class ShardGroup:
+    """The weights that FSDP2 gathers together, those of one block of the model. root: the weights outside of all blocks."""
 
     def __init__(self, parameters: list[nn.Parameter], shards: dict[nn.Parameter, nn.Parameter], root: bool) -> None:
         self.root = root
         self.bytes = sum(p.numel() * p.element_size() for p in parameters)
-        self.learning = [p for p in parameters if p.requires_grad]
+        self.trainable = [p for p in parameters if p.requires_grad]
         self.shards = shards
-        self.waiting = set(self.learning)
+        self.without_gradient = set(self.trainable)
         self.gathered: int | None = None
 
 
-class Shards:
-    """FSDP2 over ranks, played through: every block's weights are gathered for its forward and again for its backward, the next
-    block's on their way meanwhile; its gradients are scattered when all of them are there."""
+class FullyShardedWeights:
+    """FSDP2 on one rank: every block's weights are gathered for its forward and again for its backward, with the next block's
+    weights in flight; its gradients are reduce-scattered when all of them are computed."""
 
     def __init__(self, recorder: Recorder, ranks: int) -> None:
         self.recorder, self.ranks = recorder, ranks
         self.parameters: list[Tensor] = []
-        self._groups: list[Group] = []
-        self._leaving: int | None = None
-        self._made: dict[nn.Parameter, nn.Parameter] = {}
+        self._groups: list[ShardGroup] = []
+        self._reduce_scatter: int | None = None
+        self._shards: dict[nn.Parameter, nn.Parameter] = {}
 
     def shard(self, module: nn.Module) -> None:
-        """Shards a module: the members of its longest list by themselves, then the rest."""
+        """Shard a module: each member of its longest list of modules as a group, then the rest."""
         taken: set[nn.Parameter] = set()
         for block in _blocks(module):
-            taken |= self._group(block, taken, root=False)
-        self._group(module, taken, root=True)
+            taken |= self._add_group(block, taken, root=False)
+        self._add_group(module, taken, root=True)
 
-    def prefetch(self) -> None:
-        """Room for the weights of the block that comes next, while a step lasts."""
-        self.recorder.hold(max((g.bytes for g in self._groups if not g.root), default=0), "gathered weights")
+    def allocate_prefetch(self) -> None:
+        """Allocate memory for the weights of the next block, for the whole step."""
+        self.recorder.allocate(max((g.bytes for g in self._groups if not g.root), default=0), "gathered weights")
 
-    def _group(self, module: nn.Module, taken: set[nn.Parameter], *, root: bool) -> set[nn.Parameter]:
+    def finish_backward(self) -> None:
+        """Free what is in flight at the end of backward."""
+        if self._reduce_scatter is not None:
+            self.recorder.free(self._reduce_scatter)
+            self._reduce_scatter = None
+        for group in self._groups:
+            self._free(group)
+
+    def _add_group(self, module: nn.Module, taken: set[nn.Parameter], *, root: bool) -> set[nn.Parameter]:
         parameters = [p for p in module.parameters() if p not in taken]
-        shards = {p: self._shard(p) for p in parameters}
-        group = Group(parameters, shards, root)
+        group = ShardGroup(parameters, {p: self._shard_of(p) for p in parameters}, root)
         self._groups.append(group)
-        for parameter in group.learning:
-            parameter.register_post_accumulate_grad_hook(lambda p: self._accumulated(group, p))
+        for parameter in group.trainable:
+            parameter.register_post_accumulate_grad_hook(lambda p: self._after_gradient(group, p))
         module.register_forward_pre_hook(lambda module, args: self._gather(group))
-        module.register_forward_hook(lambda module, args, output: self._ran(group, output))
+        module.register_forward_hook(lambda module, args, output: self._after_forward(group, output))
         return set(parameters)
 
-    def _shard(self, parameter: nn.Parameter) -> nn.Parameter:
-        if parameter in self._made:
-            return self._made[parameter]
-        block = self.recorder.block(parameter)
-        assert block is not None
-        # Whole weights are there only while they are gathered.
-        block.bytes = 0
+    def _shard_of(self, parameter: nn.Parameter) -> nn.Parameter:
+        if parameter in self._shards:
+            return self._shards[parameter]
+        allocation = self.recorder.allocation_of(parameter)
+        assert allocation is not None
+        # Whole weights exist only while they are gathered.
+        allocation.bytes = 0
         length = -(-parameter.shape[0] // self.ranks) if parameter.ndim else 1
         with self.recorder.during("setup", "weights"):
             new = torch.empty((length, *parameter.shape[1:]), dtype=parameter.dtype, device="cpu")
-        self._made[parameter] = shard = nn.Parameter(new, parameter.requires_grad)
+        self._shards[parameter] = shard = nn.Parameter(new, parameter.requires_grad)
         if shard.requires_grad:
             self.parameters.append(shard)
         return shard
 
-    def _gather(self, group: Group) -> None:
+    def _gather(self, group: ShardGroup) -> None:
         for other in self._groups:
-            # Who learns nothing is never told that its backward is over.
-            if other.gathered is not None and not other.root and not other.learning and other is not group:
+            # No gradient reports the end of backward for a group without trainable weights.
+            if other.gathered is not None and not other.root and not other.trainable and other is not group:
                 self._free(other)
         if group.gathered is None and group.bytes:
-            arriving = self.recorder.hold(group.bytes, "gathered weights")
-            group.gathered = self.recorder.hold(group.bytes, "gathered weights")
-            self.recorder.release(arriving)
+            receiving = self.recorder.allocate(group.bytes, "gathered weights")
+            group.gathered = self.recorder.allocate(group.bytes, "gathered weights")
+            self.recorder.free(receiving)
 
-    def _ran(self, group: Group, output: Any) -> None:
-        for node in nodes_of(output):
+    def _after_forward(self, group: ShardGroup, output: Any) -> None:
+        for node in autograd_nodes(output):
             node.register_prehook(lambda gradients: self._gather(group))
         if not group.root:
             self._free(group)
 
-    def _free(self, group: Group) -> None:
+    def _free(self, group: ShardGroup) -> None:
         if group.gathered is not None:
-            self.recorder.release(group.gathered)
+            self.recorder.free(group.gathered)
             group.gathered = None
 
-    def _accumulated(self, group: Group, parameter: nn.Parameter) -> None:
-        group.waiting.discard(parameter)
-        if group.waiting:
+    def _after_gradient(self, group: ShardGroup, parameter: nn.Parameter) -> None:
+        group.without_gradient.discard(parameter)
+        if group.without_gradient:
             return
-        sent = self.recorder.hold(sum(p.numel() * p.element_size() for p in group.learning), "temporaries")
-        if self._leaving is not None:
-            self.recorder.release(self._leaving)
-        self._leaving = sent
-        for learning in group.learning:
-            shard = group.shards[learning]
-            learning.grad = None
+        sent = self.recorder.allocate(sum(p.numel() * p.element_size() for p in group.trainable), "temporaries")
+        if self._reduce_scatter is not None:
+            self.recorder.free(self._reduce_scatter)
+        self._reduce_scatter = sent
+        for trainable in group.trainable:
+            shard = group.shards[trainable]
+            trainable.grad = None
             if shard.grad is None:
                 shard.grad = torch.empty_like(shard)
                 self.recorder.label(shard.grad, "gradients")
-        group.waiting = set(group.learning)
+        group.without_gradient = set(group.trainable)
         self._free(group)
-
-    def finish(self) -> None:
-        """The end of backward: nothing is on its way any more."""
-        if self._leaving is not None:
-            self.recorder.release(self._leaving)
-            self._leaving = None
-        for group in self._groups:
-            self._free(group)
 
 
 def _blocks(module: nn.Module) -> list[nn.Module]:
-    """As a run shards them: the members of the longest list of modules inside."""
+    """Return the blocks that a run shards: the members of the longest list of modules inside."""
     lists = [m for m in module.modules() if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m) > 1]
     longest = max(lists, key=len, default=None)
     return [block for block in longest if any(True for _ in block.parameters())] if longest is not None else []

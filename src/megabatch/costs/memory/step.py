@@ -1,4 +1,4 @@
-"""One training step on fake tensors: what all objectives share, and the supervised one."""
+"""One training step on fake tensors: what all objectives share, and the supervised step."""
 
 from __future__ import annotations
 
@@ -12,50 +12,103 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map
 
-from .fake_params import StandIn
-from .moments import Moments
-from .optimizers import build_optimizer, created_state
-from .recorder import Recorder
-from .routing import as_on_cuda
+from ..cuda_dispatch import dispatch_as_cuda
+from .optimizers import build_optimizer, create_state
 from .setup import Setup
-from .sharding import Shards, hold_buckets
-from .workspaces import Scratch
+from .sharding import FullyShardedWeights, allocate_buckets
+from .trace import ModuleTracker, Recorder
+from .workspaces import KernelWorkspaces
 
 Inputs = Callable[[int], Any]
 Loss = Callable[[Any], Tensor]
 
 
-class Step:
-    """A model of fake tensors with all that a training keeps, and the marks between the parts of its trace."""
+def build_on_meta(build: Callable[[], Any]) -> Any:
+    """Return what `build` makes, on the meta device, or on the CPU if its code reads values, which meta tensors do not have."""
+    try:
+        with torch.device("meta"):
+            return build()
+    except (NotImplementedError, RuntimeError) as error:
+        if "meta" not in str(error).lower():
+            raise
+    with torch.device("cpu"):
+        return build()
+
+
+class FakeParameters:
+    """Replaces the tensors of modules by fake ones. A tensor in several places (tied weights, a shared tower) stays one tensor."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        # The original is kept with its replacement, so that no new tensor gets its id.
+        self._replaced: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def replace_in(self, module: nn.Module) -> nn.Module:
+        """Replace the module's parameters and buffers; return the same module."""
+        with self.recorder.during("setup", "weights"):
+            for owner in module.modules():
+                for tensors in (owner._parameters, owner._buffers):
+                    for name, tensor in tensors.items():
+                        if tensor is not None:
+                            tensors[name] = self._replacement(tensor)
+        return module
+
+    def _replacement(self, tensor: Tensor) -> Any:
+        if id(tensor) not in self._replaced:
+            new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+            fake = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+            self._replaced[id(tensor)] = tensor, fake
+            self._replaced[id(fake)] = fake, fake
+        return self._replaced[id(tensor)][1]
+
+
+@contextmanager
+def recording(setup: Setup) -> Iterator[Recorder]:
+    """A context in which tensors are fake and a recorder follows them, on the device of the setup."""
+    recorder = Recorder(KernelWorkspaces(setup.capability) if setup.device == "cuda" else None)
+    with ExitStack() as contexts:
+        if setup.device == "cuda":
+            contexts.enter_context(dispatch_as_cuda())
+        contexts.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        contexts.enter_context(recorder)
+        yield recorder
+
+
+class TracedStep:
+    """A model of fake tensors with everything that training keeps, and the positions between the parts of its trace.
+
+    state_begins, begins, update_begins: numbers of the events at which the optimizer's state is created, the step begins, and the
+    optimizer's step begins.
+    """
 
     def __init__(self, setup: Setup, recorder: Recorder, modules: Mapping[str, nn.Module]) -> None:
         self.setup, self.recorder = setup, recorder
-        stand_in, moments = StandIn(recorder), Moments(recorder)
-        self.modules = {name: stand_in.of(module) for name, module in modules.items()}
+        fake_parameters, tracker = FakeParameters(recorder), ModuleTracker(recorder)
+        self.modules = {name: fake_parameters.replace_in(module) for name, module in modules.items()}
         if setup.checkpointing:
             for name, module in self.modules.items():
-                switch_checkpointing(module, name)
+                enable_checkpointing(module, name)
         for name, module in self.modules.items():
-            moments.watch(module, name)
-        self.shards = Shards(recorder, setup.ranks) if setup.sharded else None
-        self.learning = self._learning()
-        if not self.learning:
+            tracker.watch(module, name)
+        self.shards = FullyShardedWeights(recorder, setup.ranks) if setup.sharded else None
+        self.trainable = self._trainable_parameters()
+        if not self.trainable:
             raise ValueError("no parameter requires a gradient: there is nothing to train; unfreeze a part of the model")
-        self._hold_what_stays()
+        self._allocate_persistent()
         self.state_begins = len(recorder.trace.events)
-        self.optimizer = build_optimizer(setup, self.learning)
+        self.optimizer = build_optimizer(setup, self.trainable)
         with recorder.during("setup", "optimizer"):
-            created_state(self.optimizer, self.learning)
+            create_state(self.optimizer, self.trainable)
         if setup.device == "cuda" and not setup.fused:
-            self._forget_counts_of_steps()
+            self._move_step_counts_to_host()
         self.begins = self.update_begins = len(recorder.trace.events)
         if self.shards is not None:
-            self.shards.prefetch()
+            self.shards.allocate_prefetch()
 
     def update(self) -> None:
-        """The optimizer's step, and what goes with the gradients."""
+        """Run the optimizer's step and free the gradients."""
         if self.shards is not None:
-            self.shards.finish()
+            self.shards.finish_backward()
         self.update_begins = len(self.recorder.trace.events)
         with self.recorder.during("optimizer step", "temporaries"):
             self.optimizer.step()
@@ -68,14 +121,14 @@ class Step:
         with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
             yield
 
-    def arguments(self, made: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Example inputs as a model is called with them, on the device: a dict by name, a tuple or list by position."""
-        made = tree_map(_as_fake, made)
-        if isinstance(made, Mapping):
-            return (), dict(made)
-        return tuple(made) if isinstance(made, (tuple, list)) else (made,), {}
+    def call_arguments(self, example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return example inputs as fake arguments of a model: a dict by name, a tuple or list by position."""
+        example = tree_map(_as_fake, example)
+        if isinstance(example, Mapping):
+            return (), dict(example)
+        return tuple(example) if isinstance(example, (tuple, list)) else (example,), {}
 
-    def _learning(self) -> list[Tensor]:
+    def _trainable_parameters(self) -> list[Tensor]:
         parameters = {p: None for module in self.modules.values() for p in module.parameters() if p.requires_grad}
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(lambda p: self.recorder.label(p.grad, "gradients"))
@@ -85,27 +138,27 @@ class Step:
             self.shards.shard(module)
         return self.shards.parameters
 
-    def _forget_counts_of_steps(self) -> None:
-        """Optimizers that do not compute with them on the device keep them in main memory."""
+    def _move_step_counts_to_host(self) -> None:
+        """Optimizers keep their step counts in host memory, unless a fused kernel reads them on the device."""
         for state in self.optimizer.state.values():
             count = state.get("step")
-            block = self.recorder.block(count) if isinstance(count, Tensor) else None
-            if block is not None:
-                block.bytes = 0
+            allocation = self.recorder.allocation_of(count) if isinstance(count, Tensor) else None
+            if allocation is not None:
+                allocation.bytes = 0
 
-    def _hold_what_stays(self) -> None:
-        if self.recorder.scratch is not None:
-            for size in self.recorder.scratch.lasting():
-                self.recorder.hold(size, "workspace")
+    def _allocate_persistent(self) -> None:
+        if self.recorder.workspaces is not None:
+            for size in self.recorder.workspaces.persistent():
+                self.recorder.allocate(size, "workspace")
         if self.setup.ema:
-            for parameter in self.learning:
-                self.recorder.hold(parameter.numel() * parameter.element_size(), "averages")
+            for parameter in self.trainable:
+                self.recorder.allocate(parameter.numel() * parameter.element_size(), "averages")
         if self.setup.ranks > 1 and not self.setup.sharded:
-            hold_buckets(self.recorder, self.learning)
+            allocate_buckets(self.recorder, self.trainable)
 
 
-class Supervised(Step):
-    """A loss that is a mean over samples: the batch at once, or accumulated chunk by chunk."""
+class SupervisedStep(TracedStep):
+    """A step with a loss that is a mean over samples: the batch at once, or accumulated chunk by chunk."""
 
     def __init__(self, setup: Setup, recorder: Recorder, module: nn.Module, inputs: Inputs, rows: int, loss: Loss | None) -> None:
         super().__init__(setup, recorder, {"": module})
@@ -114,15 +167,15 @@ class Supervised(Step):
         chunk = min(self.setup.chunk or self.rows, self.rows)
         if chunk < self.rows and self.setup.inputs_on_device:
             with self.recorder.during("forward", "inputs"):
-                self.waiting = self.arguments(self.inputs(self.rows - chunk))
-        # The first chunk finds no gradients and makes them, all others find them there: the second shows what the rest does.
+                self.waiting_inputs = self.call_arguments(self.inputs(self.rows - chunk))
+        # The first chunk allocates the gradients, all others add to them: the second one shows what the rest does.
         for _ in range(1 if chunk == self.rows else 2):
-            self._chunk(chunk)
+            self._run_chunk(chunk)
         self.update()
 
-    def _chunk(self, rows: int) -> None:
+    def _run_chunk(self, rows: int) -> None:
         with self.recorder.during("forward", "inputs"):
-            args, kwargs = self.arguments(self.inputs(rows))
+            args, kwargs = self.call_arguments(self.inputs(rows))
         with self.recorder.during("forward", "activations"), self.autocast():
             output = self.modules[""](*args, **kwargs)
             self.recorder.moment = "loss"
@@ -132,42 +185,30 @@ class Supervised(Step):
 
 
 def default_loss(output: Any) -> Tensor:
-    """The model's own loss, or cross-entropy over classes."""
-    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(found, Tensor):
-        return found
+    """Return the model's own loss, or cross-entropy over classes."""
+    own_loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(own_loss, Tensor):
+        return own_loss
     logits = getattr(output, "logits", output)
     if isinstance(logits, Tensor) and logits.numel() == 1:
         return logits
     if isinstance(logits, Tensor) and logits.ndim == 2:
         return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64))
     shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(output).__name__
-    raise ValueError(f"the model returns {shape}: which loss of it is trained is not clear; pass loss=, which takes it to a number")
+    raise ValueError(f"the model returns {shape}: its loss is unknown; pass loss=, a function from the model's output to a scalar")
 
 
-def switch_checkpointing(module: nn.Module, name: str) -> None:
-    """Turns on the recomputation of activations by the model's own switch."""
+def enable_checkpointing(module: nn.Module, name: str) -> None:
+    """Turn on activation checkpointing with the model's own switch."""
     for owner in module.modules():
         for switch in ("gradient_checkpointing_enable", "set_grad_checkpointing"):
             if hasattr(owner, switch):
                 getattr(owner, switch)()
                 return
     raise ValueError(
-        f"checkpointing is True, and {name or type(module).__name__} has no switch for it (gradient_checkpointing_enable, "
-        "set_grad_checkpointing): call torch.utils.checkpoint in its forward, and leave checkpointing out here"
+        f"checkpointing is True, but {name or type(module).__name__} has no switch for it (gradient_checkpointing_enable, "
+        "set_grad_checkpointing): call torch.utils.checkpoint in its forward, and leave checkpointing False"
     )
-
-
-@contextmanager
-def tracing(setup: Setup) -> Iterator[Recorder]:
-    """A context in which tensors are fake and a recorder follows them, on the device that the setup names."""
-    recorder = Recorder(Scratch(setup.capability) if setup.device == "cuda" else None)
-    with ExitStack() as contexts:
-        if setup.device == "cuda":
-            contexts.enter_context(as_on_cuda())
-        contexts.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        contexts.enter_context(recorder)
-        yield recorder
 
 
 def _as_fake(value: Any) -> Any:

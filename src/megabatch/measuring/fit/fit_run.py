@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ... import config, measurements, packages, trust
-from ...data.loader import Batch
+from ...data.loader import RankBatch
 from ...reporting.html import write_report
 from ...ring import Ring
 from ...training import distributed
@@ -75,13 +75,13 @@ class FitBench:
         # Kept chunks would fill the memory whatever the chunk size is.
         self.training = Training(assemble(replace(run, batch=replace(run.batch, keep=0)), ranks), folder)
         # A trial must fail when memory runs out, and not continue in smaller chunks.
-        self.training.take = self.training.parts.objective.step
+        self.training.step_fn = self.training.parts.objective.step
         self.ranks = ranks
-        self.largest: Step = self.training.course.largest()
+        self.largest: Step = self.training.schedule.largest()
         self.rows = -(-self.largest.pairs // ranks.size)
         self.training.parts.model.train()
         with contextlib.closing(self.training.parts.shuffled().batches([(self.largest.first, self.largest.pairs)])) as batches:
-            self.batch: Batch = next(batches)
+            self.batch: RankBatch = next(batches)
 
     @property
     def state(self) -> list[Any]:

@@ -150,7 +150,7 @@ def return_freed_pages() -> None:
             trim(0)
     # mimalloc, which PyTorch uses on ARM, returns pages only after a delay, inside a later call.
     before, now = sys.maxsize, resident_bytes()
-    while now < before - host_memory.INEXACT:
+    while now < before - host_memory.COUNTING_ERROR:
         time.sleep(MIMALLOC_DELAY_S)
         for size in MIMALLOC_SIZES:
             # If even this fails, there is little to return.

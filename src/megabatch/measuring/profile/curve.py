@@ -9,8 +9,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+from ...evidence import steps_factor
 from ...measurements import Profile
-from ...planning.batch import steps_factor
 from ..predictions import StepPrediction
 from .quantities import Timed, TimedSample, values
 

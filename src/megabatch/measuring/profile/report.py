@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ...evidence import steps_factor
 from ...measurements import Measured, Profile
 from ...objectives import OBJECTIVES
-from ...planning.batch import steps_factor
 from ...reporting.figures import Axis, Chart, Figure, Series
 from ...reporting.format import bytes_text, change_text, seconds_text, whole
 from ...reporting.report import KeyNumber, Notes, Report, Section, Table

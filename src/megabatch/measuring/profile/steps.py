@@ -14,7 +14,7 @@ import torch
 
 from ... import config
 from ...chunks.oom import is_out_of_memory, release
-from ...data.loader import PIECE
+from ...data.loader import PIECE_ROWS
 from ...training.build import assemble
 from ...training.distributed import Ranks
 from ...training.loop import Training
@@ -75,7 +75,7 @@ class ProfileBench:
 
     def reading_per_s(self, clock: Callable[[], float] = time.perf_counter) -> float:
         """Return the samples per second that the loaders of all ranks read together while nothing else is computed."""
-        pairs = PIECE * self.ranks.size
+        pairs = PIECE_ROWS * self.ranks.size
         steps = ((number * pairs, pairs) for number in itertools.count())
         with contextlib.closing(self.parts.shuffled().batches(steps)) as batches:
             # Skip what is read while workers start and fill their queues.

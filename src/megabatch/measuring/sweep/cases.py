@@ -13,16 +13,14 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from ... import config
-from ...optimizers import closest
-from ...planning.hyperparameters import RANGE, Hyperparameters, base_for, follow
-from ...training.schedules import course
+from ...evidence import MOST_WARMUP, RATE_RANGE, ema_at, round_rate
+from ...optimizers import closest, rate_factor
+from ...training.schedules import step_schedule
 
 Same = Literal["samples", "updates", "time"]
 Edge = Literal["lowest", "highest"]
 # The score of a run without a result.
 FAILED = -math.inf
-# The warm-up may take this fraction of a run's steps, or the fraction that it takes of the base run, whichever is more.
-MOST_WARMUP = 0.2
 # Steps of a pilot run, which measures the speed of a batch, and its held-out pairs, whose quality nobody uses.
 PILOT_STEPS, PILOT_PAIRS = 8, 64
 
@@ -108,7 +106,9 @@ def chosen_rate(space: Space, scores: Mapping[Case, float], batch: int) -> Chose
 
 def middle_rate(base: config.Run, batch: int) -> float:
     """Return the learning rate at a batch by the plan's rule, from the base run's own: linear for SGD, square root for others."""
-    return base.optimizer.lr if batch == base.batch.size else _follow(base, batch).lr
+    if batch == base.batch.size:
+        return base.optimizer.lr
+    return round_rate(base.optimizer.lr * rate_factor(closest(base.optimizer.name).lr_rule, batch / base.batch.size))
 
 
 def rule_in_words(base: config.Run, batches: tuple[int, ...]) -> str:
@@ -116,11 +116,11 @@ def rule_in_words(base: config.Run, batches: tuple[int, ...]) -> str:
     linear = closest(base.optimizer.name).lr_rule == "linear"
     rule = "in proportion to the batch" if linear else "with the square root of the batch"
     sentence = f"The middle rate grows {rule}, from {base.optimizer.lr:g} at {base.batch.size:,}."
-    far = [batch for batch in batches if not 1 / RANGE <= batch / base.batch.size <= RANGE]
+    far = [batch for batch in batches if not 1 / RATE_RANGE <= batch / base.batch.size <= RATE_RANGE]
     if not far:
         return sentence
     names = " and ".join(f"{batch:,}" for batch in far)
-    return f"{sentence} The rule has been tested up to a factor of {RANGE} in either direction, and not at {names}."
+    return f"{sentence} The rule has been tested up to a factor of {RATE_RANGE} in either direction, and not at {names}."
 
 
 def length_of(base: config.Run, same: Same, batch: int, pairs: float = 0.0) -> dict[str, int]:
@@ -128,7 +128,7 @@ def length_of(base: config.Run, same: Same, batch: int, pairs: float = 0.0) -> d
 
     pairs: for same="time", the pairs that the batch processes in that time; rounded to whole steps, at least one.
     """
-    steps = course(base, 0)
+    steps = step_schedule(base, 0)
     if same == "updates":
         return {"steps": len(steps)}
     if same == "time":
@@ -149,7 +149,7 @@ def run_of(base: config.Run, case: Case, length: Mapping[str, int], folder: Path
         out=str(folder / "runs" / name_of(base, case)),
         seed=case.seed,
         batch=size,
-        optimizer=replace(base.optimizer, lr=case.lr, weight_decay=case.weight_decay, ema=_follow(base, case.batch).ema),
+        optimizer=replace(base.optimizer, lr=case.lr, weight_decay=case.weight_decay, ema=_ema_at(base, case.batch)),
         schedule=schedule,
         checkpoint=replace(base.checkpoint, keep=1),
         watch=replace(base.watch, bar=False, report=False),
@@ -157,7 +157,7 @@ def run_of(base: config.Run, case: Case, length: Mapping[str, int], folder: Path
         planned=config.Planned(),
     )
     run = config.without_unused(run)
-    run = replace(run, schedule=replace(schedule, warmup=_warmup(base, case.batch, len(course(run, 0)))))
+    run = replace(run, schedule=replace(schedule, warmup=_warmup(base, case.batch, len(step_schedule(run, 0)))))
     config.check(run)
     return run
 
@@ -229,15 +229,13 @@ def _warmup(base: config.Run, batch: int, steps: int) -> float:
     given = base.schedule.warmup
     if given < 1:
         return given
-    base_steps = len(course(base, 0))
+    base_steps = len(step_schedule(base, 0))
     if (batch, steps) == (base.batch.size, base_steps):
         return given
     uncut = given if closest(base.optimizer.name).uses_beta2 else given * base.batch.size / batch
     return float(max(1, min(round(uncut), int(max(MOST_WARMUP, given / base_steps) * steps))))
 
 
-def _follow(base: config.Run, batch: int) -> Hyperparameters:
-    """Return what the plan derives from a batch. Its rate and EMA depend on neither data nor length, which are made up here."""
-    average = None if base.optimizer.ema is None else (base.optimizer.ema, base.batch.size)
-    known = base_for("", 0, "", (base.optimizer.lr, base.batch.size))._replace(ema=average)
-    return follow(batch, batch, batch, known, optimizer=closest(base.optimizer.name).name)
+def _ema_at(base: config.Run, batch: int) -> float | None:
+    """Return the decay of the moving average at a batch, or None without an average."""
+    return None if base.optimizer.ema is None else ema_at(base.optimizer.ema, batch / base.batch.size)

@@ -1,78 +1,164 @@
-"""Backward's similarities in eight bits: what the kernels of kernels/eight.py are given, and make. Legend: ../contract.py."""
+"""int8 similarities for backward: how embeddings are quantised, and how large gradients are computed again; kernels and launchers.
+
+Each row is quantised to integer multiples of its own step, with 127 steps for its largest entry. A few large entries would make the
+step coarse for all others, so rows are rotated first, which changes no product as x and y are rotated alike: blocks of 128 entries
+are multiplied with a Hadamard matrix after some signs are flipped, so that every entry gets a part of every other.
+
+An error in a logit is a relative error in its exponential. In sums over pairs such errors add up in squares, and most of a sum of
+squares comes from a few pairs, those with large probabilities: these are computed again. With d the error of a logit and g the
+gradients in the logits below a limit, the remaining squared error is d² Σ g² ≤ d² limit Σ g. Legend: ../contract.py.
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from .kernels.backward_from_saved_exp import GRAIN
-from .kernels.int8 import BLOCK, correct_kernel, round_kernel
+from .gradient_panels import ROW_ALIGNMENT
 from .launch import Launch, Panel, cdiv, part
+from .tile import LOG2_E
 
-ROUNDED_ROWS = 64
+# How many entries of a row are rotated together.
+BLOCK = tl.constexpr(128)
+QUANTISED_ROWS = 64
 CORRECTED_ROWS, CORRECTED_TILES = 32, 8
-# Gradients in logits are large from this part of a typical gradient in a positive's logit on.
+# A gradient in a logit is large from this fraction of a typical gradient in a positive's logit on.
 LARGE = 1 / 128
 
 
-class Rounded(NamedTuple):
-    """Rows of embeddings, turned and in eight bits, and the step of each, readable some rows beyond their end."""
+class QuantisedRows(NamedTuple):
+    """Rotated rows in int8, and the step of each row, with padding beyond the last row."""
 
     values: Tensor
     steps: Tensor
 
 
-class Operands(NamedTuple):
-    """The embeddings of a panel, and above which limit a gradient is computed again."""
+class Int8Operands(NamedTuple):
+    """The quantised embeddings of a panel, and the limit above which a gradient is computed again."""
 
-    x: Rounded
-    y: Rounded
+    x: QuantisedRows
+    y: QuantisedRows
     limit: Tensor
 
 
-class Eight:
-    """What panels are multiplied from, one after another. y is rounded once for all, x once for a row of panels."""
+class Int8Embeddings:
+    """The operands of panels, which come row after row. y is quantised once, x once per row of panels."""
 
-    def __init__(self, launch: Launch, dpos_M: Tensor, beyond: int) -> None:
-        """dpos_M: the gradients in the positives' logits; beyond: how many rows."""
-        self.launch, self.beyond = launch, beyond
-        # A mean in which each counts by its size: pairs that are learnt already, however many, do not lower it.
+    def __init__(self, launch: Launch, dpos_M: Tensor, padding: int) -> None:
+        """dpos_M: the gradients in the positives' logits; padding: by how many rows steps are readable beyond the last one."""
+        self.launch, self.padding = launch, padding
+        # A mean weighted by size: pairs that are learnt already, however many, do not lower it.
         self.limit = dpos_M.square().sum() / dpos_M.abs().sum() * LARGE
         self.r: slice | None = None
-        self.y: Rounded | None = None
+        self.y: QuantisedRows | None = None
 
-    def operands(self, p: Panel) -> Operands:
+    def operands(self, p: Panel) -> Int8Operands:
         if self.r != p.r:
-            self.r, self.x = p.r, rounded(part(self.launch.x_MD, p.r), self.beyond)
+            self.r, self.x = p.r, quantise(part(self.launch.x_MD, p.r), self.padding)
         if self.y is None:
-            self.y = rounded(self.launch.y_ND, self.beyond)
-        return Operands(self.x, Rounded(part(self.y.values, p.c), self.y.steps[p.c.start :]), self.limit)
+            self.y = quantise(self.launch.y_ND, self.padding)
+        return Int8Operands(self.x, QuantisedRows(part(self.y.values, p.c), self.y.steps[p.c.start :]), self.limit)
 
 
-def rounded(t: Tensor, beyond: int) -> Rounded:
+def quantise(t: Tensor, padding: int) -> QuantisedRows:
+    """Rotate and quantise rows. Their width is padded to whole blocks, their steps by `padding` zeros."""
     rows, width = t.shape
     values = t.new_empty(rows, cdiv(width, BLOCK.value) * BLOCK.value, dtype=torch.int8)
-    steps = t.new_zeros(rows + beyond, dtype=torch.float32)
-    round_kernel[(cdiv(rows, ROUNDED_ROWS),)](t, values, steps, rows, WIDTH=width, R=ROUNDED_ROWS)
-    return Rounded(values, steps)
+    steps = t.new_zeros(rows + padding, dtype=torch.float32)
+    quantise_kernel[(cdiv(rows, QUANTISED_ROWS),)](t, values, steps, rows, WIDTH=width, R=QUANTISED_ROWS)
+    return QuantisedRows(values, steps)
 
 
-def correct(
-    launch: Launch,
-    p: Panel,
-    scale: Tensor,
-    panel: Tensor,
-    large: Tensor,
-    tile: int,
-    limit: Tensor,
-    gains: tuple[Tensor, Tensor | None],
-) -> None:
-    """Computes large gradients of a panel again. large: marks of tiles, so wide, for their rows (tile, row); gains: lifted."""
+@triton.jit(do_not_specialize=["rows"])
+def quantise_kernel(t, quantised, step, rows, WIDTH: tl.constexpr, R: tl.constexpr):
+    """Rotate and quantise rows. A similarity is the integer product of two quantised rows, times both steps."""
+    BLOCKS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    i = tl.program_id(0) * R + tl.arange(0, R)
+    rotation = _hadamard(t.dtype.element_ty)
+    largest = tl.zeros((R,), tl.float32)
+    for b in range(BLOCKS):
+        largest = tl.maximum(largest, tl.max(tl.abs(_rotated(t, rotation, i, b, rows, WIDTH)), 1))
+    to_127 = tl.where(largest > 0, 127.0 / tl.where(largest > 0, largest, 1.0), 0.0)
+    for b in range(BLOCKS):
+        values = tl.floor(_rotated(t, rotation, i, b, rows, WIDTH) * to_127[:, None] + 0.5)
+        place = i.to(tl.int64)[:, None] * (BLOCKS * BLOCK) + b * BLOCK + tl.arange(0, BLOCK)[None, :]
+        tl.store(quantised + place, values.to(tl.int8), mask=(i < rows)[:, None])
+    # The rotation is scaled by 1 / BLOCK instead of 1 / sqrt(BLOCK).
+    tl.store(step + i, largest * (BLOCK**0.5 / 127), mask=i < rows)
+
+
+@triton.jit
+def _hadamard(dtype: tl.constexpr):
+    """Return a Hadamard matrix divided by BLOCK, so that no entry of a product with it exceeds the largest entry of the row."""
+    k = tl.arange(0, BLOCK)
+    bits = k[:, None] & k[None, :]
+    bits = bits ^ (bits >> 4)
+    bits = bits ^ (bits >> 2)
+    bits = bits ^ (bits >> 1)
+    return ((1 - 2 * (bits & 1)).to(tl.float32) / BLOCK).to(dtype)
+
+
+@triton.jit
+def _rotated(t, rotation, i, b, rows, WIDTH: tl.constexpr):
+    """Return a rotated block of rows. Pseudo-random signs are flipped first, so that rows of equal entries spread too."""
+    j = b * BLOCK + tl.arange(0, BLOCK)
+    inside = (i < rows)[:, None] & (j < WIDTH)[None, :]
+    block = tl.load(t + i.to(tl.int64)[:, None] * WIDTH + j[None, :], mask=inside, other=0.0)
+    mixed = (j.to(tl.uint32) + 1) * 0x9E3779B1
+    return tl.dot(tl.where(((mixed >> 16) & 1) == 0, block, -block), rotation, input_precision="ieee")
+
+
+def correct_large(
+    launch: Launch, p: Panel, scale: Tensor, panel: Tensor, large: Tensor, tile: int, limit: Tensor,
+    gains: tuple[Tensor, Tensor | None]
+) -> None:  # fmt: skip
+    """Compute the large gradients of a panel again. large: marks (tile, row) of tiles of width `tile`; gains: unshifted."""
     width, grid = launch.x_MD.shape[1], (cdiv(p.rows, CORRECTED_ROWS), cdiv(large.shape[0], CORRECTED_TILES))
     correct_kernel[grid](
         part(launch.x_MD, p.r), part(launch.y_ND, p.c), scale, panel, large, limit, *gains, p.rows, p.columns,
-        panel.stride(0) // GRAIN.value, WIDTH=width, WIDE=1 << (width - 1).bit_length(), N=tile, R=CORRECTED_ROWS,
+        panel.stride(0) // ROW_ALIGNMENT.value, WIDTH=width, PADDED_WIDTH=1 << (width - 1).bit_length(), N=tile, R=CORRECTED_ROWS,
         TILES=CORRECTED_TILES, num_warps=1,
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows", "columns", "stride_units"])
+def correct_kernel(
+    x, y, scale, panel, large, limit, row_gain, column_gain, rows, columns, stride_units,
+    WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, N: tl.constexpr, R: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Compute large gradients again, from the unquantised embeddings: those in R rows of TILES tiles of N columns each.
+
+    PADDED_WIDTH: the next power of two; stride_units: the stride of the panel in units of ROW_ALIGNMENT. Gains are unshifted.
+    """
+    c = tl.arange(0, TILES * R)
+    i, t = tl.program_id(0) * R + c % R, tl.program_id(1) * TILES + c // R
+    smallest = tl.load(limit)
+    marks = tl.load(large + t.to(tl.int64) * rows + i, mask=(i < rows) & (t < tl.cdiv(columns, N)), other=0)
+    marked = tl.where(marks != 0, c, TILES * R)
+    current = tl.min(marked, 0)
+    while current < TILES * R:
+        row, tile = tl.program_id(0) * R + current % R, tl.program_id(1) * TILES + current // R
+        row_start = panel + row.to(tl.int64) * (stride_units * ROW_ALIGNMENT)
+        j = tile * N + tl.arange(0, N)
+        large_N = tl.where(tl.load(row_start + j, mask=j < columns, other=0.0).to(tl.float32) > smallest, j, columns)
+        column = tl.min(large_N, 0)
+        while column < columns:
+            g = _exact_gradient(x, y, scale, row_gain, column_gain, row, column, WIDTH, PADDED_WIDTH)
+            tl.store(row_start + column, g.to(panel.dtype.element_ty))
+            column = tl.min(tl.where(large_N > column, large_N, columns), 0)
+        current = tl.min(tl.where(marked > current, marked, TILES * R), 0)
+
+
+@triton.jit
+def _exact_gradient(x, y, scale, row_gain, column_gain, i, j, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr):
+    k = tl.arange(0, PADDED_WIDTH)
+    a = tl.load(x + i.to(tl.int64) * WIDTH + k, mask=k < WIDTH, other=0.0).to(tl.float32)
+    b = tl.load(y + j.to(tl.int64) * WIDTH + k, mask=k < WIDTH, other=0.0).to(tl.float32)
+    gain = tl.load(row_gain + i)
+    if column_gain is not None:
+        gain += tl.load(column_gain + j)
+    return tl.exp2(tl.sum(a * b, 0) * (tl.load(scale) * LOG2_E)) * gain

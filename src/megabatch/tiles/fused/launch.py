@@ -1,29 +1,30 @@
-"""From two blocks to kernel launches: the panels, what a kernel is given of each, and the sums that come out of all of them.
+"""From two blocks of embeddings to kernel launches: panels, kernel arguments, and the interface of an architecture's own kernels.
 
-At small batches the host is the limit: what a step asks of it is kept short here.
+A pass goes over panels of the similarity matrix. At small batches the host is the bottleneck, so little work is done per launch.
+Legend: ../contract.py.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any, overload
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol, TypeVar, cast, overload
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..contract import ComputeOptions, Pairs
-from .capability import has_descriptors, processors
-from .kernels.pairs import match_kernel
-from .kernels.sums import merge_kernel
+from ..contract import ComputeOptions, Pairs, Softmax
+from .tile import PairArgs
 from .tuned_configs import Blocks, blocks_for
 
-MERGED_ROWS, MERGED_TILES = 16, 128
 MATCHED_TILES = 8
-# The part of the working memory that forward's sums have beside a kept panel.
-BESIDE_KEPT = 4
+# The fraction of the workspace that the partial sums of forward get beside saved exponentials, as a divisor.
+PARTS_BESIDE_SAVED_EXP = 4
 
 
 class Panel:
@@ -34,154 +35,214 @@ class Panel:
         self.rows, self.columns = r.stop - r.start, c.stop - c.start
 
 
+class PartialSums(NamedTuple):
+    """Where a kernel writes the sums of its tiles, and the marks of tiles that the safe launch has to compute again."""
+
+    row_parts: Any
+    column_parts: Any
+    needs_fallback: Any
+
+
+class GradsRequest(NamedTuple):
+    """What the gradient in the logits is computed from. dpos_M: given if similarities may be computed in int8."""
+
+    scale: Tensor
+    pairs: Pairs
+    rows: Softmax
+    columns: Softmax | None
+    needs_fallback: Tensor
+    dpos_M: Tensor | None
+
+
+class SpecialisedKernels(Protocol):
+    """Kernels of one architecture, for pairs that all count alike: no further positives, no drop_above; in forward no ranking and
+    no label smoothing either.
+
+    Each returns whether it has computed the panel. If not, the portable kernel is faster there, or the only one. The safe launch of
+    the portable kernel follows in both cases.
+    """
+
+    def softmax_stats(
+        self, launch: Launch, p: Panel, scale: Tensor, sums: PartialSums, pair_args: PairArgs, pairs: Pairs
+    ) -> bool: ...
+
+    def softmax_grads(self, launch: Launch, request: GradsRequest) -> Callable[[Panel, Tensor, PairArgs], bool]: ...
+
+
+class Architecture(NamedTuple):
+    """One GPU architecture. To add one, add a record to architectures.py, and its kernels.
+
+    capability: the smallest compute capability of its devices.
+    descriptors: kernels read and write by tensor descriptors (TMA) instead of pointers.
+    load_kernels: returns its own kernels, or None if the installed Triton cannot compile them.
+    """
+
+    name: str
+    capability: tuple[int, int] = (0, 0)
+    descriptors: bool = False
+    load_kernels: Callable[[], SpecialisedKernels | None] = lambda: None
+
+
 class Launch:
     """One kernel over two blocks of embeddings, panel by panel."""
 
-    def __init__(self, kernel: str, x_MD: Tensor, y_ND: Tensor, compute: ComputeOptions, pieces: int = 1) -> None:
-        """pieces: into how many a tile has to be cut at least, because options need registers and shared memory too."""
-        self.kernel = kernel
-        self.described = has_descriptors(x_MD.device)
-        self.x_MD, self.y_ND = (_aligned(x_MD), _aligned(y_ND)) if self.described else (x_MD, y_ND)
+    def __init__(
+        self, architecture: Architecture, kernel: str, x_MD: Tensor, y_ND: Tensor, compute: ComputeOptions, pieces: int = 1
+    ) -> None:
+        """pieces: the least number of pieces to split a tile into, because options need registers and shared memory too."""
+        self.architecture, self.kernel = architecture, kernel
+        self.descriptors = architecture.descriptors
+        self.x_MD, self.y_ND = (_aligned(x_MD), _aligned(y_ND)) if self.descriptors else (x_MD, y_ND)
         width = self.x_MD.shape[1]
         self.blocks = blocks_for(kernel, x_MD.device, x_MD.dtype, compute.precision, width)
         self.blocks = self.blocks._replace(pieces=max(pieces, self.blocks.pieces))
-        self.tile = compute.workspace
-        self.piece = self.blocks.n // self.blocks.pieces
-        self.most_programs = processors(x_MD.device) * self.blocks.programs
-        self.product: dict[str, Any] = {
+        self.workspace = compute.workspace
+        self.piece_width = self.blocks.n // self.blocks.pieces
+        self.max_programs = multiprocessors(x_MD.device) * self.blocks.programs
+        self.product_constants: dict[str, Any] = {
             "WIDTH": width,
             "K": self.blocks.k,
-            "DESCRIBED": self.described,
+            "DESCRIPTORS": self.descriptors,
             "PRECISION": compute.precision if x_MD.dtype == torch.float32 else "tf32",
             "num_warps": self.blocks.warps,
             "num_stages": self.blocks.stages,
         }
         shape = {"M": self.blocks.m, "N": self.blocks.n, "GROUP": self.blocks.group, "PIECES": self.blocks.pieces}
-        self.constants = {**self.product, **shape}
+        self.constants = {**self.product_constants, **shape}
 
-    def cut(self, pieces: int) -> Launch:
-        """The same launch with tiles in that many pieces at least."""
+    def with_pieces(self, pieces: int) -> Launch:
+        """Return the same launch with tiles split into at least that many pieces."""
         if self.blocks.pieces >= pieces:
             return self
         other = copy.copy(self)
-        other.blocks, other.piece = self.blocks._replace(pieces=pieces), self.blocks.n // pieces
+        other.blocks, other.piece_width = self.blocks._replace(pieces=pieces), self.blocks.n // pieces
         other.constants = {**self.constants, "PIECES": pieces}
         return other
 
-    def panels(self, bytes_a_cell: float, widest: int | None = None, kept: Panel | None = None) -> Iterator[Panel]:
-        """All pairs in panels; with a kept panel, those in it first, then those below it, then those beside it.
+    def panels(self, bytes_per_cell: float, max_columns: int | None = None, saved: Panel | None = None) -> Iterator[Panel]:
+        """Yield panels that cover all pairs; with a saved panel, those in it first, then those below it, then those beside it.
 
-        What is kept has its working memory: panels get by on a part of as much.
+        The saved panel occupies the workspace, so the others get a fraction of its size in addition.
         """
         rows, columns = slice(0, self.x_MD.shape[0]), slice(0, self.y_ND.shape[0])
-        areas, tile = [Panel(rows, columns)], self.tile
-        if kept is not None:
-            below, beside = Panel(slice(kept.rows, rows.stop), kept.c), Panel(rows, slice(kept.columns, columns.stop))
-            areas, tile = [kept, below, beside], self.tile // BESIDE_KEPT
+        areas, workspace = [Panel(rows, columns)], self.workspace
+        if saved is not None:
+            below, beside = Panel(slice(saved.rows, rows.stop), saved.c), Panel(rows, slice(saved.columns, columns.stop))
+            areas, workspace = [saved, below, beside], self.workspace // PARTS_BESIDE_SAVED_EXP
         for area in areas:
-            yield from _panels_of(area, self.blocks, tile, bytes_a_cell, widest)
+            yield from _panels_of(area, self.blocks, workspace, bytes_per_cell, max_columns)
 
-    def parts(self, p: Panel) -> tuple[int, int]:
-        """How many parts the sums of a panel have, for its columns and for its rows: one a tile."""
+    def tile_counts(self, p: Panel) -> tuple[int, int]:
+        """Return how many tiles a panel has from top to bottom and from left to right."""
         return cdiv(p.rows, self.blocks.m), cdiv(p.columns, self.blocks.n)
 
     def grid(self, p: Panel) -> tuple[int]:
-        """The programs for a panel: no more than there are tiles."""
-        return (min(math.prod(self.parts(p)), self.most_programs),)
+        """Return the number of programs for a panel: no more than there are tiles."""
+        return (min(math.prod(self.tile_counts(p)), self.max_programs),)
 
     def operands(self, p: Panel) -> tuple[Any, Any]:
-        """What a kernel takes to read blocks of x and y."""
+        """Return the arguments by which a kernel reads blocks of x and y."""
         m, n, k = self.blocks[:3]
         return self._operand(part(self.x_MD, p.r), m, k), self._operand(part(self.y_ND, p.c), n, k)
 
     def diagonal_operands(self) -> tuple[Any, Any]:
-        """The same of the positives, for tiles that are square."""
+        """Return the same for the positives, in square tiles."""
         m, k, rows = self.blocks.m, self.blocks.k, slice(0, self.x_MD.shape[0])
         return self._operand(self.x_MD, m, k), self._operand(part(self.y_ND, rows), m, k)
 
     def target(self, panel: Tensor) -> Any:
-        """What a kernel takes to write a piece of a tile of a panel."""
-        return self._operand(panel, self.blocks.m, self.piece)
+        """Return the argument by which a kernel writes a piece of a tile of a panel."""
+        return self._operand(panel, self.blocks.m, self.piece_width)
 
-    def pairs(self, pairs: Pairs, p: Panel) -> tuple[Any, ...]:
-        """What a kernel is told of a panel: which pairs count, its size, and by how many columns its rows' positives are ahead."""
+    def pair_args(self, pairs: Pairs, p: Panel) -> PairArgs:
+        """Return which pairs of a panel count, having marked the tiles in which ids may be equal."""
         compared = pairs.positive_M if pairs.ranked or pairs.drop_above is not None else None
         margin = 0.0 if pairs.drop_above is None else float(pairs.drop_above)
         matches = ids_M = ids_N = None
         if pairs.ids_M is not None and pairs.ids_N is not None:
             ids_M, ids_N = (ids.to(torch.int64).view(torch.int32) for ids in (pairs.ids_M[p.r], pairs.ids_N[p.c]))
-            down, across = self.parts(p)
+            down, across = self.tile_counts(p)
             matches = ids_M.new_empty(down, across, dtype=torch.int8)
             grid = (cdiv(across, MATCHED_TILES), down)
             m, n = self.blocks[:2]
             match_kernel[grid](ids_M, ids_N, matches, p.rows, p.columns, across, M=m, N=n, TILES=MATCHED_TILES)
-        compared_with = part(compared, p.r), part(pairs.positive_N, p.c)
-        return matches, ids_M, ids_N, *compared_with, margin, p.rows, p.columns, p.r.start - p.c.start
+        positives = part(compared, p.r), part(pairs.positive_N, p.c)
+        return PairArgs(matches, ids_M, ids_N, *positives, margin, p.rows, p.columns, p.r.start - p.c.start)
+
+    def new_marks(self) -> Tensor:
+        """Allocate the marks of tiles that the safe launch has to compute again, none of them set."""
+        return self.x_MD.new_zeros(max(self.blocks[:2]), dtype=torch.int32)
 
     def _operand(self, t: Tensor | None, rows: int, columns: int) -> Any:
-        """The descriptor of a matrix, or the matrix itself."""
+        """Return the descriptor of a matrix, or the matrix itself."""
         assert t is not None
-        return TensorDescriptor(t, list(t.shape), list(t.stride()), [rows, columns]) if self.described else t
+        return TensorDescriptor(t, list(t.shape), list(t.stride()), [rows, columns]) if self.descriptors else t
 
 
-class Sums:
-    """What the tiles find for each row of t: pairs of sums, merged over panels in a fixed order. Kinds: kernels/sums.py."""
+@triton.jit(do_not_specialize=["rows", "columns", "across"])
+def match_kernel(ids_M, ids_N, matches, rows, columns, across, M: tl.constexpr, N: tl.constexpr, TILES: tl.constexpr):
+    """Mark the tiles in which the low halves of two ids are equal, which seldom happens for ids that differ.
 
-    def __init__(self, t: Tensor, kinds: Sequence[int]) -> None:
-        self.kinds = kinds
-        self.length = t.shape[0]
-        self.found = t.new_empty(len(kinds), 2, self.length, dtype=torch.float32)
-        self.numbers = t.new_empty(len(kinds), self.length, dtype=torch.int64)
-        self.code = sum(kind << 2 * place for place, kind in enumerate(kinds))
-
-    def bytes_a_cell(self, tile: int) -> float:
-        """The working memory for a cell of the panel, of which `tile` in a row share one part."""
-        return 8 * len(self.kinds) / tile
-
-    def parts(self, tiles: int, length: int) -> Tensor:
-        """Room for the parts of a panel's tiles."""
-        return self.found.new_empty(len(self.kinds), 2, tiles, length)
-
-
-def merge_panel(p: Panel, mine: Sums, row_parts: Tensor, theirs: Sums | None, column_parts: Tensor | None) -> None:
-    """Adds up the parts of a panel's tiles for its rows and columns, to what is there already unless this panel is the first."""
-    rows = _sums_arguments(mine, row_parts, p.r)
-    columns: Sequence[Any] = (None, None, None, 0, 0, 0)
-    constants = {"OTHER_PAIRS": 0, "OTHER_KINDS": 0, "OTHER_FIRST": True}
-    programs = cdiv(row_parts.shape[3], MERGED_ROWS)
-    if theirs is not None and column_parts is not None:
-        columns = _sums_arguments(theirs, column_parts, p.c)
-        constants = {"OTHER_PAIRS": len(theirs.kinds), "OTHER_KINDS": theirs.code, "OTHER_FIRST": p.r.start == 0}
-        programs += cdiv(column_parts.shape[3], MERGED_ROWS)
-    if programs:
-        merge_kernel[(programs,)](
-            *rows,
-            *columns,
-            PAIRS=len(mine.kinds),
-            KINDS=mine.code,
-            FIRST=p.c.start == 0,
-            **constants,
-            T=MERGED_TILES,
-            R=MERGED_ROWS,
-        )
+    A program looks at TILES tiles side by side, and a thread at some of their columns, so that no thread waits for another.
+    """
+    row, column = tl.program_id(1) * M, tl.program_id(0) * TILES * N
+    j = column + tl.arange(0, TILES * N)
+    low_N = tl.load(ids_N + 2 * j.to(tl.int64), mask=j < columns, other=0)
+    difference = tl.full((TILES * N,), -1, tl.int32).to(tl.uint32, bitcast=True)
+    first_M = ids_M + 2 * row.to(tl.int64)
+    for i in range(0, tl.minimum(M, rows - row)):
+        low = tl.load(first_M + 2 * i)
+        difference = tl.minimum(difference, (low_N ^ low).to(tl.uint32, bitcast=True))
+    difference = tl.where(j < columns, difference, 1)
+    equal = tl.min(tl.reshape(difference, (TILES, N)), 1) == 0
+    t = tl.program_id(0) * TILES + tl.arange(0, TILES)
+    tl.store(matches + tl.program_id(1) * across + t, equal.to(tl.int8), mask=t < across)
 
 
-def first_panel(kernel: str, x_MD: Tensor, y_ND: Tensor, compute: ComputeOptions, bytes_a_cell: float) -> Panel:
-    """The first of the panels that a launch of a kernel will have."""
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def on_device_of_input(function: Function) -> Function:
+    """Make a function launch its kernels on the device of its first argument, whichever device is current."""
+
+    @functools.wraps(function)
+    def call(first: Any, *args: Any, **options: Any) -> Any:
+        with torch.cuda.device_of(first if isinstance(first, Tensor) else first[0]):
+            return function(first, *args, **options)
+
+    return cast(Function, call)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Return the number of multiprocessors; two on a CPU, so that interpreted programs share the tiles."""
+    return 2 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def is_multi_positive(pairs: Pairs) -> bool:
+    """Return whether there are further positives."""
+    return pairs.multi_positive and pairs.ids_M is not None
+
+
+def first_panel(kernel: str, x_MD: Tensor, y_ND: Tensor, compute: ComputeOptions, bytes_per_cell: float) -> Panel:
+    """Return the first of the panels that a launch of a kernel will have."""
     blocks = blocks_for(kernel, x_MD.device, x_MD.dtype, compute.precision, x_MD.shape[1])
-    return next(_panels_of(Panel(slice(0, x_MD.shape[0]), slice(0, y_ND.shape[0])), blocks, compute.workspace, bytes_a_cell))
+    area = Panel(slice(0, x_MD.shape[0]), slice(0, y_ND.shape[0]))
+    return next(_panels_of(area, blocks, compute.workspace, bytes_per_cell))
 
 
-def _panels_of(area: Panel, blocks: Blocks, tile: int, bytes_a_cell: float, widest: int | None = None) -> Iterator[Panel]:
-    """Panels of equal size, as large as the working memory allows and no wider than `widest`, row after row of them."""
+def _panels_of(
+    area: Panel, blocks: Blocks, workspace: int, bytes_per_cell: float, max_columns: int | None = None
+) -> Iterator[Panel]:
+    """Yield panels of equal size, row after row, as large as the workspace allows and no wider than `max_columns`."""
     if not area.rows or not area.columns:
         return
     # Squares, or longer than a square along one side where the other is short.
-    cells = tile / bytes_a_cell
+    cells = workspace / bytes_per_cell
     side = math.isqrt(max(1, int(cells)))
-    most = min(area.columns, max(widest or area.columns, blocks.n))
-    height = min(area.rows, max(side, int(cells / most)))
-    width = min(most, max(side, int(cells / height)))
+    widest = min(area.columns, max(max_columns or area.columns, blocks.n))
+    height = min(area.rows, max(side, int(cells / widest)))
+    width = min(widest, max(side, int(cells / height)))
     for r in _slices(area.r, height, blocks.m):
         for c in _slices(area.c, width, blocks.n):
             yield Panel(r, c)
@@ -192,7 +253,7 @@ def part(t: Tensor, where: slice) -> Tensor: ...
 @overload
 def part(t: Tensor | None, where: slice) -> Tensor | None: ...
 def part(t: Tensor | None, where: slice) -> Tensor | None:
-    """A slice of the rows, which most often are all."""
+    """Return a slice of the rows; the tensor itself if that is all of it, as it mostly is."""
     if t is None or (where.start == 0 and where.stop == t.shape[0]):
         return t
     return t[where]
@@ -202,25 +263,20 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def _sums_arguments(sums: Sums, parts: Tensor, where: slice) -> tuple[Any, ...]:
-    tiles, length = parts.shape[2:]
-    return parts, sums.found[:, :, where], sums.numbers[:, where], tiles, length, sums.length
-
-
 def _aligned(t: Tensor) -> Tensor:
-    """The embeddings as a descriptor can read them: rows that are multiples of 16 bytes, beginning at one."""
-    lacking = -t.shape[1] % (16 // t.element_size())
-    if lacking:
-        return torch.nn.functional.pad(t, (0, lacking))
+    """Return the embeddings in a form that a descriptor can read: rows start at multiples of 16 bytes."""
+    missing = -t.shape[1] % (16 // t.element_size())
+    if missing:
+        return torch.nn.functional.pad(t, (0, missing))
     if t.data_ptr() % 16:
         t = t.clone()
-    # One row alone may have any stride.
+    # A single row may have any stride.
     return t if t.shape[0] > 1 else t.reshape(-1).view(t.shape)
 
 
-def _slices(where: slice, most: int, block: int) -> Iterator[slice]:
-    """Slices of about equal size, no longer than `most` and made of whole blocks except the last."""
+def _slices(where: slice, longest: int, block: int) -> Iterator[slice]:
+    """Return slices of about equal size, no longer than `longest` and made of whole blocks except the last."""
     length = where.stop - where.start
-    count = 1 if length <= most else cdiv(length, max(block, most // block * block))
+    count = 1 if length <= longest else cdiv(length, max(block, longest // block * block))
     size = cdiv(cdiv(length, count), block) * block
     return (slice(start, min(start + size, where.stop)) for start in range(where.start, where.stop, size))

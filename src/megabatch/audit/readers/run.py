@@ -1,0 +1,135 @@
+"""Read the configuration of a megabatch run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megabatch import config
+
+from ...objectives import OBJECTIVES
+from ...optimizers import OPTIMIZERS, built_in_of, closest, family_of
+from ..documents import Document, Reading, edit_toml, table_of
+from ..facts import TrainingFacts
+
+KEYS = {
+    "objective": "loss.objective",
+    "batch": "batch.size",
+    "micro": "batch.size",
+    "chunk": "batch.chunk",
+    "lr": "optimizer.lr",
+    "optimizer": "optimizer.name",
+    "beta2": "optimizer.betas",
+    "weight_decay": "optimizer.weight_decay",
+    "warmup": "schedule.warmup",
+    "steps": "schedule.steps",
+    "ema": "optimizer.ema",
+    "duplicates": "loss.duplicates",
+    "max_scale": "loss.max_scale",
+    "held_out": "data.held_out",
+    "sync_batchnorm": "compute.sync_batchnorm",
+    "rate_follows": "batch.lr_rule",
+    "precision": "compute.precision",
+}
+# The built-in towers treat each row separately.
+WITHOUT_BATCHNORM = ("vit", "cnn", "text", "x")
+
+
+def read(name: str, text: str, table: Mapping[str, Any], facts: Mapping[str, Any]) -> Reading:
+    return reading_of(config.build(table, origin=name), name, text, facts)
+
+
+def reading_of(run: config.Run, name: str, text: str, facts: Mapping[str, Any]) -> Reading:
+    """Return the reading of a run. facts: may contain the ranks and the data, which the file does not state."""
+    document = Document(name, text, KEYS, lambda changes, training: _translate(changes, run), _edit)
+    return Reading(_facts(run, facts.get("ranks"), facts.get("data")), document)
+
+
+def _facts(run: config.Run, ranks: int | None, data: int | None) -> TrainingFacts:
+    objective = OBJECTIVES[run.loss.objective]
+    spec = OPTIMIZERS.get(run.optimizer.name)
+    grows = run.batch.schedule != "constant"
+    # The updates of a growing batch follow from its schedule and are unknown here, unless the length is a number of steps.
+    length = {name: getattr(run.schedule, name) for name in config.LENGTHS if not grows or name == "steps"}
+    return TrainingFacts(
+        objective=objective.cost_name,
+        batch=run.batch.size,
+        chunk=run.batch.chunk,
+        ranks=ranks,
+        gather="exact" if objective.contrastive else None,
+        optimizer=family_of(run.optimizer.name),
+        lr=run.optimizer.lr,
+        warmup=run.schedule.warmup,
+        beta2=run.optimizer.betas[1] if spec is not None and spec.uses_beta2 else None,
+        weight_decay=run.optimizer.weight_decay,
+        decays_gains=False,
+        clip_norm=run.optimizer.clip_norm or 0.0,
+        clip_at="step",
+        schedule_at="step",
+        ema=run.optimizer.ema,
+        ema_at="step",
+        data=data,
+        precision=run.compute.precision,
+        loss_scaling=run.compute.precision == "fp16",
+        batchnorm=_batchnorm(run),
+        sync_batchnorm=run.compute.sync_batchnorm,
+        finetuning=_finetuning(run),
+        duplicates=run.loss.duplicates if objective.contrastive else None,
+        max_scale=run.loss.max_scale if objective.contrastive else None,
+        rate_follows=run.batch.lr_rule != "none" if grows else None,
+        held_out=run.data.held_out != 0,
+        **length,
+    )
+
+
+def _batchnorm(run: config.Run) -> bool | None:
+    towers = [run.x, run.y] if OBJECTIVES[run.loss.objective].contrastive else [run.x]
+    return False if all(tower.name in WITHOUT_BATCHNORM or tower.locked for tower in towers) else None
+
+
+def _finetuning(run: config.Run) -> bool | None:
+    """Return whether all trained towers start from weights; None if only one does, or if a builder may load some."""
+    two = OBJECTIVES[run.loss.objective].contrastive and run.y.name != "x"
+    towers = [run.x, run.y] if two else [run.x]
+    started = [tower.weights is not None or tower.locked for tower in towers]
+    if all(started):
+        return not all(tower.locked for tower in towers)
+    return None if any(started) or any(":" in tower.name for tower in towers) else False
+
+
+def _translate(changes: Mapping[str, Any], run: config.Run) -> dict[str, str] | None:
+    edits = {}
+    for fact, value in changes.items():
+        if fact not in KEYS or fact == "micro":
+            return None
+        if fact == "beta2":
+            value = [run.optimizer.betas[0], value]
+        elif fact == "optimizer":
+            value = built_in_of(value)
+        elif fact == "held_out":
+            value = 0.1
+        elif fact == "rate_follows":
+            value = closest(run.optimizer.name).lr_rule
+        edits[KEYS[fact]] = literal(value)
+    return edits
+
+
+def _edit(text: str, edits: Mapping[str, str]) -> str:
+    """Return the edited text. If its lines cannot be found (inline tables, dotted keys), write the whole run again."""
+    wanted = config.build(table_of(text, "run"), [f"{key}={value}" for key, value in edits.items()])
+    try:
+        edited = edit_toml(text, edits)
+        if config.build(table_of(edited, "run")) == wanted:
+            return edited
+    except ValueError:
+        pass
+    return config.as_toml(wanted)
+
+
+def literal(value: Any) -> str:
+    """Return a value in TOML syntax, which overrides use too."""
+    if isinstance(value, str):
+        return f'"{value}"'
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return repr(value)

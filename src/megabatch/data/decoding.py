@@ -1,0 +1,142 @@
+"""Decode untrusted images and texts: limits are checked before any work, and every refusal has a reason."""
+
+from __future__ import annotations
+
+import io
+import os
+import warnings
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from .source import BadSample
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+# Formats that hold only pixels: no PostScript, which Ghostscript would execute, and no format that refers to other files.
+IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm")
+EXIF_ORIENTATION = 0x0112
+# The transposition that undoes each EXIF orientation (1 is upright), by Pillow's names: texts are read without Pillow.
+TRANSPOSITIONS = {
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    5: "TRANSPOSE",
+    6: "ROTATE_270",
+    7: "TRANSVERSE",
+    8: "ROTATE_90",
+}
+# Bytes. A longer text is not a caption but some other file. Tokenizers cut texts that are too long for their tower.
+LONGEST_TEXT = 1 << 20
+
+
+def decode_image(data: bytes | Path, key: str, max_pixels: int) -> Image.Image:
+    """Return the image of a file or its bytes, upright, grey (mode L) or RGB; the first frame of an animation.
+
+    BadSample if it has more pixels than `max_pixels`, as its header says, or if it cannot be decoded completely.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    # Opening a named pipe would block forever.
+    if isinstance(data, Path) and not os.path.isfile(data):
+        raise BadSample(key, f"there is no image {data.name[:200]!r}")
+    try:
+        with io.BytesIO(data) if isinstance(data, bytes) else data.open("rb") as file, warnings.catch_warnings():
+            # Pillow warns of large images, which are refused here, and of broken metadata, which is not used.
+            warnings.simplefilter("ignore")
+            return _decode(file, key, max_pixels)
+    except (BadSample, MemoryError):
+        raise
+    except UnidentifiedImageError:
+        raise BadSample(key, f"is not an image of a known format ({', '.join(IMAGE_FORMATS)})") from None
+    except Image.DecompressionBombError as error:
+        raise BadSample(key, f"is refused by Pillow, whose limit is below data.max_pixels ({error})") from None
+    except Exception as error:
+        # Decoders raise OSError, SyntaxError, struct.error, KeyError and more.
+        raise BadSample(key, f"image cannot be decoded ({type(error).__name__}: {error})") from None
+
+
+def _decode(file: IO[bytes], key: str, max_pixels: int) -> Image.Image:
+    from PIL import Image
+
+    with Image.open(file, formats=IMAGE_FORMATS) as image:
+        width, height = image.size
+        if width * height > max_pixels:
+            raise BadSample(key, f"has {width} × {height} pixels, more than data.max_pixels = {max_pixels}")
+        if not width * height:
+            raise BadSample(key, "has no pixels")
+        image.load()
+        transposition = _transposition(image)
+        converted = _as_8_bits(image, key)
+        return converted if transposition is None else converted.transpose(transposition)
+
+
+def _transposition(image: Image.Image) -> Image.Transpose | None:
+    """Return the transposition that makes the image upright, according to its metadata."""
+    from PIL.Image import Transpose
+
+    try:
+        name = TRANSPOSITIONS.get(image.getexif().get(EXIF_ORIENTATION, 1))
+        return None if name is None else Transpose[name]
+    except Exception:
+        # The pixels can be fine although the metadata cannot be parsed.
+        return None
+
+
+def _as_8_bits(image: Image.Image, key: str) -> Image.Image:
+    if image.mode == "F":
+        raise BadSample(key, "has floating-point pixels, whose range is unknown: store it in 8 or 16 bits")
+    if image.mode.startswith("I"):
+        # 16-bit grey; Pillow's own conversion would make everything above 255 white.
+        return image.convert("I").point(lambda value: value * (1 / 256)).convert("L")
+    return image.convert("L" if image.mode in ("1", "L") else "RGB")
+
+
+def as_text(value: Any, key: str, field: str) -> str:
+    """Return the text of a stored value (str, or UTF-8 bytes), stripped of white space. BadSample if it is not a text.
+
+    Markup is not interpreted. `field` names the value in messages.
+    """
+    if isinstance(value, bytes):
+        if len(value) > LONGEST_TEXT:
+            raise BadSample(key, f"{field} has {len(value)} bytes; a text may have at most {LONGEST_TEXT}")
+        value = value.decode("utf-8-sig", "surrogateescape")
+    if value is None:
+        raise BadSample(key, f"{field} is missing")
+    if not isinstance(value, str):
+        raise BadSample(key, f"{field} is of type {type(value).__name__}, not a text")
+    try:
+        # Bytes that are not UTF-8 became lone surrogates, and JSON can hold lone surrogates itself.
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise BadSample(key, f"{field} is not valid UTF-8 at character {error.start}") from None
+    if "\0" in value:
+        raise BadSample(key, f"{field} holds a NUL character: is it UTF-16, or not a text at all?")
+    if not value.strip():
+        raise BadSample(key, f"{field} is empty")
+    return value.strip()
+
+
+def as_texts(value: Any, key: str, field: str) -> tuple[str, ...]:
+    """Return the texts of a list, of a single text, or of nothing."""
+    if value is None or value == "":
+        return ()
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return tuple(as_text(entry, key, field) for entry in values)
+
+
+def as_label(value: Any, key: str) -> str:
+    """Return the name of a class: a text, or the digits of an integer."""
+    return as_text(str(value) if isinstance(value, int) else value, key, "label")
+
+
+def read_text(path: Path, key: str, field: str) -> str:
+    """Return the text in a file. BadSample if it cannot be read or is not a text."""
+    if not os.path.isfile(path):
+        raise BadSample(key, f"{field}: there is no file {path.name!r}")
+    try:
+        with path.open("rb") as file:
+            return as_text(file.read(LONGEST_TEXT + 1), key, field)
+    except OSError as error:
+        raise BadSample(key, f"{field}: {path.name!r} cannot be read ({error.strerror})") from None

@@ -1,0 +1,291 @@
+"""The fast launch of ../softmax_backward.py on Hopper, for bf16 and pairs that all count alike: no further positives, no dropping.
+
+Similarities are computed again in bf16 or, where that was asked for, in int8 (../int8.py). Legend: ../../contract.py; the pipeline:
+pipeline.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+
+from ...contract import Softmax
+from ..int8 import Int8Embeddings, Int8Operands, correct_large
+from ..launch import GradsRequest, Launch, Panel, cdiv, part
+from ..tile import LOG2_E, PairArgs, exp_peak_out_of_range, load_vector, mark_fallback, unshifted_gain
+from ..tuned_configs import Pipeline
+from .pipeline import (
+    OPTIONS,
+    REGISTERS,
+    TILE,
+    WARPS,
+    MaskArgs,
+    allocate_slots,
+    constants,
+    descriptor,
+    embeddings_of,
+    grid,
+    load_x,
+    load_y,
+    negatives,
+    operands,
+    select_pipeline,
+    similarities,
+    tile_layout,
+    tile_needs_mask,
+    tile_pair_at,
+    tile_pairs,
+)
+
+UNSHIFTED_ROWS = 128
+# Triton 3.7 renames it.
+_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
+
+class UnshiftedSoftmax(NamedTuple):
+    """Unshifted gains of rows and columns (tile.unshifted_gain), and the targets of pairs that count (contract.Softmax)."""
+
+    row_gain: Any
+    row_counted: Any
+    column_gain: Any
+    column_counted: Any
+
+
+class Int8Args(NamedTuple):
+    """For int8 operands: their steps, the limit of gradients, and where to mark (tile, row) that some gradient is above it."""
+
+    row_step: Any
+    column_step: Any
+    limit: Any
+    large: Any
+
+
+@gluon.jit(do_not_specialize=["rows", "columns", "shift"])
+def gradient_kernel(
+    x, y, scale, gradient, row_gain, row_counted, column_gain, column_counted, row_step, column_step, limit, large, matches,
+    ids_M, ids_N, rows, columns, shift,
+    IS_LOCAL: gl.constexpr, WIDTH: gl.constexpr, M: gl.constexpr, N: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr,
+    X_SLOTS: gl.constexpr, Y_SLOTS: gl.constexpr, LAG: gl.constexpr, OUT_SLOTS: gl.constexpr, MATCH_WIDTH: gl.constexpr,
+):  # fmt: skip
+    """Write the gradient in the logits, zero for pairs that do not count and for positives. Gains are unshifted."""
+    slots = allocate_slots(x, y, M, N, K, X_SLOTS, Y_SLOTS)
+    # A tile leaves in quarters, through OUT_SLOTS slots per consumer, which the next tile uses in the same order.
+    gl.static_assert(4 % OUT_SLOTS == 0)
+    out = gl.allocate_shared_memory(gradient.dtype, [2 * OUT_SLOTS, M, N // 4], gradient.layout)
+    pairs = MaskArgs(matches, ids_M, ids_N, rows, columns, shift)
+    softmax = UnshiftedSoftmax(row_gain, row_counted, column_gain, column_counted)
+    int8 = Int8Args(row_step, column_step, limit, large)
+    gl.warp_specialize(
+        [
+            (_consume, (slots, scale, gradient, out, softmax, int8, pairs, gl.constexpr(0), IS_LOCAL, WIDTH, M, N, K, GROUP,
+                        X_SLOTS, Y_SLOTS, OUT_SLOTS, MATCH_WIDTH)),
+            (_consume, (slots, scale, gradient, out, softmax, int8, pairs, gl.constexpr(1), IS_LOCAL, WIDTH, M, N, K, GROUP,
+                        X_SLOTS, Y_SLOTS, OUT_SLOTS, MATCH_WIDTH)),
+            (load_x, (x, slots, rows, columns, gl.constexpr(0), WIDTH, M, N, K, GROUP, X_SLOTS, Y_SLOTS, LAG)),
+            (load_x, (x, slots, rows, columns, gl.constexpr(1), WIDTH, M, N, K, GROUP, X_SLOTS, Y_SLOTS, LAG)),
+            (load_y, (y, slots, rows, columns, WIDTH, M, N, K, GROUP, Y_SLOTS)),
+        ],
+        WARPS,
+        REGISTERS,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _consume(
+    slots, scale, gradient, out, softmax, int8, pairs, CONSUMER: gl.constexpr, IS_LOCAL: gl.constexpr, WIDTH: gl.constexpr,
+    M: gl.constexpr, N: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr, X_SLOTS: gl.constexpr, Y_SLOTS: gl.constexpr,
+    OUT_SLOTS: gl.constexpr, MATCH_WIDTH: gl.constexpr,
+):  # fmt: skip
+    rows, columns = pairs.rows, pairs.columns
+    QUARTER: gl.constexpr = N // 4
+    layout: gl.constexpr = tile_layout(M, QUARTER)
+    down, across = gl.arange(0, M, gl.SliceLayout(1, layout)), gl.arange(0, QUARTER, gl.SliceLayout(0, layout))
+    # Logits in base 2.
+    factor = gl.load(scale) * LOG2_E
+    z = gl.zeros((M, N), gl.float32, tile_layout(M, N))
+    for n in range(tile_pairs(rows, columns, M, N)):
+        row, column = tile_pair_at(n, rows, columns, M, N, GROUP)
+        row += CONSUMER * M
+        i = row + down
+        # Loaded before the product, gains have arrived after it. They are padded to whole pairs of tiles.
+        gains_M, gains_N = gl.load(softmax.row_gain + i), softmax.row_gain
+        if softmax.column_gain is not None:
+            gains_N = _load_quarters(softmax.column_gain, column + across, QUARTER)
+        if int8.row_step is None:
+            z = similarities(z, n, slots, CONSUMER, WIDTH, K, X_SLOTS, Y_SLOTS)
+            quarters = _split_quarters(z, M, N)
+        else:
+            factors_M = factor * gl.load(int8.row_step + i)
+            steps_N = _load_quarters(int8.column_step, column + across, QUARTER)
+            # Given the previous product instead of zeros, the compiler would keep it beside what is made of it.
+            zeros = gl.zeros((M, N), gl.int32, tile_layout(M, N, 8))
+            quarters = _split_quarters(similarities(zeros, n, slots, CONSUMER, WIDTH, K, X_SLOTS, Y_SLOTS), M, N)
+        needs_mask = tile_needs_mask(pairs, row, column, IS_LOCAL, M, N, MATCH_WIDTH)
+        for q in gl.static_range(4):
+            first = column + q * QUARTER
+            gains = gains_M[:, None]
+            if softmax.column_gain is not None:
+                gains = gains + gains_N[q][None, :]
+            if int8.row_step is None:
+                g = gl.exp2(quarters[q] * factor) * gains
+            else:
+                g = gl.exp2(quarters[q].to(gl.float32) * (factors_M[:, None] * steps_N[q][None, :])) * gains
+            if softmax.row_counted is not None:
+                g -= _load(softmax.row_counted, i, rows)[:, None]
+                if softmax.column_counted is not None:
+                    g -= _load(softmax.column_counted, first + across, columns)[None, :]
+            if needs_mask:
+                g = gl.where(negatives(pairs, row, first, IS_LOCAL, M, QUARTER, layout), g, 0.0)
+            if int8.row_step is not None:
+                if q == 0:
+                    largest = _fold_max(g, M, QUARTER)
+                else:
+                    largest = gl.maximum(largest, _fold_max(g, M, QUARTER))
+            _store_quarter(g, gradient, out, row, first, CONSUMER, q, OUT_SLOTS)
+        if int8.row_step is not None:
+            place = (column // N).to(gl.int64) * rows + i
+            largest_M = gl.convert_layout(gl.max(largest, 1), gl.SliceLayout(1, layout), assert_trivial=True)
+            gl.store(int8.large + place, (largest_M > gl.load(int8.limit)).to(gl.int8), mask=i < rows)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _split_quarters(z, M: gl.constexpr, N: gl.constexpr):
+    """Return the quarters of a tile from left to right, each in the layout of a product of that width."""
+    layout: gl.constexpr = tile_layout(M, N // 4)
+    left, right = gl.split(gl.permute(gl.reshape(z, (M, 2, N // 2)), (0, 2, 1)))
+    a, b = gl.split(gl.permute(gl.reshape(left, (M, 2, N // 4)), (0, 2, 1)))
+    c, d = gl.split(gl.permute(gl.reshape(right, (M, 2, N // 4)), (0, 2, 1)))
+    return (
+        gl.convert_layout(a, layout, assert_trivial=True),
+        gl.convert_layout(b, layout, assert_trivial=True),
+        gl.convert_layout(c, layout, assert_trivial=True),
+        gl.convert_layout(d, layout, assert_trivial=True),
+    )
+
+
+@gluon.jit
+def _store_quarter(g, gradient, out, row, column, CONSUMER: gl.constexpr, QUARTER: gl.constexpr, OUT_SLOTS: gl.constexpr):
+    """Start the store of a quarter through its slot. All stores have to be waited for before the kernel ends."""
+    # The previous store from this slot has finished reading it.
+    tma.store_wait(OUT_SLOTS - 1)
+    _barrier()
+    slot = out.index(CONSUMER * OUT_SLOTS + QUARTER % OUT_SLOTS)
+    slot.store(g.to(gradient.dtype))
+    fence_async_shared()
+    _barrier()
+    tma.async_copy_shared_to_global(gradient, [row, column], slot)
+
+
+@gluon.jit
+def _load_quarters(values, j, QUARTER: gl.constexpr):
+    """Return the values for the columns of a tile's quarters. j: the columns of the first."""
+    place = values + j
+    return gl.load(place), gl.load(place + QUARTER), gl.load(place + 2 * QUARTER), gl.load(place + 3 * QUARTER)
+
+
+@gluon.jit
+def _fold_max(values, M: gl.constexpr, N: gl.constexpr):
+    """Return the maximum of both halves, again and again, as long as a thread holds both."""
+    if N > 8:
+        left, right = gl.split(gl.permute(gl.reshape(values, (M, 2, N // 2)), (0, 2, 1)))
+        folded = _fold_max(gl.maximum(left, right), M, N // 2)
+    else:
+        folded = values
+    return folded
+
+
+@gluon.jit
+def _load(values, i, length):
+    return gl.load(values + i, mask=i < length, other=0.0)
+
+
+@triton.jit(do_not_specialize=["rows", "columns"])
+def unshifted_gains_kernel(
+    row_peak, row_gain, column_peak, column_gain, gains_M, gains_N, needs_fallback, rows, columns, R: tl.constexpr
+):  # fmt: skip
+    """Write unshifted gains of rows and columns, zero beyond their end, and mark peaks out of range."""
+    programs = tl.cdiv(rows, R)
+    if tl.program_id(0) < programs:
+        _put_unshifted(row_peak, row_gain, gains_M, needs_fallback, tl.program_id(0) * R, rows, R)
+    elif column_peak is not None:
+        _put_unshifted(column_peak, column_gain, gains_N, needs_fallback, (tl.program_id(0) - programs) * R, columns, R)
+
+
+@triton.jit
+def _put_unshifted(peak, gain, gains, needs_fallback, first, length, R: tl.constexpr):
+    peaks = load_vector(peak, first, length, R)
+    mark_fallback(needs_fallback, tl.arange(0, R), exp_peak_out_of_range(peaks))
+    tl.store(gains + first + tl.arange(0, R), unshifted_gain(load_vector(gain, first, length, R), peaks))
+
+
+class UnshiftedGains(NamedTuple):
+    """Unshifted gains of rows and columns, padded by a pair of tiles."""
+
+    rows: Tensor
+    columns: Tensor | None
+
+
+def unshifted_gains(rows: Softmax, columns: Softmax | None, needs_fallback: Tensor) -> UnshiftedGains:
+    """Return the gains for exp(s), and mark peaks out of range."""
+    length, width = rows.peak.shape[0], columns.peak.shape[0] if columns else 0
+    gains_M, gains_N = (rows.peak.new_zeros(n + 2 * TILE) for n in (length, width))
+    unshifted_gains_kernel[(cdiv(length, UNSHIFTED_ROWS) + cdiv(width, UNSHIFTED_ROWS),)](
+        rows.peak, rows.gain, columns.peak if columns else None, columns.gain if columns else None, gains_M, gains_N,
+        needs_fallback, length, width, R=UNSHIFTED_ROWS,
+    )  # fmt: skip
+    return UnshiftedGains(gains_M, gains_N if columns else None)
+
+
+class _GradientWriter:
+    """Writes the gradient of one panel after another; gains and quantised embeddings are made for the first that needs them."""
+
+    def __init__(self, launch: Launch, request: GradsRequest) -> None:
+        self.launch, self.request = launch, request
+        self.gains: UnshiftedGains | None = None
+        self.int8 = None if request.dpos_M is None else Int8Embeddings(launch, request.dpos_M, 2 * TILE)
+
+    def __call__(self, p: Panel, panel: Tensor, pair_args: PairArgs) -> bool:
+        int8 = None
+        pipeline = select_pipeline(self.launch, p, torch.int8) if self.int8 else None
+        if self.int8 and pipeline:
+            int8 = self.int8.operands(p)
+        pipeline = pipeline or select_pipeline(self.launch, p)
+        if pipeline is None:
+            return False
+        if self.gains is None:
+            self.gains = unshifted_gains(self.request.rows, self.request.columns, self.request.needs_fallback)
+        self._write(pipeline, p, panel, pair_args, self.gains, int8)
+        return True
+
+    def _write(
+        self, pipeline: Pipeline, p: Panel, panel: Tensor, pair_args: PairArgs, unshifted: UnshiftedGains, int8: Int8Operands | None
+    ) -> None:  # fmt: skip
+        launch, (scale, pairs, rows, columns, *_) = self.launch, self.request
+        gains = unshifted.rows[p.r.start :], None if unshifted.columns is None else unshifted.columns[p.c.start :]
+        counted_N = None if columns is None else part(columns.counted, p.c)
+        softmax = UnshiftedSoftmax(gains[0], part(rows.counted, p.r), gains[1], counted_N)
+        (x, y), int8_args = embeddings_of(launch, p), Int8Args(None, None, None, None)
+        if int8 is not None:
+            x, y = int8.x.values, int8.y.values
+            int8_args = Int8Args(int8.x.steps, int8.y.steps, int8.limit, x.new_empty(cdiv(p.columns, TILE), p.rows))
+        gradient_kernel[grid(launch, p)](
+            *operands(x, y), scale, descriptor(panel, TILE // 4), *softmax, *int8_args, pair_args.matches, pair_args.ids_M,
+            pair_args.ids_N, p.rows, p.columns, pair_args.shift, IS_LOCAL=pairs.is_local, MATCH_WIDTH=launch.blocks.n,
+            OUT_SLOTS=pipeline.out_slots, **constants(x, pipeline), **OPTIONS,
+        )  # fmt: skip
+        if int8 is not None:
+            correct_large(launch, p, scale, panel, int8_args.large, TILE, int8.limit, gains)
+
+
+def softmax_grads(launch: Launch, request: GradsRequest) -> Callable[[Panel, Tensor, PairArgs], bool]:
+    """Return a function that writes the gradient of a panel; see launch.SpecialisedKernels."""
+    return _GradientWriter(launch, request)
