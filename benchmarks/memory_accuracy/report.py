@@ -71,7 +71,7 @@ def limits_markdown(rows: list[Row]) -> str:
         limit, predicted, measured = (f"{row[name] / GIB:.2f} GiB" for name in ("limit", "predicted_reserved", "measured_reserved"))
         outcome = "ran" if row["ran"] else "**out of memory**"
         lines.append([row["model"], step_text(row), limit, size, predicted, measured, outcome])
-    headers = ("model", "step", "limit", "largest said to fit", "predicted", "reserved when it ran", "")
+    headers = ("model", "step", "limit", "largest predicted to fit", "predicted", "reserved when it ran", "")
     return markdown_table(headers, lines, left=("model", "step", ""))
 
 
@@ -92,14 +92,14 @@ def summary(rows: list[Row]) -> str:
     ]
     others = ", ".join(f"{title} {_span(measured, name)}" for name, title in OTHERS.items())
     held_out = [abs(row["error"]) for row in measured if row["model"] in HELD_OUT]
-    unseen = f"Models with a star, on which no rule was found, are off by at most {max(held_out):.1%}. " if held_out else ""
+    unseen = f"Models with a star were not used to find the rules; their error is at most {max(held_out):.1%}. " if held_out else ""
     return (
         f"{len(measured)} cases on {device_name(machine)}, torch {machine['torch']}, {machine['date'][:10]}: the peak is off by "
         f"{statistics.median(peak):.2%} in the median and {peak[-1]:.1%} at worst ({_name(measured, 'error')}), the reserve by "
         f"{statistics.median(reserved):.1%} and {reserved[-1]:.1%} ({_name(measured, 'reserved_error')}). "
-        f"Held to {WORST:.0%}, {MEDIAN:.1%} and, for the reserve, {WORST_RESERVED:.0%}: "
-        f"{'missed by ' + ', '.join(missed) if missed else 'all met'}. {unseen}A prediction takes {seconds:.0f} s of one core. "
-        f"Of the same peaks others say: {others}."
+        f"Required: {WORST:.0%} at worst and {MEDIAN:.1%} in the median for the peak, {WORST_RESERVED:.0%} at worst for the "
+        f"reserve; {'missed by ' + ', '.join(missed) if missed else 'all met'}. {unseen}A prediction takes {seconds:.0f} s of one core. "
+        f"Errors of other tools for the same peaks: {others}."
     )
 
 
@@ -118,10 +118,10 @@ def _span(measured: list[Row], name: str) -> str:
 
 
 def _measured(rows: list[Row]) -> list[Row]:
-    found = [row for row in rows if "error" in row]
-    if not found:
+    measured = [row for row in rows if "error" in row]
+    if not measured:
         raise ValueError("no row holds a measurement: run `python -m benchmarks.memory_accuracy` on a GPU first")
-    return found
+    return measured
 
 
 def draw(rows: list[Row], path: Path) -> None:

@@ -15,9 +15,9 @@ from benchmarks.time_accuracy.cases import fresh_cases, held_back
 # Required accuracy.
 WORST = 0.20
 Row = dict[str, Any]
-FOUND, LEARNT, FRESH = "shares found on these", "held back, as said then, and learnt from", "held back after that, as said then"
+FITTED, LEARNT, FRESH = "used to fit the rates", "held back at first, then learnt from", "held back after that"
 GROUPS: dict[str, dict[str, Any]] = {
-    FOUND: {"s": 30, "facecolors": "none", "edgecolors": OURS},
+    FITTED: {"s": 30, "facecolors": "none", "edgecolors": OURS},
     LEARNT: {"s": 24, "marker": "x", "linewidths": 1.2, "color": FAINT},
     FRESH: {"s": 30, "color": OURS},
 }
@@ -30,8 +30,8 @@ def line(case: Case, row: Row) -> str:
         return f"{start}: failed, {row['failed']}"
     if "operations" in row:
         return f"{start}: {sum(us for _, _, us, _ in row['operations']) / 1e3:,.1f} ms of the device"
-    said = f", predicted {1e3 * row['predicted_s']:,.1f} ({row['error']:+.0%})" if "error" in row else ""
-    return f"{start}: {1e3 * row['seconds']:,.1f} ms{said}"
+    predicted = f", predicted {1e3 * row['predicted_s']:,.1f} ({row['error']:+.0%})" if "error" in row else ""
+    return f"{start}: {1e3 * row['seconds']:,.1f} ms{predicted}"
 
 
 def markdown(rows: list[Row]) -> str:
@@ -53,20 +53,22 @@ def markdown(rows: list[Row]) -> str:
 
 
 def summary(rows: list[Row]) -> str:
-    """Return the errors of the prediction, and of those for models that were held back until the shares were fixed."""
+    """Return the errors of the prediction, and of those for models that were held back until the rates were fitted."""
     measured = _measured(rows)
     machine = measured[0]["machine"]
-    said = [f"{len(measured)} steps on {device_name(machine)}, torch {machine['torch']}, {machine['date'][:10]}: {_off(measured)}."]
+    sentences = [
+        f"{len(measured)} steps on {device_name(machine)}, torch {machine['torch']}, {machine['date'][:10]}: {_off(measured)}."
+    ]
     held = [row | {"error": _blind_error(row)} for row in measured if "blind_s" in row]
     fresh = set(fresh_cases())
     before, after = ([row for row in held if (of_row(row) in fresh) == late] for late in (False, True))
     if held:
-        said.append("The last column is what was said of models on which no share had been found, before they were looked at.")
+        sentences.append("The last column is the first prediction for models that had not been used to fit the rates.")
     if before:
-        said.append(f"Of those whose misses were learnt from: {_off(before)}.")
+        sentences.append(f"Those whose errors were learnt from afterwards: {_off(before)}.")
     if after:
-        said.append(f"Of those that came after: {_off(after)}.")
-    return " ".join(said)
+        sentences.append(f"Those that were added later: {_off(after)}.")
+    return " ".join(sentences)
 
 
 def _off(rows: list[Row]) -> str:
@@ -81,10 +83,10 @@ def _blind_error(row: Row) -> float:
 
 
 def _measured(rows: list[Row]) -> list[Row]:
-    found = [row for row in rows if "error" in row]
-    if not found:
+    measured = [row for row in rows if "error" in row]
+    if not measured:
         raise ValueError("no row holds a prediction beside a measurement: run `python -m benchmarks.time_accuracy` on a GPU first")
-    return found
+    return measured
 
 
 def draw(rows: list[Row], path: Path) -> None:
@@ -116,4 +118,4 @@ def _group(row: Row) -> str:
     case = of_row(row)
     if case in set(fresh_cases()):
         return FRESH
-    return LEARNT if held_back(case) else FOUND
+    return LEARNT if held_back(case) else FITTED

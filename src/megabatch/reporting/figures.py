@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Points = Sequence[tuple[float, float]]
 Out = Path | str | IO[bytes]
 DPI = 160
-# More points than this on a line cannot be told apart; from so many points on, a line has no markers.
+# More points than this on a line are indistinguishable; from so many points on, a line has no markers.
 MOST_POINTS, UNMARKED = 400, 30
 LINE_STYLES = {"line": "-", "dashed": (0, (4, 3)), "dotted": (0, (1, 2))}
 
