@@ -75,10 +75,10 @@ def caption(rows: list[Row]) -> str:
     if not measured:
         raise ValueError("no row holds a measurement: run `python -m benchmarks.encoders` first")
     row, machine = measured[0], measured[0]["machine"]
-    # Compiled towers are checked in bf16 alone, at a batch that only fits in chunks.
+    # Compiled towers are checked in bf16 only, at a batch that fits only in chunks.
     precision, exact = ("float32", "float64") if "float32" in row["errors"] else ("bfloat16", "a two-pass step in float32")
     worst = max(each["errors"][precision] for each in measured)
-    # Rows that share a name share the check: the last of them represents all.
+    # Rows of one contestant share the check, so the last of them represents all.
     factors = {each["contestant"]: each["scale_factor"] for each in measured if "float32" in each["errors"]}
     wrong = [f"{factor:.1f} times too large in {name}" for name, factor in factors.items() if factor and factor > 1.1]
     scale = f" The gradient of the scale was {', '.join(wrong)}." if wrong else ""

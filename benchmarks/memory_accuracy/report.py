@@ -90,17 +90,16 @@ def summary(rows: list[Row]) -> str:
         )
         if value > bound
     ]
-    verdict = f"missed by {', '.join(missed)}" if missed else "all met"
     others = ", ".join(f"{title} {_span(measured, name)}" for name, title in OTHERS.items())
     held_out = [abs(row["error"]) for row in measured if row["model"] in HELD_OUT]
-    unseen = f"Models with a star were not used to find the rules; their error is at most {max(held_out):.1%}. " if held_out else ""
+    unseen = f"Models with a star, from which no rule was derived, are off by at most {max(held_out):.1%}. " if held_out else ""
     return (
         f"{len(measured)} cases on {device_name(machine)}, torch {machine['torch']}, {machine['date'][:10]}: the peak is off by "
         f"{statistics.median(peak):.2%} in the median and {peak[-1]:.1%} at worst ({_name(measured, 'error')}), the reserve by "
         f"{statistics.median(reserved):.1%} and {reserved[-1]:.1%} ({_name(measured, 'reserved_error')}). "
-        f"Required: {WORST:.0%} at worst and {MEDIAN:.1%} in the median for the peak, {WORST_RESERVED:.0%} at worst for the "
-        f"reserve; {verdict}. {unseen}A prediction takes {seconds:.0f} s of one core. "
-        f"Errors of other tools for the same peaks: {others}."
+        f"Required are {WORST:.0%}, {MEDIAN:.1%} and, for the reserve, {WORST_RESERVED:.0%}: "
+        f"{'missed by ' + ', '.join(missed) if missed else 'all met'}. {unseen}A prediction takes {seconds:.0f} s of one core. "
+        f"Errors of other estimates: {others}."
     )
 
 

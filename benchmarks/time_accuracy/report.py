@@ -10,12 +10,13 @@ from benchmarks.figures import FAINT, OURS, canvas
 from benchmarks.memory_accuracy.cases import Case, of_row
 from benchmarks.memory_accuracy.report import step_text
 from benchmarks.report import device_name, markdown_table
-from benchmarks.time_accuracy.cases import fresh_cases, held_back
+from benchmarks.time_accuracy.cases import fresh_cases, held_out
 
 # Required accuracy.
 WORST = 0.20
 Row = dict[str, Any]
-FITTED, LEARNT, FRESH = "used to fit the rates", "held back at first, then learnt from", "held back after that"
+# Groups of models in the figure; for those that were held out, it shows the first prediction.
+FITTED, LEARNT, FRESH = "used for the fit", "held out at first, then learnt from", "held out"
 GROUPS: dict[str, dict[str, Any]] = {
     FITTED: {"s": 30, "facecolors": "none", "edgecolors": OURS},
     LEARNT: {"s": 24, "marker": "x", "linewidths": 1.2, "color": FAINT},
@@ -48,12 +49,12 @@ def markdown(rows: list[Row]) -> str:
         ]
         for row in _measured(rows)
     ]
-    headers = ("model", "rows", "step", "measured, ms", "predicted", "", "held back")
+    headers = ("model", "rows", "step", "measured, ms", "predicted", "", "held out")
     return f"{markdown_table(headers, lines, left=('model', 'step'))}\n\n{summary(rows)}"
 
 
 def summary(rows: list[Row]) -> str:
-    """Return the errors of the prediction, and of those for models that were held back until the rates were fitted."""
+    """Return the errors of the prediction, and of the first prediction for models that were held out of the fit."""
     measured = _measured(rows)
     machine = measured[0]["machine"]
     sentences = [
@@ -63,11 +64,11 @@ def summary(rows: list[Row]) -> str:
     fresh = set(fresh_cases())
     before, after = ([row for row in held if (of_row(row) in fresh) == late] for late in (False, True))
     if held:
-        sentences.append("The last column is the first prediction for models that had not been used to fit the rates.")
+        sentences.append("The last column is the error of the first prediction for models that were not used for the fit.")
     if before:
-        sentences.append(f"Those whose errors were learnt from afterwards: {_off(before)}.")
+        sentences.append(f"Models whose errors then improved the classes: {_off(before)}.")
     if after:
-        sentences.append(f"Those that were added later: {_off(after)}.")
+        sentences.append(f"Models that were added afterwards: {_off(after)}.")
     return " ".join(sentences)
 
 
@@ -90,7 +91,7 @@ def _measured(rows: list[Row]) -> list[Row]:
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """Write one panel with two logarithmic axes, the required accuracy as a band, and the models that were held back."""
+    """Write one panel with two logarithmic axes, the required accuracy as a band, and the models that were held out."""
     rows = [row for row in rows if "error" in row]
     machine = rows[0]["machine"]
     with canvas(path, f"{device_name(machine)} · torch {machine['torch']} · {machine['date'][:10]}") as plt:
@@ -118,4 +119,4 @@ def _group(row: Row) -> str:
     case = of_row(row)
     if case in set(fresh_cases()):
         return FRESH
-    return LEARNT if held_back(case) else FITTED
+    return LEARNT if held_out(case) else FITTED

@@ -159,7 +159,7 @@ def test_the_peak_is_seen_after_it_is_gone(resets: bool, monkeypatch: pytest.Mon
 def test_absent_packages_are_named_and_unknown_ones_refused() -> None:
     absent = peers.Peer("none", "clip", lambda: reference.clip_loss, "no_such_package")
     assert peers.unavailable(absent, "cpu") == "no_such_package is not installed"
-    with pytest.raises(ValueError, match="choose among ours, openclip"):
+    with pytest.raises(ValueError, match="must be one of ours, openclip"):
         peers.find("nobody", "clip")
 
 

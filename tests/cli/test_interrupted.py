@@ -56,6 +56,8 @@ VERBS = {
     "evaluate": (["evaluate", "trained"], 0.2),
     "search": (["search", "trained", "a query"], 0.2),
 }
+# The verbs that `make test` interrupts; the others are slow tests.
+QUICK_VERBS = ("train", "search")
 
 
 def write_files(folder: Path) -> Path:
@@ -140,7 +142,7 @@ def assert_one_sentence(process: Process, number: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", [verb if verb in QUICK_VERBS else pytest.param(verb, marks=pytest.mark.slow) for verb in VERBS])
 def test_a_signal_at_any_moment_is_one_sentence(verb, folder, tmp_path):
     _interrupt_at_random(verb, folder, tmp_path, times=2)
 

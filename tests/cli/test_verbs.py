@@ -28,6 +28,7 @@ SMALL = [
     "optimizer.lr=3e-3",
     "data.held_out=0.3",
     "data.label=colour",
+    "evaluate.large=[]",
     "compute.device=cpu",
     "compute.threads=1",
 ]

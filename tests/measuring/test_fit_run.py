@@ -78,7 +78,13 @@ def predicting(row: int, constant: int = 0) -> Any:
 
 
 @pytest.fixture
-def quick(monkeypatch) -> Iterator[None]:
+def undrawn(monkeypatch) -> None:
+    """Skip the report, whose figures take longer than a small fit."""
+    monkeypatch.setattr(fitting, "write_report", lambda report, out: None)
+
+
+@pytest.fixture
+def quick(undrawn, monkeypatch) -> Iterator[None]:
     """Skip tracing and garbage collection, which take longer than the steps themselves."""
     monkeypatch.setattr(fitting, "predictions", predicting(1))
     with uncollecting():
@@ -130,10 +136,10 @@ def test_the_embedded_default_end_to_end(tmp_path):
 @mapped_blocks()
 @uncollecting()
 @pytest.mark.parametrize("objective", ["clip", "classify"])
-def test_a_budget_sets_the_chunk(pairs, tmp_path, objective):
+def test_a_budget_sets_the_chunk(undrawn, pairs, tmp_path, objective):
     run = run_of(pairs, f"loss.objective={objective}", tower="test_fit_run:wide")
     # The budget is the process's memory at four rows, and that of twenty further rows of two MiB. The first fit of a process
-    # imports what traces and draws, which takes more memory than the rows.
+    # imports what traces the model, which takes more memory than the rows.
     for _ in range(2):
         (four,) = fit(run, cap=4, margin=0.0, out=tmp_path).found.trials
     result = fit(run, budget=four["peak_bytes"] + 40 * MIB, margin=0.0, out=tmp_path)
@@ -221,7 +227,7 @@ def test_the_cap_and_the_batch_bound_what_is_tried(quick, pairs, tmp_path):
 
 
 @uncollecting()
-def test_where_nothing_can_be_predicted_the_search_begins_at_the_runs_chunk(pairs, tmp_path):
+def test_where_nothing_can_be_predicted_the_search_begins_at_the_runs_chunk(undrawn, pairs, tmp_path):
     with pytest.warns(UserWarning, match="starting the search at batch.chunk"):
         result = fit(run_of(pairs, tower="test_fit_run:secretive"), out=tmp_path)
     assert result.found.trials[0]["size"] == 8 and result.found.chunk == ROWS
@@ -254,7 +260,8 @@ def test_a_step_that_goes_wrong_is_an_error_of_the_user(quick, pairs, tmp_path):
 def on_ranks(rank: int, size: int, pairs: Path, out: Path) -> Any:
     limit = 10 if rank else 1000
     run = run_of(pairs, f'x.options={{"limit": {limit}}}', tower="small_towers:greedy")
-    with warnings.catch_warnings(), mock.patch.object(fitting, "predictions", predicting(1)):
+    predictions, report = mock.patch.object(fitting, "predictions", predicting(1)), mock.patch.object(fitting, "write_report")
+    with warnings.catch_warnings(), predictions, report:
         warnings.simplefilter("error")
         found = fit(run, margin=0.0, out=out).found
     return found.chunk, max(trial["size"] for trial in found.trials)

@@ -283,6 +283,8 @@ def brittle(pairs, monkeypatch):
     monkeypatch.setattr(Training, "step", lambda self, step, batch: taken.append((self.number, step)) or before(self, step, batch))
     options = [*CLASSIFY, "batch.size=4", "optimizer.name=test_noise_run:Brittle", "schedule.shape=constant", "schedule.warmup=0"]
     run = run_of(pairs, "nowhere", *options, "evaluate.limit=20", steps=40)
+    # Figures take longer than this run.
+    monkeypatch.setattr(noise_run, "write_report", lambda report, out: None)
     return run, taken
 
 
@@ -297,9 +299,9 @@ def test_branches_find_the_planted_limit(brittle, tmp_path):
     branched = [step for number, step in taken if number == 10]
     assert len(branched) == 3 * (32 + 16 + 8) and len(taken) == 10 + len(branched)
     for size in (4, 8, 16):
-        mine = [step for step in branched if step.pairs == size]
-        assert [step.first for step in mine] == list(range(40, 40 + 3 * 128, size))
-        assert {step.rate for step in mine} == {math.sqrt(size / 4)}
+        steps = [step for step in branched if step.pairs == size]
+        assert [step.first for step in steps] == list(range(40, 40 + 3 * 128, size))
+        assert {step.rate for step in steps} == {math.sqrt(size / 4)}
 
 
 def test_updates_repeats_and_tolerance_are_respected(brittle, tmp_path):

@@ -17,7 +17,8 @@ from megabatch.measuring.profile.curve import Size, judge, point
 from megabatch.measuring.profile.profile_run import sizes_of, time_sizes
 from megabatch.measuring.profile.quantities import Timed, median_and_spread
 from megabatch.measuring.profile.report import sentences
-from megabatch.measuring.profile.steps import ProfileBench, time_steps
+from megabatch.measuring.profile.steps import ProfileBench
+from megabatch.measuring.timing import time_steps
 from megabatch.reporting.html import as_html
 from megabatch.reporting.terminal import print_report
 from megabatch.training.distributed import Ranks, ranks
@@ -152,6 +153,12 @@ def run_of(pairs, *overrides):
     return config.build(table, overrides)
 
 
+@pytest.fixture
+def undrawn(monkeypatch) -> None:
+    """Skip the report, whose figures take longer than a small profile."""
+    monkeypatch.setattr(profile_run, "write_report", lambda report, out: None)
+
+
 def test_the_embedded_default_from_end_to_end(tmp_path):
     run = config.build(config.EMBEDDED, ["compute.device=cpu", "compute.threads=1", "batch.size=64", "batch.chunk=32"])
     found = profile(run, batches=[32, 64, 128], steps=2, critical=100.0, out=tmp_path)
@@ -171,7 +178,7 @@ def test_the_embedded_default_from_end_to_end(tmp_path):
     assert not re.search(r'(src|href)="(?!data:image/png)', text)
 
 
-def test_chunks_vary_at_the_runs_batch_and_memory_grows_with_them(pairs, tmp_path, monkeypatch):
+def test_chunks_vary_at_the_runs_batch_and_memory_grows_with_them(undrawn, pairs, tmp_path, monkeypatch):
     def refuse(*arguments):
         raise ValueError("what comes out depends on numbers")
 
@@ -186,7 +193,7 @@ def test_chunks_vary_at_the_runs_batch_and_memory_grows_with_them(pairs, tmp_pat
     assert "No predictions: what comes out depends on numbers" in found.notes
 
 
-def test_a_classifier_is_profiled_too(pairs, tmp_path):
+def test_a_classifier_is_profiled_too(undrawn, pairs, tmp_path):
     run = run_of(pairs, "loss.objective=classify", "data.label=label")
     found = profile(run, batches=[16, 64], steps=1, out=tmp_path).found
     assert [row["keep"] for row in found.points] == [0, 0]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import date
 
@@ -15,8 +14,9 @@ from .. import host_memory
 from ..config import Compute
 from ..costs.counting import count_work
 from ..costs.rates import Rates
-from ..environment import device_name
+from ..environment import device_memory, device_name
 from ..training import distributed
+from .timing import seconds_each, seconds_of
 
 MIB = 2**20
 # Seconds for which each rate is measured.
@@ -50,14 +50,10 @@ def measure_here(seconds: float = SECONDS) -> Rates:
 
 
 def _memory(device: torch.device) -> int:
-    if device.type == "cpu":
-        total = host_memory.total()
-        if total is None:
-            raise ValueError(f"the memory of this machine cannot be read, since {host_memory.REMEDY}")
-        return total
-    if device.type == "mps":
-        return torch.mps.recommended_max_memory()
-    return int(torch.get_device_module(device).get_device_properties(device).total_memory)
+    memory = device_memory(device)
+    if memory is None:
+        raise ValueError(f"the memory of this machine cannot be read, since {host_memory.REMEDY}")
+    return memory
 
 
 def _products(device: torch.device, seconds: float) -> dict[str, float]:
@@ -83,9 +79,9 @@ def _product(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
             return a @ b
 
         # The first call also initializes the library, which takes longer than any product.
-        _seconds_of(multiply, device, 1)
-        if side == most or _seconds_of(multiply, device, 2) > seconds / 16:
-            return 2 * side**3 / _seconds_each(multiply, device, seconds)
+        seconds_of(multiply, device, 1)
+        if side == most or seconds_of(multiply, device, 2) > seconds / 16:
+            return 2 * side**3 / seconds_each(multiply, device, seconds)
         side *= 2
 
 
@@ -111,13 +107,13 @@ def _tensor_cores(on: bool) -> Iterator[None]:
 def _bandwidth(device: torch.device, seconds: float) -> float:
     size = (64 if device.type == "cpu" else 512) * MIB
     a, b = (torch.ones(size // 4, device=device) for _ in range(2))
-    return 2 * size / _seconds_each(lambda: b.copy_(a), device, seconds)
+    return 2 * size / seconds_each(lambda: b.copy_(a), device, seconds)
 
 
 def _copy(device: torch.device, seconds: float) -> float:
     size = 256 * MIB
     source, target = torch.ones(size // 4).pin_memory(), torch.empty(size // 4, device=device)
-    return size / _seconds_each(lambda: target.copy_(source, non_blocking=True), device, seconds)
+    return size / seconds_each(lambda: target.copy_(source, non_blocking=True), device, seconds)
 
 
 def _host(device: torch.device, seconds: float) -> float:
@@ -132,7 +128,7 @@ def _host(device: torch.device, seconds: float) -> float:
         torch.autograd.grad(model(inputs).sum(), list(model.parameters()))
 
     step()
-    return _seconds_each(step, device, seconds) / (work.forward.operations + work.backward.operations)
+    return seconds_each(step, device, seconds) / (work.forward.operations + work.backward.operations)
 
 
 def _link(device: torch.device, group: dist.ProcessGroup, seconds: float) -> float:
@@ -143,26 +139,6 @@ def _link(device: torch.device, group: dist.ProcessGroup, seconds: float) -> flo
         dist.all_reduce(buffer, group=group)
 
     # All ranks must call it equally often, so the number of calls must not depend on their clocks.
-    _seconds_of(exchange, device, 2)
-    each = _seconds_of(exchange, device, max(2, round(10 * seconds)))
+    seconds_of(exchange, device, 2)
+    each = seconds_of(exchange, device, max(2, round(10 * seconds)))
     return 2 * (ranks - 1) / ranks * size / each
-
-
-def _seconds_each(work: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """Return the seconds of one call, from as many calls as take about `seconds`, after a warm-up."""
-    once = _seconds_of(work, device, 2)
-    return _seconds_of(work, device, max(2, min(1000, round(seconds / max(once, 1e-6)))))
-
-
-def _seconds_of(work: Callable[[], object], device: torch.device, times: int) -> float:
-    _synchronize(device)
-    began = time.perf_counter()
-    for _ in range(times):
-        work()
-    _synchronize(device)
-    return (time.perf_counter() - began) / times
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize(device)

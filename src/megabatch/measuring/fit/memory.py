@@ -21,6 +21,7 @@ import torch
 from ... import host_memory
 from ...chunks.oom import release
 from ...reporting.format import bytes_text
+from ...training.memory import peak, reset_peak
 
 # Seconds between two samples of the resident set, where the kernel's peak cannot be reset.
 SAMPLE_S = 0.002
@@ -91,21 +92,20 @@ class PeakTracker:
         self.device = device
         self.bytes: int | None = None
         self._host = ResidentTracker() if device.type == "cpu" else None
-        self._module: Any = torch.get_device_module(device)
 
     def __enter__(self) -> PeakTracker:
         if self._host is not None:
             self._host.__enter__()
-        elif hasattr(self._module, "reset_peak_memory_stats"):
-            self._module.reset_peak_memory_stats(self.device)
+        else:
+            reset_peak(self.device)
         return self
 
     def __exit__(self, *error: Any) -> None:
         if self._host is not None:
             self._host.__exit__(*error)
             self.bytes = self._host.bytes
-        elif hasattr(self._module, "max_memory_allocated"):
-            self.bytes = self._module.max_memory_allocated(self.device)
+        else:
+            self.bytes = peak(self.device)
 
 
 class ResidentTracker:

@@ -21,6 +21,7 @@ from ...training.loop import Training
 from ...training.memory import peak, peak_of_tensors, reset_peak
 from ...training.objective import Contrastive
 from ...training.schedules import Step
+from ..timing import synchronize, time_steps
 from .curve import Size
 from .quantities import Timed
 
@@ -28,20 +29,6 @@ from .quantities import Timed
 WARMUP = 2
 # Seconds for which the loader's speed is measured.
 READING_S = 1.0
-
-
-def time_steps(
-    step: Callable[[], object], steps: int, *, wait: Callable[[], object], clock: Callable[[], float] = time.perf_counter
-) -> tuple[float, ...]:
-    """Return the seconds of each of so many steps. `wait` blocks until the device has finished its work."""
-    seconds = []
-    wait()
-    for _ in range(steps):
-        began = clock()
-        step()
-        wait()
-        seconds.append(clock() - began)
-    return tuple(seconds)
 
 
 class ProfileBench:
@@ -123,12 +110,6 @@ class ProfileBench:
             return Training(self.parts, self.folder)
         objective = type(self.parts.objective)(self.parts.model, run, self.ranks)  # type: ignore[arg-type]
         return Training(replace(self.parts, run=run, objective=objective), self.folder)
-
-
-def synchronize(device: torch.device) -> None:
-    """Block until the device has finished its work."""
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize(device)
 
 
 def _chunk(training: Training) -> int:
