@@ -138,10 +138,7 @@ def _figures(plan: Plan) -> list[Figure]:
     )
     seconds = [(batch, seconds) for batch, _, seconds in plan.curve]
     time = _curve(plan, "predicted time of a step", seconds, Axis(format=seconds_text, scale="log2"))
-    parts = [
-        Bars("memory", _largest(plan.memory), bytes_text),
-        Bars("time of a step", _largest(plan.time), seconds_text),
-    ]
+    parts = [Bars("memory", _largest(plan.memory), bytes_text), Bars("time of a step", _largest(plan.time), seconds_text)]
     return [
         Figure([memory], "peak memory against the batch, with the device's limit"),
         Figure([time], "seconds per step against the batch"),

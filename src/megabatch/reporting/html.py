@@ -103,10 +103,4 @@ def _resource(name: str) -> str:
     return resources.files(__package__).joinpath(name).read_text("utf-8")
 
 
-FILTERS: dict[str, Callable[..., Any]] = {
-    "short": _short,
-    "long": _long,
-    "code": _code,
-    "drawn": drawn,
-    "image_uri": image_uri,
-}
+FILTERS: dict[str, Callable[..., Any]] = {"short": _short, "long": _long, "code": _code, "drawn": drawn, "image_uri": image_uri}

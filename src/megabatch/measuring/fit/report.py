@@ -35,10 +35,7 @@ def fit_report(result: Measured) -> Report:
         subject=" · ".join(part for part in (result.device, f"PyTorch {result.torch}", result.date) if part),
         headline=headline,
         numbers=[KeyNumber("chunk", fit.chunk), *([KeyNumber("peak memory", peak, bytes_text)] if peak else [])],
-        sections=[
-            Section("Trials", [Table(COLUMNS, rows), _figure(fit)]),
-            *([Section("", [Notes(notes)])] if notes else []),
-        ],
+        sections=[Section("Trials", [Table(COLUMNS, rows), _figure(fit)]), *([Section("", [Notes(notes)])] if notes else [])],
     )
 
 
