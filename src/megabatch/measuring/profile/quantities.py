@@ -74,13 +74,7 @@ QUANTITIES = (
     Quantity("peak_bytes", "peak", bytes_text, lambda s: s.timed.peak_bytes, RESERVED, "peak memory of tensors", "predicted_bytes"),
     Quantity("predicted_bytes", "predicted", bytes_text, lambda s: s.predicted and s.predicted.peak_bytes, RESERVED),
     Quantity(
-        RESERVED,
-        "reserved",
-        bytes_text,
-        lambda s: s.timed.reserved_bytes,
-        "",
-        "memory reserved on the device",
-        "predicted_reserved",
+        RESERVED, "reserved", bytes_text, lambda s: s.timed.reserved_bytes, chart="reserved memory", predicted="predicted_reserved"
     ),
     Quantity("predicted_reserved", "predicted", bytes_text, _predicted_reserved),
 )
