@@ -89,7 +89,7 @@ def _writer(path: Path) -> Callable[[Plan], str]:
     writers: dict[str, Callable[[Plan], str]] = {
         ".toml": as_toml,
         ".json": Plan.as_json,
-        ".md": lambda plan: as_markdown(plan_report(plan)),
+        ".md": lambda plan: as_markdown(plan_report(plan), detail=False),
         ".html": lambda plan: as_html(plan_report(plan)),
     }
     if path.suffix not in writers:
