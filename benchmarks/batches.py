@@ -39,7 +39,7 @@ from megabatch.towers.model import Pair, build_pair, build_towers
 from megabatch.training.build import open_data
 from megabatch.training.evaluate import retrieval
 from megabatch.training.optimizer import build_optimizer, clip_gradients
-from megabatch.training.schedules import course
+from megabatch.training.schedules import step_schedule
 
 RESULTS = Path(__file__).parent / "results"
 BATCHES, SEEDS = (64, 512, 4096, 16384), (0, 1, 2)
@@ -101,7 +101,7 @@ def train(case: Case, pairs: dict[str, Pairs], device: torch.device) -> dict[str
         # What a captured graph reads has to be on the device.
         group |= {"capturable": device.type == "cuda", "fused": device.type == "cuda", "foreach": False, "lr": rate}
     began = time.perf_counter()
-    steps = course(run, len(here["training"].x))[: case.samples // case.batch]
+    steps = step_schedule(run, len(here["training"].x))[: case.samples // case.batch]
     take = _Step(model, optimizer, run, here["training"], case.batch)
     for step, rows in zip(steps, _stream(len(here["training"].x), case, device), strict=False):
         rate.fill_(run.optimizer.lr * step.rate)
@@ -296,7 +296,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--batches", default=",".join(map(str, BATCHES)))
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--redraw", type=Path, help="only draw the picture of a file of rows")
+    parser.add_argument("--redraw", type=Path, help="only draw the figure of a file of rows")
     options = parser.parse_args(arguments)
     out = options.redraw or options.out or RESULTS / f"batches-{options.device}.jsonl"
     if not options.redraw:

@@ -1,14 +1,15 @@
-"""The exact answer for a sample of rows, in float64, without a batch-by-batch matrix: what every measured result must meet.
+"""The exact result for a sample of rows, in float64, without a batch-by-batch matrix: every measured result is compared with it.
 
-B distinct pairs, batch row k holding pair i(k), count_i how often pair i occurs. Rows that repeat have the same
+There are B distinct pairs; row k of the batch holds pair i(k), and pair i occurs count_i times. Repeated rows have the same
 logits, so normalisers, value and gradients of a batch of any size follow from the B×B logits of the distinct pairs,
-taken a few rows at a time:
+which are computed a few rows at a time:
 
     value and normalisers   sums over B×B logits weighted with count_i · count_j
     gradient of row k       dx = scale · (Σ_j count_j · P_ij · y_j - y_i / N), i = i(k)
 
-P is the pull of a pair: (exp(s_ij - rowlse_i) + exp(s_ij - collse_j)) / 2N for clip, sigmoid(s_ij) / N for siglip.
-Labels smoothed by e take e / N² off every pull and leave (1 - e) / N of a positive's own term.
+P is the gradient in the logit of a pair, without the term of the positive:
+(exp(s_ij - rowlse_i) + exp(s_ij - collse_j)) / 2N for clip, sigmoid(s_ij) / N for siglip.
+Label smoothing e subtracts e / N² from every P and leaves (1 - e) / N of a positive's own term.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Pairs(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The exact value and gradients, and the sizes that errors are measured against."""
+    """The exact value and gradients, and the magnitudes that errors are relative to."""
 
     value: float
     dx: Tensor
@@ -45,7 +46,7 @@ class Answer(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What an implementation returned: its loss and the gradients of the sampled rows; None where it gives none."""
+    """The result of an implementation: its loss and the gradients of the sampled rows; None where it computes none."""
 
     value: float
     dx: Tensor
@@ -55,12 +56,12 @@ class Result(NamedTuple):
 
 
 def answer(loss: str, pairs: Pairs, sample: Tensor, scale: float, bias: float, chunk: int = 512, smoothing: float = 0.0) -> Answer:
-    """The exact value, gradients of the batch rows that hold the pairs `sample`, and of scale and bias.
+    """Return the exact value, and the gradients of the rows that hold the pairs `sample`, of scale and of bias.
 
     Two passes over the B×B logits, `chunk` rows at a time.
     """
     if loss not in LOSSES:
-        raise ValueError(f"loss is {loss!r}: choose one of {', '.join(LOSSES)}")
+        raise ValueError(f"loss is {loss!r}: must be one of {', '.join(LOSSES)}")
     if smoothing and loss != "clip":
         raise ValueError(f"smoothing is {smoothing} for {loss}: only the labels of clip can be smoothed")
     bias = bias if loss == "siglip" else 0.0
@@ -71,41 +72,41 @@ def answer(loss: str, pairs: Pairs, sample: Tensor, scale: float, bias: float, c
     total = counts.sum()
     own = (1 - smoothing) / total
     logits = scale * x[sample] @ y.T + bias
-    pull = _pull(loss, logits, row_norm[sample], column_norm, total, smoothing) * counts
-    dx = scale * (pull @ y - own * y[sample])
+    grad = _logit_grad(loss, logits, row_norm[sample], column_norm, total, smoothing) * counts
+    dx = scale * (grad @ y - own * y[sample])
     logits = scale * y[sample] @ x.T + bias
-    pull = _pull(loss, logits, column_norm[sample], row_norm, total, smoothing) * counts
-    dy = scale * (pull @ x - own * x[sample])
+    grad = _logit_grad(loss, logits, column_norm[sample], row_norm, total, smoothing) * counts
+    dy = scale * (grad @ x - own * x[sample])
     return Answer(value, dx, dy, *sums, largest)
 
 
 def errors(result: Result, exact: Answer) -> dict[str, float]:
-    """How far a result is off: the value relative to max(1, value), gradients relative to their largest entry.
+    """Return the errors of a result: of the value relative to max(1, value), of gradients relative to their largest entry.
 
-    Gradients of scale and bias are relative to the sum of the magnitudes of their terms; those that an
-    implementation does not give are left out.
+    Gradients of scale and bias are relative to the sum of the magnitudes of their terms; those that an implementation does not
+    compute are left out.
     """
 
     def off(given: Tensor, right: Tensor) -> float:
         return float((given.double() - right).abs().max() / right.abs().max())
 
-    found = {
+    errors = {
         "value": abs(result.value - exact.value) / max(1.0, abs(exact.value)),
         "gradient": max(off(result.dx, exact.dx), off(result.dy, exact.dy)),
     }
     if result.dscale is not None:
-        found["scale"] = abs(result.dscale - exact.dscale) / exact.dscale_terms
+        errors["scale"] = abs(result.dscale - exact.dscale) / exact.dscale_terms
     if result.dbias is not None:
-        found["bias"] = abs(result.dbias - exact.dbias) / exact.dbias_terms
-    return found
+        errors["bias"] = abs(result.dbias - exact.dbias) / exact.dbias_terms
+    return errors
 
 
 def tolerance(dtype: torch.dtype, dim: int, largest_logit: float) -> float:
-    """The largest error that rounding explains: 2 · (1 + L) · (u + √dim · u'), at most 0.2; L is the largest logit.
+    """Return the largest error that rounding can explain: 2 · (1 + L) · (u + √dim · u'), at most 0.2; L is the largest logit.
 
-    u is the unit roundoff of dtype: a logit stored in it is off by up to u·L, and its exponential, hence the pull, by
+    u is the unit roundoff of dtype: a logit stored in it is off by up to u·L, and its exponential, hence P, by
     that factor. u' is that of the accumulator (float32, or float64 for float64): the roundings in a product of `dim`
-    terms add up as a random walk, √dim. 2 leaves room for the roundings after them. A wrong formula is far above:
+    terms add up as a random walk, √dim. The factor 2 is a margin for later roundings. A wrong formula is far above:
     half of the negatives missing is off by 0.25, a missing direction or a factor of two by 0.5 and more.
     """
     stored = torch.finfo(dtype).eps / 2
@@ -130,8 +131,8 @@ def _value_pass(
             value += float(counts[rows] @ F.softplus(logits) @ counts)
         else:
             row_norm[rows] = (logits + log_count).logsumexp(1)
-            here = (logits + log_count[rows, None]).logsumexp(0)
-            column_norm = torch.logaddexp(column_norm, here)
+            chunk_norm = (logits + log_count[rows, None]).logsumexp(0)
+            column_norm = torch.logaddexp(column_norm, chunk_norm)
             value -= smoothing * float(counts[rows] @ logits @ counts) / float(counts.sum())
     if loss == "clip":
         value += float(counts @ (row_norm + column_norm)) / 2
@@ -146,7 +147,7 @@ def _scalar_pass(
     dscale = dbias = dscale_terms = dbias_terms = 0.0
     for rows in torch.arange(len(x), device=x.device).split(chunk):
         cosines = x[rows] @ y.T
-        weight = _pull(loss, scale * cosines + bias, row_norm[rows], column_norm, total, smoothing)
+        weight = _logit_grad(loss, scale * cosines + bias, row_norm[rows], column_norm, total, smoothing)
         weight = weight * counts * counts[rows, None]
         positives = (1 - smoothing) * counts[rows] * cosines[_places(rows), rows] / total
         dscale += float((weight * cosines).sum() - positives.sum())
@@ -156,7 +157,7 @@ def _scalar_pass(
     return dscale, dbias, dscale_terms, dbias_terms
 
 
-def _pull(loss: str, logits: Tensor, own_norm: Tensor, other_norm: Tensor, total: Tensor, smoothing: float) -> Tensor:
+def _logit_grad(loss: str, logits: Tensor, own_norm: Tensor, other_norm: Tensor, total: Tensor, smoothing: float) -> Tensor:
     if loss == "siglip":
         return logits.sigmoid() / total
     return ((logits - own_norm[:, None]).exp() + (logits - other_norm).exp()) / (2 * total) - smoothing / total**2

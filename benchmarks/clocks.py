@@ -1,9 +1,9 @@
-"""How fast the loss is at the clocks that a device runs at: `python -m benchmarks.clocks --help`.
+"""Measure how fast the loss is at different clocks of the device: `python -m benchmarks.clocks --help`.
 
-At the limit of its power a device lowers its clock, which slows products down more than what waits for memory. So four are timed
-with rests between their steps, from none to some times a step, beside two products right after each rest: the loss, the same with
-int8 as its precision, the four products of the loss alone, as cuBLAS computes them for the same panels, and OpenCLIP's. No result
-is compared here: `benchmarks.loss` does that.
+At its power limit a device lowers its clock, which slows down products more than operations that wait for memory. So four
+implementations are timed with rests between their steps, from none to twice the step, beside two products right after each rest:
+the loss, the loss with the int8 backward, the four products of the loss alone, as cuBLAS computes them for the same panels, and
+OpenCLIP's. Results are not compared here; `benchmarks.loss` does that.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks.machine import describe
 from benchmarks.measure import Case, Row
 
 RESULTS = Path(__file__).parent / "results"
-# Of the step before it.
+# Rests, as multiples of the previous step.
 RESTS = (0.0, 0.25, 0.5, 1.0, 2.0)
 PANEL = 16_384
 LEAST_BATCH = 1024
@@ -34,13 +34,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.clocks", description=__doc__.splitlines()[0])
     parser.add_argument("--batch", type=int, default=65_536)
     parser.add_argument("--dim", type=int, default=768)
-    parser.add_argument("--seconds", type=float, default=1.0, help="that each is timed, after half a second of the same")
-    parser.add_argument("--out", type=Path, default=RESULTS / "clocks-cuda.jsonl", help="file of rows")
+    parser.add_argument(
+        "--seconds", type=float, default=1.0, help="Seconds for which each is timed, after a warm-up of half a second."
+    )
+    parser.add_argument("--out", type=Path, default=RESULTS / "clocks-cuda.jsonl", help="Output file, one JSON row per line.")
     options = parser.parse_args(arguments)
     if options.batch < LEAST_BATCH:
         parser.error(f"--batch is {options.batch}: clocks are seen in steps that fill a device, of {LEAST_BATCH:,} pairs or more")
     if not torch.cuda.is_available():
-        parser.error("there is no CUDA device here, and clocks are a device's own")
+        parser.error("there is no CUDA device to measure clocks on")
     rows = list(_rows(options.batch, options.dim, options.seconds))
     report.write_rows(options.out, rows)
     report.show(HEADERS, table(rows))
@@ -49,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def markdown(rows: list[Row]) -> str:
-    """The table of docs, and where it was run."""
+    """Return the table for the docs, with a caption."""
     lines = [f"| {' | '.join(HEADERS)} |", f"|{' ---: |' * len(HEADERS)}", *(f"| {' | '.join(cells)} |" for cells in table(rows))]
     row, machine = rows[0], rows[0]["machine"]
     caption = (
@@ -61,7 +63,7 @@ def markdown(rows: list[Row]) -> str:
 
 
 def table(rows: list[Row]) -> list[tuple[str, ...]]:
-    """A line for each rest: times, rates of the products beside, and how much faster the loss is than OpenCLIP's."""
+    """Return one line per rest: times, rates of the products beside, and the speed relative to OpenCLIP's loss."""
     lines = []
     for rest in dict.fromkeys(row["rest"] for row in rows):
         here = {row["implementation"]: row for row in rows if row["rest"] == rest}
@@ -97,7 +99,7 @@ def _rows(batch: int, dim: int, seconds: float) -> Iterator[Row]:
 
 
 class _Products(torch.autograd.Function):
-    """No loss: the product of each panel forward, again backward, and with it the two of the gradients, all by cuBLAS."""
+    """Only the products of the loss by cuBLAS: that of each panel forward, again backward, and the two of the gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:

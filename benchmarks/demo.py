@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks import picture, report
+from benchmarks import figures, report
 from benchmarks.measure import Case, Row, run_case
 
 HEADERS = ("implementation", "forward s", "backward s", "total s", "extra MiB", "gradient error", "allowed")
@@ -24,7 +24,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.demo", description=__doc__.splitlines()[0])
     parser.add_argument("--batch", type=int, default=16_384)
     parser.add_argument("--dim", type=int, default=512)
-    parser.add_argument("--out", type=Path, default=Path("demo"), help="folder of the picture")
+    parser.add_argument("--out", type=Path, default=Path("demo"), help="folder of the figure")
     options = parser.parse_args(arguments)
     try:
         cases = {name: Case("clip", name, options.batch, options.dim, repeats=0) for name in ("ours", "full matrix")}
@@ -41,8 +41,8 @@ def main(arguments: list[str] | None = None) -> int:
     if measured:
         report.show(HEADERS, [_cells(row) for row in measured])
         path = options.out / "demo.png"
-        picture.draw_bars(measured, path, heading)
-        print(f"picture: {path.resolve()}")
+        figures.draw_bars(measured, path, heading)
+        print(f"figure: {path.resolve()}")
     print(_sentence(*rows))
     wrong = any(row.get("right") is False for row in rows)
     return int(wrong or "total_s" not in rows[0])

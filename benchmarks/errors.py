@@ -1,9 +1,10 @@
-"""How far gradients are off on data that is not easy, by precision: `python -m benchmarks.errors --help`.
+"""Measure the errors of gradients on hard data, by precision: `python -m benchmarks.errors --help`.
 
-Embeddings lie in clusters and positives are noisy copies, so noisy that the clip loss is about LOSS at every scale: the
-negatives of a pair's own cluster compete with its positive, and the gradient hangs on the largest logits. Each
-implementation is compared with the formula in float64 on inputs rounded to the precision that it reads, over several draws of the
-data: the scale's gradient is a single number, in which large sums cancel, and one draw of its error says little.
+Embeddings lie in clusters and positives are noisy copies, so noisy that the clip loss is about LOSS at every scale: the negatives
+of a pair's own cluster compete with its positive, and the gradient depends on the largest logits. Each implementation is compared
+with
+the formula in float64 on inputs rounded to the precision that it reads, over several draws of the data: the gradient in the scale
+is a single number in which large sums cancel, so one draw says little about its error.
 """
 
 from __future__ import annotations
@@ -30,20 +31,20 @@ from megabatch import reference
 RESULTS = Path(__file__).parent / "results"
 BIAS = -10.0
 PAIRS_IN_A_CLUSTER = 16
-# Of clip, where the noise is chosen: far from the loss of chance and from none.
+# The clip loss at which the noise is chosen: far from that of random pairs and from zero.
 LOSS = 2.0
-# On CUDA, with so little working memory in bytes that three quarters of the similarities are computed again in backward, as most of
-# them are at larger batches.
+# On CUDA the workspace in bytes is so small that three quarters of the similarities are computed again in backward, as most of them
+# are at larger batches.
 BATCH = {"cpu": 4096, "cuda": 16_384}
-TILE = 2**27
-# Gradients in float16 underflow without it; a power of two changes nothing else.
+WORKSPACE = 2**27
+# Without it gradients in float16 underflow; a power of two changes nothing else.
 FLOAT16_LOSS_SCALE = 2.0**12
 HEADERS = ("loss", "scale", "value", "implementation", "gradient", "scale gradient", "bias gradient", "value off")
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """An implementation in a precision; `options` go to the functions of megabatch."""
+    """An implementation in a precision; `options` are passed to the functions of megabatch."""
 
     title: str
     implementation: str
@@ -59,10 +60,10 @@ class Contestant:
 
 
 def contestants(device: str, loss: str) -> list[Contestant]:
-    """What is compared on a device; precisions of products are a matter of CUDA, and eight bits one of clip, which has a second
-    product of the embeddings."""
+    """Return what is compared on a device. Only CUDA has a choice of precisions, and only clip an int8 backward, because it
+    computes the similarities twice."""
     on_cuda = device == "cuda"
-    options: dict[str, Any] = {"workspace": TILE} if on_cuda else {}
+    options: dict[str, Any] = {"workspace": WORKSPACE} if on_cuda else {}
 
     def ours(dtype: torch.dtype, label: str = "", **more: Any) -> Contestant:
         title = f"megabatch, {str(dtype).removeprefix('torch.')} {label}".rstrip()
@@ -81,11 +82,11 @@ def contestants(device: str, loss: str) -> list[Contestant]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.errors", description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--batch", type=int, help=f"pairs ({BATCH['cpu']}, on CUDA {BATCH['cuda']})")
+    parser.add_argument("--batch", type=int, help=f"Number of pairs (default {BATCH['cpu']}, on CUDA {BATCH['cuda']}).")
     parser.add_argument("--dim", type=int, default=768)
-    parser.add_argument("--draws", type=int, default=8, help="of the data; errors are root mean squares over them")
-    parser.add_argument("--scales", default="20,50,100", help="factors on the cosines, with commas")
-    parser.add_argument("--out", type=Path, help="file of rows (results/errors-DEVICE.jsonl)")
+    parser.add_argument("--draws", type=int, default=8, help="Draws of the data; errors are root mean squares over them.")
+    parser.add_argument("--scales", default="20,50,100", help="Scales, separated by commas.")
+    parser.add_argument("--out", type=Path, help="Output file, one JSON row per line (default results/errors-DEVICE.jsonl).")
     options = parser.parse_args(arguments)
     batch = BATCH[options.device] if options.batch is None else options.batch
     if batch < 1:
@@ -103,7 +104,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(batch: int, dim: int, scale: float, device: str, draws: int) -> Iterator[Row]:
-    """The errors of every contestant at one scale, both losses: of the draws with seeds 0, 1, 2, ..."""
+    """Yield the errors of every implementation at one scale, for both losses, over draws with seeds 0, 1, 2, ..."""
     drawn = [clustered_pairs(batch, dim, scale, device, seed) for seed in range(draws)]
     machine = describe(device)
     for loss in LOSSES:
@@ -140,7 +141,7 @@ def measure(batch: int, dim: int, scale: float, device: str, draws: int) -> Iter
 
 
 def clustered_pairs(batch: int, dim: int, scale: float, device: str, seed: int) -> tuple[Tensor, Tensor, float]:
-    """Unit rows in clusters, their positives (float64), and the noise at which the clip loss is LOSS, found by halving."""
+    """Return unit rows in clusters, their positives (float64), and the noise at which the clip loss is LOSS, found by bisection."""
     generator = torch.Generator().manual_seed(seed)
 
     def unit(rows: int) -> Tensor:
@@ -158,7 +159,7 @@ def clustered_pairs(batch: int, dim: int, scale: float, device: str, seed: int) 
 
 
 def markdown(rows: list[Row]) -> str:
-    """The table of docs: a line for each loss and scale, a column for each implementation and precision."""
+    """Return the table for the docs: a line per loss and scale, a column per implementation and precision."""
     names = list(dict.fromkeys(row["title"] for row in rows))
     cell = {(row["loss"], row["scale"], row["title"]): row for row in rows}
     lines = [f"| loss | scale | value | {' | '.join(names)} |", f"| --- | ---: | ---: |{' ---: |' * len(names)}"]
@@ -185,7 +186,7 @@ def _formula(loss: str) -> peers.LossCall:
 
 
 def _result(call: peers.LossCall, x: Tensor, y: Tensor, scale: float) -> dict[str, Tensor]:
-    """Value and gradients in float64: of both embeddings as one tensor, of the scale and, where there is one, of the bias."""
+    """Return value and gradients in float64: of both embeddings as one tensor, of the scale and, if there is one, of the bias."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     leaves = [x.clone(), y.clone(), *(torch.tensor(value, dtype=wide, device=x.device) for value in (scale, BIAS))]
     for leaf in leaves:

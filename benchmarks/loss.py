@@ -1,6 +1,6 @@
-"""Time and memory of the losses beside other implementations: `python -m benchmarks.loss --help`.
+"""Compare time and memory of the losses with other implementations: `python -m benchmarks.loss --help`.
 
-One run writes one file of rows, a table on the terminal and a picture beside the file.
+One run writes a file of rows, prints a table, and draws a figure next to the file.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import peers, picture, report
+from benchmarks import figures, peers, report
 from benchmarks.check import LOSSES
 from benchmarks.measure import Case, Row, measure, run_case, worst
 
 RESULTS = Path(__file__).parent / "results"
-# What two rows have in common when the later one takes the place of the earlier.
+# A new row replaces an earlier one that has the same values of these keys.
 SAME = ("loss", "implementation", "batch", "dim", "dtype", "device")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The exit code: 0, or 1 when an implementation of ours gave a wrong result or none, or nothing was measured."""
+    """Return the exit code: 1 if an implementation of ours gave a wrong result or none, or if nothing was measured; otherwise 0."""
     parser = _parser()
     options = parser.parse_args(arguments)
     kept = options.markdown or options.redraw
@@ -40,13 +40,13 @@ def main(arguments: list[str] | None = None) -> int:
     if not kept:
         rows = _run(cases, rows, options, out)
         print(f"rows: {out}")
-    _show(rows, options.picture or out.with_suffix(".png"))
+    _show(rows, options.figure or out.with_suffix(".png"))
     failed = any(report.is_ours(row) and "error" in row for row in rows)
     return int(failed or not any("total_s" in row for row in rows))
 
 
 def _run(cases: list[Case], rows: list[Row], options: argparse.Namespace, out: Path) -> list[Row]:
-    """The rows given, and those of the cases in place of what they held for the same."""
+    """Measure the cases and return the given rows, in which the new rows replace those of the same cases."""
     absent = set()
     in_process = options.in_process
     for place, case in enumerate(cases, start=1):
@@ -54,13 +54,13 @@ def _run(cases: list[Case], rows: list[Row], options: argparse.Namespace, out: P
             continue
         row = _measured_here(case) if in_process else run_case(case, options.timeout)
         print(f"[{place}/{len(cases)}] {_progress(row)}", flush=True)
-        # A kernel that fails takes the process's use of the device along: the other cases get processes of their own.
+        # A failed kernel makes the device unusable for this process: the remaining cases run in separate processes.
         in_process = in_process and "AcceleratorError" not in row.get("error", "")
         if "unavailable" in row:
             absent.add((case.loss, case.implementation))
             continue
         rows = [other for other in rows if any(other[key] != row[key] for key in SAME)] + [row]
-        # Kept after every case: a run that is stopped has lost nothing.
+        # Written after every case, so that a run that is stopped loses nothing.
         report.write_rows(out, rows)
     return rows
 
@@ -76,20 +76,24 @@ def _measured_here(case: Case) -> Row:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.loss", description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--dtype", default="float32", help="of the embeddings, as torch names it")
-    parser.add_argument("--sizes", default="1024,4096,16384", type=_sizes, help="batch sizes, with commas")
-    parser.add_argument("--dim", default="512", type=_sizes, help="widths of an embedding, with commas")
-    parser.add_argument("--losses", default=",".join(LOSSES), help="with commas")
-    parser.add_argument("--only", help="implementations, with commas; module:function for one of your own")
-    parser.add_argument("--scale", type=float, default=20.0, help="factor on the cosines (1 / temperature)")
-    parser.add_argument("--repeats", type=int, help="timed runs after the first; without it, as time allows")
-    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds a case in a process of its own may take")
-    parser.add_argument("--in-process", action="store_true", help="all cases in this process, for CUDA: no start-up for each")
-    parser.add_argument("--out", type=Path, help="file of rows (results/loss-DEVICE.jsonl)")
-    parser.add_argument("--append", action="store_true", help="keep the file's rows of other cases")
-    parser.add_argument("--picture", type=Path, help="file of the picture (beside the rows)")
-    parser.add_argument("--redraw", type=Path, metavar="FILE", help="table and picture again, from kept rows")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="the README's table, from kept rows")
+    parser.add_argument("--dtype", default="float32", help="dtype of the embeddings, by its name in torch")
+    parser.add_argument("--sizes", default="1024,4096,16384", type=_sizes, help="batch sizes, separated by commas")
+    parser.add_argument("--dim", default="512", type=_sizes, help="embedding widths, separated by commas")
+    parser.add_argument("--losses", default=",".join(LOSSES), help="losses, separated by commas")
+    parser.add_argument("--only", help="implementations, separated by commas; module:function for your own")
+    parser.add_argument("--scale", type=float, default=20.0, help="factor of the cosines (1 / temperature)")
+    parser.add_argument("--repeats", type=int, help="timed runs after the first; by default as many as the time budget allows")
+    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds that a case in a separate process may take")
+    parser.add_argument(
+        "--in-process",
+        action="store_true",
+        help="run all cases in this process, which saves time on CUDA",
+    )
+    parser.add_argument("--out", type=Path, help="file of rows (default: results/loss-DEVICE.jsonl)")
+    parser.add_argument("--append", action="store_true", help="keep the rows of other cases in the file")
+    parser.add_argument("--figure", type=Path, help="file of the figure (default: next to the rows)")
+    parser.add_argument("--redraw", type=Path, metavar="FILE", help="print the table and draw the figure of stored rows")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="print the table of the docs from stored rows")
     return parser
 
 
@@ -97,11 +101,11 @@ def _sizes(text: str) -> list[int]:
     try:
         return [int(size) for size in text.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: give whole numbers with commas, such as 1024,4096") from None
+        raise argparse.ArgumentTypeError(f"{text!r}: must be whole numbers separated by commas, such as 1024,4096") from None
 
 
 def _cases(options: argparse.Namespace) -> Iterator[Case]:
-    """The cases in interleaved order, so that a slow spell of the machine meets every implementation alike."""
+    """Yield the cases in interleaved order, so that a slow phase of the machine affects every implementation alike."""
     wanted = {loss: _implementations(loss, options) for loss in options.losses.split(",")}
     for batch, dim in product(sorted(options.sizes), sorted(options.dim)):
         for loss, names in wanted.items():
@@ -119,15 +123,15 @@ def _cases(options: argparse.Namespace) -> Iterator[Case]:
 
 
 def _implementations(loss: str, options: argparse.Namespace) -> list[str]:
-    """The names to run for a loss; those that cannot run here are printed with the reason."""
+    """Return the names to run for a loss; print the reason for those that cannot run here."""
     if loss not in LOSSES:
-        raise ValueError(f"loss is {loss!r}: choose among {', '.join(LOSSES)}")
+        raise ValueError(f"loss is {loss!r}: must be one of {', '.join(LOSSES)}")
     known = [peer.name for peer in peers.PEERS if peer.loss == loss]
     by_default = [peer.name for peer in peers.PEERS if peer.loss == loss and peer.by_default]
     names = _names(options.only) if options.only else by_default
     runnable = []
     for name in names:
-        # A name may belong to the other loss only.
+        # Some names exist for the other loss only.
         if ":" not in name and name not in known and any(name == peer.name for peer in peers.PEERS):
             continue
         reason = peers.unavailable(peers.find(name, loss), options.device)
@@ -139,7 +143,7 @@ def _implementations(loss: str, options: argparse.Namespace) -> list[str]:
 
 
 def _names(text: str) -> list[str]:
-    """The names in a list with commas, of which some have a comma of their own.
+    """Return the names in a list separated by commas; some names contain a comma themselves.
 
     >>> _names("ours,ours, ids,openclip")
     ['ours', 'ours, ids', 'openclip']
@@ -162,7 +166,7 @@ def _progress(row: Row) -> str:
     seconds, mib = report.three_digits(row["total_s"]), report.three_digits(row["extra_bytes"] / 2**20)
     share = f", {row['share']:.0%} of cuBLAS" if "share" in row else ""
     if "rested_share" in row:
-        share += f", after a rest {report.three_digits(row['rested_s'])} s, {row['rested_share']:.0%}"
+        share += f", after idling {report.three_digits(row['rested_s'])} s, {row['rested_share']:.0%}"
     wrong = "" if row["right"] else f", wrong: {worst(row)}"
     return f"{start}{seconds} s{share}, {mib} MiB, gradient error {row['errors']['gradient']:.1e}{wrong}"
 
@@ -176,9 +180,9 @@ def _show(rows: list[Row], path: Path) -> None:
     for line in report.wrong(rows):
         print(f"timed, but wrong: {line}")
     if measured:
-        print("speed and memory are relative to OpenCLIP in the same run; extra MiB include the gradients of both inputs")
-        picture.draw(rows, path)
-        print(f"picture: {path}")
+        print("Speed and memory are relative to OpenCLIP in the same run; extra MiB include the gradients of both inputs.")
+        figures.draw(rows, path)
+        print(f"figure: {path}")
 
 
 if __name__ == "__main__":

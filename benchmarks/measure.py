@@ -1,19 +1,18 @@
-"""One case, measured in a process of its own: `run_case(case)` returns a row, `python -m benchmarks.measure JSON` prints one.
+"""Measure one case in a separate process: `run_case(case)` returns a row, `python -m benchmarks.measure JSON` prints one.
 
-Inside that process: a call warms the libraries, a tiny one on a CPU; one full forward and backward gives the peak
-memory; its value and the gradients of sampled rows are compared with the exact answer; only then it is timed. A wrong
-result of ours becomes a row with `error` and no time; one of another package is timed and its row says `"right": false`.
-Extra memory is the peak during forward and backward above what was in use once the inputs existed: it includes the
-gradients of x and y, which every implementation must return.
+In that process, a first call (a tiny one on a CPU) warms up the libraries. One full forward and backward gives the peak memory.
+Its value and the gradients of sampled rows are compared with the exact result, and only then it is timed. A wrong result of ours
+becomes a row with `error` and no time; a wrong result of another package is timed, and its row has `"right": false`.
+Extra memory is the peak during forward and backward minus the memory in use once the inputs exist: it includes the gradients of x
+and y, which every implementation must return.
 
-On CUDA the timed steps are enqueued one after the other, as in training, and in half precision matrix products are timed
-between them: `share` is the rate at which the loss does its useful operations, relative to that of the products. A device that
-has rested is faster for a moment: `rested_s` is the time of one step after a rest, and `rested_share` compares it with products
-of as many operations after a rest. Both are times of the device, which has its work before it starts; what the host takes is
-`host_s`.
+On CUDA the timed steps are enqueued one after the other, as in training. In half precision, matrix products are timed between them:
+`share` is the rate of the useful operations of the loss relative to the rate of the products. A device that was idle is faster for
+a moment: `rested_s` is the time of one step after a rest, and `rested_share` compares it with products of equally many operations
+after a rest. Both are times of the device, whose work is enqueued before it starts; `host_s` is the time of the host.
 
-The batch holds at most DISTINCT different pairs, each as often as the size asks, in random order: that keeps the
-exact answer affordable at any size (see check.py).
+The batch contains at most DISTINCT different pairs, repeated as often as its size needs, in random order: this keeps the exact
+result affordable at any size (see check.py).
 """
 
 from __future__ import annotations
@@ -43,17 +42,17 @@ SAMPLED_ROWS = 32
 TINY = 128
 # On CUDA a batch warms up at its own size, except one that takes seconds.
 LARGEST_WARM_UP, LARGE_WARM_UP = 262_144, 32_768
-# A device that has been idle runs faster than it can for long: what is timed on CUDA comes after so many seconds of the same work.
+# Seconds of the same work before anything is timed on CUDA: a device that was idle runs faster than it can sustain.
 SUSTAINED_S = 0.5
-# Before a step or products are timed from a standstill, and how often, within how many seconds; longer steps are not.
+# Seconds of rest before a step or products are timed on an idle device, the number of runs, and the longest step that is timed so.
 REST_S, RESTED_RUNS, RESTED_BUDGET_S = 0.5, 5, 5.0
-# The clock of a device that rests, about. For 20 ms the rested device is held back while the host enqueues: a step takes it less.
+# The approximate clock of an idle device. It is held back for 20 ms while the host enqueues a step, which takes the host less.
 CYCLES_A_SECOND = 2_000_000_000
 HEAD_START_CYCLES = CYCLES_A_SECOND // 50
-# Operations for N² pairs of width D: clip needs the logits twice and two products for the gradients, siglip the logits once.
+# Useful operations, in units of N² · D: clip needs the logits twice and two products for the gradients, siglip the logits once.
 USEFUL_FLOP = {"clip": 8, "siglip": 6}
 PRODUCT_SIZE, PRODUCTS_A_STEP = 8192, 2
-# Seconds and runs that the timing of one case may take: few runs of a large batch, more of a small one.
+# Most seconds and runs for the timing of one case: few runs of a large batch, more of a small one.
 BUDGET_S = {"cpu": 30.0, "cuda": 1.5}
 MOST_RUNS = {"cpu": 10, "cuda": 50}
 
@@ -62,9 +61,9 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """What to measure; `repeats` are the timed runs after the first full-size one, which then only warms up.
+    """What to measure. repeats: timed runs after the first full-size one, which then only warms up.
 
-    `repeats=0` takes the time of that first run itself, and None decides by it.
+    `repeats=0` uses the time of that first run itself; None chooses the number by that time.
     """
 
     loss: str
@@ -80,15 +79,15 @@ class Case:
 
     def __post_init__(self) -> None:
         if self.loss not in check.LOSSES:
-            raise ValueError(f"loss is {self.loss!r}: choose one of {', '.join(check.LOSSES)}")
+            raise ValueError(f"loss is {self.loss!r}: must be one of {', '.join(check.LOSSES)}")
         if self.batch < 2 or self.dim < 1:
-            raise ValueError(f"batch {self.batch} and dim {self.dim}: a batch has 2 rows or more, a row 1 entry or more")
+            raise ValueError(f"batch {self.batch} and dim {self.dim}: batch must be at least 2 and dim at least 1")
         if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
-            raise ValueError(f"dtype is {self.dtype!r}: give the name of a torch dtype, such as float32 or bfloat16")
+            raise ValueError(f"dtype is {self.dtype!r}: must be the name of a torch dtype, such as float32 or bfloat16")
         if self.device not in BUDGET_S:
-            raise ValueError(f"device is {self.device!r}: choose one of {', '.join(BUDGET_S)}")
+            raise ValueError(f"device is {self.device!r}: must be one of {', '.join(BUDGET_S)}")
         if self.repeats is not None and self.repeats < 0:
-            raise ValueError(f"repeats is {self.repeats}: give 0 or more, or leave it out")
+            raise ValueError(f"repeats is {self.repeats}: must be 0 or more, or None")
 
 
 class Batch(NamedTuple):
@@ -108,7 +107,7 @@ class Seconds(NamedTuple):
 
 
 def run_case(case: Case, timeout_s: float = 3600.0) -> Row:
-    """The row of a case, measured in a fresh process; a process that dies or takes too long is a row with `error`."""
+    """Return the row of a case, measured in a new process; a process that dies or takes too long gives a row with `error`."""
     command = [sys.executable, "-m", "benchmarks.measure", json.dumps(asdict(case))]
     root = Path(__file__).resolve().parents[1]
     try:
@@ -116,18 +115,18 @@ def run_case(case: Case, timeout_s: float = 3600.0) -> Row:
     except subprocess.TimeoutExpired:
         return {**asdict(case), "error": f"stopped after {timeout_s:.0f} s"}
     if child.returncode < 0:
-        # Linux ends a process that takes more memory than there is with signal 9.
-        why = ": probably out of memory" if child.returncode == -9 else ""
-        return {**asdict(case), "error": f"ended by signal {-child.returncode}{why}"}
+        # Linux kills a process that runs out of memory with signal 9.
+        reason = ": probably out of memory" if child.returncode == -9 else ""
+        return {**asdict(case), "error": f"ended by signal {-child.returncode}{reason}"}
     if child.returncode:
         return {**asdict(case), "error": (child.stderr.strip().splitlines() or ["no message"])[-1]}
     return json.loads(child.stdout.strip().splitlines()[-1])
 
 
 def measure(case: Case) -> Row:
-    """The row of a case, measured in this process: times and memory, or the reason for none.
+    """Return the row of a case, measured in this process: times and memory, or the reason why there are none.
 
-    The reason is under `unavailable` (cannot run here at any size), `skipped` (would not fit) or `error`.
+    The reason is stored as `unavailable` (cannot run here at any size), `skipped` (would not fit) or `error`.
     """
     row: Row = {**asdict(case), "machine": describe(case.device)}
     peer = peers.find(case.implementation, case.loss)
@@ -154,19 +153,19 @@ def measure(case: Case) -> Row:
         return row | share(row) if case.device == "cuda" and batch.x.dtype in peers.HALF else row
     except peers.Unavailable as error:
         return {**row, "unavailable": str(error)}
-    except Exception as error:  # any failure of an implementation is a row, not the end of the run
+    except Exception as error:  # a failure of an implementation must not end the run
         return {**row, "error": f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"}
 
 
 def needed_bytes(peer: peers.Peer, case: Case) -> int:
-    """About the bytes that a case will take: inputs, their gradients, and the entry's batch-by-batch matrices."""
+    """Return an estimate of the bytes of a case: inputs, their gradients, and the entry's batch-by-batch matrices."""
     entry = getattr(torch, case.dtype).itemsize
-    # Half-precision logits still meet float32 softmax and gradients: four bytes an entry at least.
+    # Softmax and gradients of half-precision logits are still float32: at least four bytes per entry.
     return int(peer.matrices * case.batch**2 * max(4, entry)) + 4 * case.batch * case.dim * entry
 
 
 def share(row: Row) -> Row:
-    """What a row that was timed beside a matrix product adds: the operations that count, and their rate as a share of its rate."""
+    """Return the useful operations of a row, and their rate as a share of that of the matrix products timed with it."""
     useful = _useful_flop(row["loss"], row["batch"], row["dim"])
     found = {"useful_flop": useful, "share": useful / row["total_s"] / 1e12 / row["matrix_product_tflops"]}
     if "rested_s" in row:
@@ -179,26 +178,26 @@ def _useful_flop(loss: str, batch: int, dim: int) -> int:
 
 
 def worst(found: Row) -> str:
-    """The largest error of a row, and what was allowed."""
+    """Return a text with the largest error of a row and the tolerance."""
     name, error = largest_error(found)
     return f"{name} off by {error:.1e}, {found['tolerance']:.1e} allowed"
 
 
 def largest_error(found: Row) -> tuple[str, float]:
-    """The name and size of the largest of a row's errors."""
+    """Return the name and size of a row's largest error."""
     return max(found["errors"].items(), key=lambda item: math.inf if math.isnan(item[1]) else item[1])
 
 
 def _warm_up_batch(case: Case) -> int:
-    # On a GPU kernels compile and tune themselves for the size they meet, with buffers of their own. On a CPU memory
-    # freed by a large call would hide a part of the peak.
+    # On a GPU, kernels are compiled and tuned for a size, with their own buffers. On a CPU, memory freed by a large call would hide
+    # a part of the peak.
     if case.device != "cuda":
         return TINY
     return case.batch if case.batch <= LARGEST_WARM_UP else LARGE_WARM_UP
 
 
 def _inputs(case: Case, batch: int) -> Batch:
-    # Generated on the CPU, so that a seed means the same batch on every device.
+    # Generated on the CPU, so that a seed gives the same batch on every device.
     generator = torch.Generator().manual_seed(case.seed)
     distinct = min(batch, DISTINCT)
     pairs = _unit_pairs(distinct, case, generator)
@@ -209,9 +208,9 @@ def _inputs(case: Case, batch: int) -> Batch:
 
 
 def _unit_pairs(distinct: int, case: Case, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Pairs of unit vectors whose two directions differ: rows of x share a direction in unequal parts, those of y equally.
+    """Return pairs of unit vectors with an asymmetry: rows of x share a direction in unequal parts, rows of y equally.
 
-    Without that the loss over rows and the loss over columns would nearly agree, and a missing one could go unseen.
+    Without it, the losses over rows and over columns would nearly agree, and a missing one could go unnoticed.
     """
 
     def unit(rows: int) -> Tensor:
@@ -219,7 +218,7 @@ def _unit_pairs(distinct: int, case: Case, generator: torch.Generator) -> tuple[
 
     shared = unit(1)
     x, y = (torch.empty(distinct, case.dim, dtype=getattr(torch, case.dtype), device=case.device) for _ in range(2))
-    # A few rows at a time: memory freed here may stay with torch's allocator and hide a part of the peak to come.
+    # A few rows at a time: memory freed here may stay in torch's allocator and hide a part of the later peak.
     for start in range(0, distinct, 64):
         rows = min(64, distinct - start)
         own, noise, part = unit(rows), unit(rows), torch.rand(rows, 1, generator=generator)
@@ -250,14 +249,14 @@ def _step(call: Callable[..., Tensor], batch: Batch) -> tuple[Seconds, Tensor]:
 def _enqueued(
     call: Callable[..., Tensor], batch: Batch, runs: int, first: float, size: int = PRODUCT_SIZE, rest_s: float = 0.0
 ) -> tuple[list[Seconds], float]:
-    """The times of CUDA steps, and the TFLOP/s of the bfloat16 products of random square matrices between them.
+    """Return the times of CUDA steps, and the TFLOP/s of bfloat16 products of random square matrices between them.
 
-    Everything is enqueued without a wait, and each step after two products, as in training after the encoders: the device has
-    work while the host prepares the step, and the products meet the clock that the steps meet. rest_s: of the device, before
-    each product.
+    Everything is enqueued without synchronisation, each step after two products, as in training after the encoders: the device has
+    work while the host prepares the step, and the products run at the same clock as the steps. rest_s: seconds that the device is
+    idle before each pair of products.
     """
     left, right = _factors(size, batch.x.device)
-    # The first product loads the library: where there is one step and no warm-up, its time would be that.
+    # The first product loads the library, which would otherwise be timed if there is one step and no warm-up.
     torch.matmul(left, right)
     warm_up = int(SUSTAINED_S / max(first, 1e-3))
     marks = []
@@ -287,12 +286,12 @@ def _factors(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _rested(work: Callable[[], object], runs: int) -> float:
-    """The seconds that a device takes for some work after a rest: the median of several runs."""
+    """Return the seconds that a device takes for some work after a rest: the median of several runs."""
     times = []
     for _ in range(runs):
         torch.cuda.synchronize()
         time.sleep(REST_S)
-        # One thread counts cycles, and the rest of the device goes on resting.
+        # One thread counts cycles while the rest of the device stays idle.
         torch.cuda._sleep(HEAD_START_CYCLES)
         start = _mark()
         work()
@@ -304,7 +303,7 @@ def _rested(work: Callable[[], object], runs: int) -> float:
 
 @functools.cache
 def _rested_product_tflops(products: int, runs: int, size: int) -> float:
-    """The rate of so many products after a rest; contestants with the same work to do share it."""
+    """Return the TFLOP/s of this number of products after a rest; implementations with the same work share the result."""
     left, right = _factors(size, torch.device("cuda"))
 
     def work() -> None:
@@ -316,7 +315,7 @@ def _rested_product_tflops(products: int, runs: int, size: int) -> float:
 
 
 def _after_a_rest(case: Case, call: Callable[..., Tensor], batch: Batch, runs: int) -> Row:
-    """The time of a step after a rest, and the rate of about as many operations in products."""
+    """Return the time of a step after a rest, and the rate of about equally many operations in products."""
     products = max(1, round(_useful_flop(case.loss, case.batch, case.dim) / (2 * PRODUCT_SIZE**3)))
     seconds = _rested(lambda: _enqueue(call, batch), runs)
     return {"rested_s": seconds, "rested_runs": runs, "rested_product_tflops": _rested_product_tflops(products, runs, PRODUCT_SIZE)}
@@ -329,7 +328,7 @@ def _enqueue(call: Callable[..., Tensor], batch: Batch) -> None:
 
 
 def _host_seconds(call: Callable[..., Tensor], batch: Batch, runs: int) -> float:
-    """How long the host takes to enqueue a step, while the device is idle."""
+    """Return the seconds that the host takes to enqueue a step while the device is idle."""
     times = []
     for _ in range(runs):
         torch.cuda.synchronize()
@@ -362,7 +361,7 @@ def _compare(case: Case, smoothing: float, batch: Batch, value: float) -> Row:
     errors = check.errors(check.Result(value, batch.x.grad[rows], batch.y.grad[rows], *scalars), exact)
     allowed = check.tolerance(batch.x.dtype, case.dim, exact.largest_logit)
     return {
-        # A comparison with NaN is false: NaN is refused.
+        # Comparisons with NaN are false, so NaN is wrong.
         "right": all(error <= allowed for error in errors.values()),
         "errors": errors,
         "tolerance": allowed,

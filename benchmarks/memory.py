@@ -1,4 +1,4 @@
-"""Memory of this process: how much there is, and the peak of a piece of work above what was in use before it."""
+"""Memory of this process: how much is available, and the peak of some work above what was in use before it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SAMPLE_S = 0.002
 
 
 class Peak(NamedTuple):
-    """What the work returned, its peak above the start in bytes, and how that peak was found."""
+    """The result of the work, its peak above the start in bytes, and the method by which the peak was measured."""
 
     result: Any
     extra_bytes: int
@@ -27,12 +27,12 @@ class Peak(NamedTuple):
 
 
 def peak_of(work: Callable[[], Any], device: str) -> Peak:
-    """Runs `work` and returns its result with the highest memory use during it, minus the use just before it.
+    """Run `work`; return its result and the highest memory use during it, minus the use just before it.
 
-    On CUDA this counts allocated tensors; on a CPU the resident set of the process. Run it in a fresh process whose
-    libraries are loaded and which has freed nothing large: an allocator that keeps freed memory would hand it to the work.
+    On CUDA this counts allocated tensors, on a CPU the resident set of the process. Run it in a new process whose libraries are
+    loaded and which has freed nothing large: the work would reuse memory that the allocator has kept.
     """
-    _give_back_unused()
+    _release_unused()
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -50,14 +50,14 @@ def peak_of(work: Callable[[], Any], device: str) -> Peak:
 
 
 def available_bytes(device: str) -> int:
-    """The bytes that a new case may use on this device now."""
+    """Return the bytes that a new case may use on this device now."""
     if device == "cuda":
         return torch.cuda.mem_get_info()[0]
     return host_memory.available() or _total_bytes()
 
 
 def total_bytes(device: str) -> int:
-    """All the memory of the device, used or not."""
+    """Return the total memory of the device in bytes."""
     return torch.cuda.mem_get_info()[1] if device == "cuda" else _total_bytes()
 
 
@@ -65,9 +65,9 @@ def _total_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _give_back_unused() -> None:
-    # Pages kept after a free would be reused by the work and hide a part of its peak. This reaches the C library's
-    # allocator; the one that some builds of torch bring along (mimalloc on ARM) offers no such call.
+def _release_unused() -> None:
+    # The work would reuse pages that were kept after a free, which hides a part of its peak. This trims the C library's allocator;
+    # the one in some builds of torch (mimalloc on ARM) offers no such call.
     gc.collect()
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -77,7 +77,7 @@ def _give_back_unused() -> None:
 
 def _reset_high_water_mark() -> bool:
     try:
-        # "5" resets VmHWM to the present resident set (see proc_pid_clear_refs(5)).
+        # "5" resets VmHWM to the current resident set (see proc_pid_clear_refs(5)).
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
         return False

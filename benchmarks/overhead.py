@@ -1,7 +1,7 @@
-"""What recomputing chunks costs the host: `python -m benchmarks.overhead [FILE]`.
+"""Measure the overhead of recomputing chunks on the host: `python -m benchmarks.overhead [FILE]`.
 
-A deep tower of tiny layers, where nothing but the host's work for every operation and saved tensor counts, by our recomputation,
-by torch.utils.checkpoint over the same chunks and by the two passes of the classic gradient cache.
+A deep tower of tiny layers, in which only the host's work per operation and saved tensor matters, runs with megabatch's
+recomputation, with torch.utils.checkpoint over the same chunks, and with the two passes of the classic gradient cache.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
-def ways(tower: nn.Module) -> dict[str, Callable[[Tensor], None]]:
-    """Forward and backward of the sum of squared embeddings, by three ways to the same gradients."""
+def methods(tower: nn.Module) -> dict[str, Callable[[Tensor], None]]:
+    """Return three methods to compute the gradients of the sum of squared embeddings."""
     encode = megabatch.cached(tower, chunk=CHUNK)
 
     def two_pass(x: Tensor) -> None:
@@ -63,17 +63,17 @@ def main(out: Path) -> None:
     seconds: dict[str, list[float]] = {}
     gradients: list[Tensor] = []
     for step in range(STEPS + 2):
-        # In turn, so that what else the machine does falls on all of them.
-        for name, way in ways(tower).items():
+        # In turn, so that other load of the machine affects all of them.
+        for name, run in methods(tower).items():
             tower.zero_grad()
             start = time.perf_counter()
-            way(x)
+            run(x)
             if step >= 2:
                 seconds.setdefault(name, []).append(time.perf_counter() - start)
             gradients.append(tower[0].up.weight.grad)
     assert all(torch.allclose(gradients[0], gradient, rtol=1e-4, atol=1e-6) for gradient in gradients)
-    facts = {"rows": ROWS, "chunk": CHUNK, "width": WIDTH, "depth": DEPTH, "steps": STEPS, "machine": describe("cpu")}
-    rows = [{"way": name, "seconds": statistics.median(times), **facts} for name, times in seconds.items()]
+    settings = {"rows": ROWS, "chunk": CHUNK, "width": WIDTH, "depth": DEPTH, "steps": STEPS, "machine": describe("cpu")}
+    rows = [{"way": name, "seconds": statistics.median(times), **settings} for name, times in seconds.items()]
     report.write_rows(out, rows)
     for row in rows:
         print(f"{row['way']:24} {1000 * row['seconds']:6.0f} ms, {row['seconds'] / rows[-1]['seconds']:.2f} of two-pass")

@@ -1,6 +1,6 @@
-"""The implementations to compare: a table of entries, each one loss of one package, or the reason it cannot run here.
+"""The implementations to compare: one entry for each loss of each package, with the reason if it cannot run here.
 
-Nothing is imported before an entry is loaded, and a package that is absent is reported, never an error.
+An entry imports its package when it is loaded. A missing package is reported and is not an error.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from torch import Tensor
 LossCall = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # (x, y, scale, bias) -> loss
 
 HALF = (torch.bfloat16, torch.float16)
-# Rows of a chunk, for losses that leave them to the caller.
+# Rows per chunk, for losses that leave it to the caller.
 CHUNK = 1024
 SMOOTHING = 0.1
 
-# Declared schemas live as long as the object that declared them.
+# Declared schemas exist as long as the object that declared them.
 _torchvision_library: torch.library.Library | None = None
 
 
 class Unavailable(Exception):
-    """Raised by an entry's `load` when the installed version lacks what the entry needs."""
+    """Raised by `load` if the installed version lacks what the entry needs."""
 
 
 @dataclass(frozen=True)
@@ -41,19 +41,19 @@ class Peer:
     loss: str
     load: Callable[[], LossCall]
     package: str
-    # How many batch-by-batch float32 matrices the peak amounts to, measured and rounded up: decides whether a case fits.
+    # Peak memory in batch-by-batch float32 matrices, measured and rounded up: decides whether a case fits.
     matrices: float = 0.0
     cuda_only: bool = False
-    # Wrong results of other packages are timed and marked as wrong; ours, and those of your own callables, are refused.
+    # Wrong results of other packages are timed and marked as wrong; ours, and those of your own callables, are not timed.
     timed_if_wrong: bool = False
-    # Without this it runs only where it is named.
+    # False: it runs only if --only names it.
     by_default: bool = True
-    # Of the labels, as check.answer then takes it too.
+    # Label smoothing, which check.answer takes into account.
     smoothing: float = 0.0
 
 
 def find(name: str, loss: str) -> Peer:
-    """The entry of that name and loss; a name of the form `module:function` is a callable of your own.
+    """Return the entry of that name and loss; a name of the form `module:function` is your own callable.
 
     >>> find("openclip", "clip").package
     'open_clip'
@@ -65,11 +65,11 @@ def find(name: str, loss: str) -> Peer:
         if (peer.name, peer.loss) == (name, loss):
             return peer
     known = ", ".join(peer.name for peer in PEERS if peer.loss == loss) or "none"
-    raise ValueError(f"no implementation {name!r} of the loss {loss!r}: choose among {known}, or give module:function")
+    raise ValueError(f"no implementation {name!r} of the loss {loss!r}: must be one of {known}, or module:function")
 
 
 def unavailable(peer: Peer, device: str) -> str | None:
-    """Why the entry cannot run on this device, or None; looks for the package without importing it."""
+    """Return why the entry cannot run on this device, or None, without importing its package."""
     if importlib.util.find_spec(peer.package.split(".")[0]) is None:
         return f"{peer.package} is not installed"
     if peer.cuda_only and device != "cuda":
@@ -78,23 +78,23 @@ def unavailable(peer: Peer, device: str) -> str | None:
 
 
 def version(peer: Peer) -> str | None:
-    """The installed version of the entry's package."""
+    """Return the installed version of the entry's package."""
     names = metadata.packages_distributions().get(peer.package.split(".")[0])
     return metadata.version(names[0]) if names else None
 
 
 def declare_torchvision_schemas() -> bool:
-    """Whether two operator schemas had to be declared so that torchvision, and with it open_clip, can be imported.
+    """Declare two operator schemas if torchvision, and with it open_clip, needs them to be imported; return whether it did.
 
-    PyPI's torchvision is built for CUDA. Beside a CPU build of torch its operators do not load, and its own import
-    then stops at `operator torchvision::nms does not exist`. Only the schemas are declared: the operators themselves
-    stay absent, and the losses use none of them. Calling it again does nothing.
+    PyPI's torchvision is built for CUDA. With a CPU build of torch its operators do not load, and its import fails with
+    `operator torchvision::nms does not exist`. Only the schemas are declared: the operators themselves stay missing, and the
+    losses use none of them. Calling it again does nothing.
     """
     global _torchvision_library
     if _torchvision_library is not None or importlib.util.find_spec("torchvision") is None:
         return False
     try:
-        # The import itself is the only sure sign that its operators load on this platform.
+        # Only the import itself shows whether its operators load on this platform.
         importlib.import_module("torchvision")
         return False
     except RuntimeError as error:
@@ -107,7 +107,7 @@ def declare_torchvision_schemas() -> bool:
 
 
 def _as_trained(call: LossCall) -> LossCall:
-    # Full-matrix losses meet half-precision embeddings inside autocast: that is how their own trainers call them.
+    # Full-matrix losses get half-precision embeddings inside autocast, as their own trainers call them.
     def run(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
         with torch.autocast(x.device.type, dtype=x.dtype if x.dtype in HALF else None, enabled=x.dtype in HALF):
             return call(x, y, scale, bias)
@@ -121,11 +121,11 @@ def _megabatch(loss: str, ids: bool = False, **options: Any) -> LossCall:
     function = {"clip": megabatch.clip_loss, "siglip": megabatch.siglip_loss}[loss]
 
     def call(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-        # All distinct: the answer stays that of the loss without ids.
+        # All ids are distinct, so the result is that of the loss without ids.
         more = options | ({"ids": torch.arange(len(x), device=x.device)} if ids else {})
         scalars = (scale,) if loss == "clip" else (scale, bias)
-        found = function(x, y, *scalars, **more)
-        return found[0] if options.get("diagnostics") else found
+        result = function(x, y, *scalars, **more)
+        return result[0] if options.get("diagnostics") else result
 
     return call
 
@@ -171,7 +171,7 @@ def _openclip_clip_compiled() -> LossCall:
     declare_torchvision_schemas()
     from open_clip.loss import ClipLoss
 
-    # A second size in one process would otherwise be compiled for every size at once, and be slower for it.
+    # Otherwise a second size in one process would be compiled with dynamic shapes, which is slower.
     torch.compiler.reset()
     loss = torch.compile(ClipLoss(), dynamic=False)
     return _as_trained(lambda x, y, scale, bias: loss(x, y, scale))
@@ -220,7 +220,7 @@ def _sentence_transformers_clip_cached() -> LossCall:
         def call(x: Tensor, y: Tensor) -> Tensor:
             own_x, own_y = (rows.detach().requires_grad_() for rows in (x, y))
             value = loss.calculate_loss([[own_x], [own_y]], with_backward=True)
-            # It has the gradients now. Its way back hands them to the encoders through such a product, worth zero here.
+            # It has computed the gradients. Like its own backward, this passes them on through a product whose value is zero.
             product = (x * own_x.grad).sum() + (y * own_y.grad).sum()
             return value + (product - product.detach())
 
@@ -230,7 +230,7 @@ def _sentence_transformers_clip_cached() -> LossCall:
 
 
 def _with_a_number(prepare: Callable[[float], Callable[[Tensor, Tensor], Tensor]]) -> LossCall:
-    """For losses whose scale is a number without a gradient: read once, as each reading would wait for the device."""
+    """Adapt a loss whose scale is a number without a gradient: read it once, since each read synchronises the device."""
     prepared: list[Callable[[Tensor, Tensor], Tensor]] = []
 
     def call(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
@@ -295,7 +295,7 @@ PEERS: tuple[Peer, ...] = (
     _other("inf-cl", "clip", _inf_cl_clip, "inf_cl", cuda_only=True),
     _other("memeff", "clip", _memeff_clip, "memeff", cuda_only=True),
     _other("cut-cross-entropy", "clip", _cut_cross_entropy_clip, "cut_cross_entropy", cuda_only=True),
-    # Its default leaves out blocks of the gradient without an entry above 2.4e-4 in bf16: at large batches nearly all of them.
+    # Its default skips blocks of the gradient without an entry above 2.4e-4 in bf16: at large batches nearly all of them.
     _other(
         "cut-cross-entropy unfiltered",
         "clip",
@@ -312,7 +312,7 @@ PEERS: tuple[Peer, ...] = (
     _option("ids", "clip", ids=True),
     _option("label smoothing", "clip", smoothing=SMOOTHING, label_smoothing=SMOOTHING),
     _option("diagnostics", "clip", diagnostics=True),
-    # Room for all exponentials of 65,536 rows in bf16: none of them is computed twice.
+    # Enough workspace for all exponentials of 65,536 rows in bf16: none of them is computed twice.
     _option("tile of 9 GiB", "clip", workspace=9 * 2**30),
     _option("int8", "clip", int8_backward=True),
     _option("ids", "siglip", ids=True),

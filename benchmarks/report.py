@@ -1,14 +1,16 @@
-"""Rows as JSON lines, as a table on the terminal and as markdown."""
+"""Rows of the loss benchmark as JSON lines, and as tables on the terminal and in Markdown."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import PRODUCT_SIZE, REST_S, USEFUL_FLOP, Row, largest_error, worst
+from megabatch.reporting.markdown import table_markdown
+from megabatch.reporting.report import Column, Table
+from megabatch.reporting.terminal import print_table
 
 TITLES = {
     "ours": "megabatch",
@@ -25,7 +27,7 @@ TITLES = {
     "cut-cross-entropy": "Cut Cross-Entropy",
     "cut-cross-entropy unfiltered": "Cut Cross-Entropy, unfiltered",
 }
-# How an error is named where it is told.
+# Names of errors in tables.
 ERRORS = {"scale": "scale's gradient", "bias": "bias's gradient"}
 HEADERS = (
     "loss",
@@ -48,41 +50,41 @@ HEADERS = (
 
 
 def in_order(rows: list[Row]) -> list[Row]:
-    """The rows by loss, then by batch and width, and otherwise as they came."""
+    """Return the rows by loss, then by batch and width, otherwise in their order."""
     losses = list(dict.fromkeys(row["loss"] for row in rows))
     return sorted(rows, key=lambda row: (losses.index(row["loss"]), row["batch"], row["dim"]))
 
 
 def title(row: Row) -> str:
-    """The name under which an implementation is shown."""
+    """Return the name of a row's implementation in tables."""
     return TITLES.get(row["implementation"], row["implementation"])
 
 
 def is_ours(row: Row) -> bool:
-    """Whether a row is of megabatch, with options or without."""
+    """Return whether a row is of megabatch, with options or without."""
     return row["implementation"].split(",")[0] == "ours"
 
 
 def is_option(row: Row) -> bool:
-    """Whether a row is of megabatch with an option, which a table of implementations leaves out."""
+    """Return whether a row is of megabatch with an option; tables of implementations leave such rows out."""
     return is_ours(row) and row["implementation"] != "ours"
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a JSON-lines file, in its order."""
+    """Return the rows of a JSON-lines file, in its order."""
     if not path.exists():
         raise ValueError(f"{path} does not exist: give a file that `python -m benchmarks.loss --out FILE` wrote")
     return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> None:
-    """Writes rows as JSON lines in place of what the file held."""
+    """Write rows as JSON lines; an existing file is replaced."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def three_digits(value: float) -> str:
-    """A number with three significant digits and no exponent.
+    """Return a number with three significant digits and no exponent.
 
     >>> three_digits(0.012345), three_digits(1234.5)
     ('0.0123', '1,234')
@@ -91,7 +93,7 @@ def three_digits(value: float) -> str:
 
 
 def table(rows: list[Row]) -> list[tuple[str, ...]]:
-    """The cells under HEADERS, one tuple a measured row; speed and memory are relative to OpenCLIP in the same rows."""
+    """Return the cells under HEADERS, one tuple per measured row; speed and memory are relative to OpenCLIP in the same rows."""
     cells = []
     for row in _measured(in_order(rows)):
         peer = _openclip(rows, row)
@@ -118,7 +120,7 @@ def table(rows: list[Row]) -> list[tuple[str, ...]]:
 
 
 def notes(rows: list[Row]) -> list[str]:
-    """One line for each row that has no time, with the reason."""
+    """Return one line for each row that has no time, with the reason."""
     lines = []
     for row in rows:
         if "total_s" not in row:
@@ -127,35 +129,38 @@ def notes(rows: list[Row]) -> list[str]:
 
 
 def wrong(rows: list[Row]) -> list[str]:
-    """One line for each row that was timed although its result is wrong."""
+    """Return one line for each row that was timed although its result is wrong."""
     return [f"{row['loss']}, {title(row)}, N = {row['batch']:,}: {worst(row)}" for row in _measured(rows) if not _right(row)]
 
 
 def reason(row: Row) -> str:
-    """Why a row holds no time."""
+    """Return why a row has no time."""
     return row.get("error") or row.get("skipped") or row["unavailable"]
 
 
 def markdown(rows: list[Row]) -> str:
-    """The table of the README: a line for each loss and batch, a column for each implementation, and where it was run.
+    """Return a table with a line for each loss and batch and a column for each implementation, and its caption.
 
-    Rows of several widths have a column for it. Rows with a share of a matrix product have a table of their own kind, see
-    `shares_markdown`. Rows of megabatch with an option are left out: `options_markdown` shows them.
+    Rows of several widths have a column for it. Rows with a share of a matrix product are shown by `shares_markdown`. Rows of
+    megabatch with an option are left out: `options_markdown` shows them.
     """
     rows = in_order([row for row in rows if not is_option(row)])
     if _shared(rows):
         return shares_markdown(rows)
     names = list(dict.fromkeys(title(row) for row in rows))
     cell = {(*_place(row), title(row)): _markdown_cell(row) for row in rows}
-    width = len({row["dim"] for row in rows}) > 1
-    lines = [
-        f"| loss | batch |{' D |' if width else ''} {' | '.join(names)} |",
-        f"| --- | ---: |{' ---: |' * (len(names) + width)}",
-    ]
+    width = ["D"] if len({row["dim"] for row in rows}) > 1 else []
+    lines = []
     for loss, batch, dim in dict.fromkeys(_place(row) for row in rows):
-        cells = " | ".join(cell.get((loss, batch, dim, name), "") for name in names)
-        lines.append(f"| {loss} | {batch:,} |{f' {dim:,} |' if width else ''} {cells} |")
-    return "\n".join([*lines, "", caption(rows)])
+        size = [loss, f"{batch:,}", *([f"{dim:,}"] if width else [])]
+        lines.append([*size, *(cell.get((loss, batch, dim, name), "") for name in names)])
+    return f"{markdown_table(['loss', 'batch', *width, *names], lines, left=('loss',))}\n\n{caption(rows)}"
+
+
+def markdown_table(headers: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[str] = ()) -> str:
+    """Return a Markdown table of texts. left: the headers of columns that are not right-aligned."""
+    columns = [Column(str(place), name, kind="text" if name in left else "number") for place, name in enumerate(headers)]
+    return table_markdown(Table(columns, [{str(place): cell for place, cell in enumerate(row)} for row in rows]))
 
 
 SHARES_HEADERS = (
@@ -173,54 +178,56 @@ SHARES_HEADERS = (
 
 
 def shares_markdown(rows: list[Row]) -> str:
-    """A line for each size and implementation, megabatch first: times under load and after a rest, shares of the rate of a matrix
-    product under the same circumstances, speeds relative to OpenCLIP, and memory."""
-    # Put together from several runs, rows come in any order.
+    """Return a table with a line for each size and implementation, megabatch first: times under load and after a rest, shares of
+    the rate of a matrix product under the same conditions, speeds relative to OpenCLIP, and memory."""
+    # Rows that were collected from several runs come in any order.
     rows = sorted(in_order(rows), key=lambda row: (row["loss"], row["batch"], row["dim"], not is_ours(row)))
-    lines = [f"| {' | '.join(SHARES_HEADERS)} |", f"| ---: | ---: | --- |{' ---: |' * (len(SHARES_HEADERS) - 3)}"]
-    for row in rows:
-        peer = _openclip(rows, row)
-        size = f"{row['batch']:,} | {row['dim']:,}"
-        if "total_s" not in row:
-            lines.append(f"| {size} | {title(row)} | {_without_time(row)} |{' |' * (len(SHARES_HEADERS) - 4)}")
-            continue
-        cells = [
-            _milliseconds(row["total_s"]),
-            _percent(row["share"]) if "share" in row else "",
-            _speed(peer, row, "total_s"),
-            _milliseconds(row["rested_s"]) if "rested_s" in row else "",
-            _percent(row["rested_share"]) if "rested_share" in row else "",
-            _speed(peer, row, "rested_s"),
-            f"{three_digits(row['extra_bytes'] / 2**20)} MiB",
-        ]
-        name = title(row)
-        if not _right(row):
-            what, error = largest_error(row)
-            name += f" ({ERRORS.get(what, what)} off by {error:.0e})"
-        if is_ours(row):
-            name, cells[0], cells[3] = f"**{name}**", f"**{cells[0]}**", f"**{cells[3]}**" if cells[3] else ""
-        lines.append(f"| {size} | {name} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", caption(rows)])
+    lines = [_shares_line(row, _openclip(rows, row)) for row in rows]
+    return f"{markdown_table(SHARES_HEADERS, lines, left=('implementation',))}\n\n{caption(rows)}"
+
+
+def _shares_line(row: Row, peer: Row | None) -> list[str]:
+    size = [f"{row['batch']:,}", f"{row['dim']:,}"]
+    if "total_s" not in row:
+        return [*size, title(row), _without_time(row), *[""] * (len(SHARES_HEADERS) - 4)]
+    cells = [
+        _milliseconds(row["total_s"]),
+        _percent(row["share"]) if "share" in row else "",
+        _speed(peer, row, "total_s"),
+        _milliseconds(row["rested_s"]) if "rested_s" in row else "",
+        _percent(row["rested_share"]) if "rested_share" in row else "",
+        _speed(peer, row, "rested_s"),
+        f"{three_digits(row['extra_bytes'] / 2**20)} MiB",
+    ]
+    name = title(row)
+    if not _right(row):
+        what, error = largest_error(row)
+        name += f" ({ERRORS.get(what, what)} off by {error:.0e})"
+    if is_ours(row):
+        name, cells[0], cells[3] = f"**{name}**", f"**{cells[0]}**", f"**{cells[3]}**" if cells[3] else ""
+    return [*size, name, *cells]
 
 
 def options_markdown(rows: list[Row]) -> str:
-    """The table of megabatch's options: the time of each, and relative to the same loss without it."""
+    """Return the table of megabatch's options: the time of each, and relative to the same loss without it."""
     plain = {_place(row): row for row in _measured(rows) if row["implementation"] == "ours"}
-    found = [row for row in in_order(rows) if is_option(row)]
-    if not found:
+    with_option = [row for row in in_order(rows) if is_option(row)]
+    if not with_option:
         raise ValueError("no row holds an option: run `python -m benchmarks.loss --only` with names such as 'ours, ids'")
-    lines = ["| loss | batch | D | option | time | relative |", "| --- | ---: | ---: | --- | ---: | ---: |"]
-    for row in found:
+    lines = []
+    for row in with_option:
         other = plain.get(_place(row))
         relative = f"{row['total_s'] / other['total_s']:.2f}×" if other and "total_s" in row else ""
         option = row["implementation"].partition(", ")[2]
         time = _milliseconds(row["total_s"]) if "total_s" in row else _without_time(row)
-        lines.append(f"| {row['loss']} | {row['batch']:,} | {row['dim']:,} | {option} | {time} | {relative} |")
-    return "\n".join([*lines, "", f"{_start(found)} Times are relative to the same loss without options."])
+        lines.append([row["loss"], f"{row['batch']:,}", f"{row['dim']:,}", option, time, relative])
+    headers = ("loss", "batch", "D", "option", "time", "relative")
+    table = markdown_table(headers, lines, left=("loss", "option"))
+    return f"{table}\n\n{_start(with_option)} Times are relative to the same loss without options."
 
 
 def caption(rows: list[Row]) -> str:
-    """What was run where and when, and what the numbers count."""
+    """Return what was run where and when, and what the numbers count."""
     start = f"{_start(rows)}{_shares(rows)} Memory is the peak above the inputs, gradients of both included."
     worst_of: dict[str, float] = {}
     for row in _measured(rows):
@@ -238,7 +245,7 @@ def caption(rows: list[Row]) -> str:
 
 
 def _start(rows: list[Row]) -> str:
-    """One sentence: precision, width, machine, versions and date."""
+    """Return one sentence with precision, width, machine, versions and date."""
     row = next(iter(_measured(rows)), None)
     if row is None:
         raise ValueError("no row holds a measurement: run `python -m benchmarks.loss` first")
@@ -254,7 +261,7 @@ def _start(rows: list[Row]) -> str:
 
 
 def _shares(rows: list[Row]) -> str:
-    """What the shares are of, where rows have them."""
+    """Return what the shares are relative to, where rows have them."""
     if not _shared(rows):
         return ""
     counted = " and ".join(
@@ -281,37 +288,18 @@ def _span(rows: list[Row], field: str) -> str:
 
 
 def device_name(machine: dict[str, Any]) -> str:
-    """The GPU, or the processor with the threads that torch used."""
+    """Return the GPU, or the processor with the number of threads that torch used."""
     return machine.get("gpu") or f"{machine['cpu']} ({machine['threads']} threads)"
 
 
-def show(headers: tuple[str, ...], cells: list[tuple[str, ...]]) -> None:
-    """Prints a table, with rich where it is installed and as plain text where not; text left, numbers right.
-
-    Columns that hold nothing are left out.
-    """
-    filled = [column for column in range(len(headers)) if any(line[column] for line in cells)]
-    headers = tuple(headers[column] for column in filled)
-    cells = [tuple(line[column] for column in filled) for line in cells]
-    numeric = [all(_is_number(line[column]) for line in cells) for column in range(len(headers))]
-    lines = [headers, *cells]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(headers))]
-    if importlib.util.find_spec("rich") is None:
-        for line in lines:
-            parts = zip(line, widths, numeric, strict=True)
-            print("  ".join(f"{text:>{width}}" if right else f"{text:<{width}}" for text, width, right in parts))
-        return
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    drawn = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
-    for header, right in zip(headers, numeric, strict=True):
-        drawn.add_column(header, justify="right" if right else "left", no_wrap=True)
-    for line in cells:
-        drawn.add_row(*line, style="bold green" if TITLES["ours"] in line else None)
-    # A cut number is worse than a wrapped line: rich would shorten cells to fit a narrow terminal.
-    Console(width=max(Console().width, sum(widths) + 4 * len(widths))).print(drawn)
+def show(headers: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
+    """Print a table. Columns of numbers are right-aligned; empty columns are left out."""
+    filled = [place for place in range(len(headers)) if any(line[place] for line in cells)]
+    columns = [
+        Column(str(place), headers[place], kind="number" if all(_is_number(line[place]) for line in cells) else "word")
+        for place in filled
+    ]
+    print_table(Table(columns, [{str(place): line[place] for place in filled} for line in cells]))
 
 
 def _measured(rows: list[Row]) -> list[Row]:
@@ -363,7 +351,7 @@ def _percent(share: float) -> str:
 
 
 def _speed(peer: Row | None, row: Row, field: str) -> str:
-    """How many times as fast as a peer."""
+    """Return the speed relative to a peer."""
     return f"{peer[field] / row[field]:.2f}×" if peer and field in peer and field in row else ""
 
 

@@ -93,9 +93,9 @@ def main(arguments: list[str] | None = None) -> int:
     kinds = [] if options.kinds == "none" else options.kinds.split(",")
     unknown = [kind for kind in kinds if kind not in CANDIDATES]
     if unknown:
-        parser.error(f"--kinds has {', '.join(unknown)}: choose among {', '.join(CANDIDATES)}")
+        parser.error(f"--kinds {', '.join(unknown)}: choose among {', '.join(CANDIDATES)}")
     if not torch.cuda.is_available():
-        parser.error("block sizes are tuned on a CUDA device, and this machine has none")
+        parser.error("there is no CUDA device to tune block sizes on")
     cases: list[Case] = [
         (kernel, kind, int(width), blocks)
         for kind in kinds

@@ -19,7 +19,7 @@ KINDS = ("random", "clustered", "identical", "opposite")
 def embeddings(
     rows: int, extra: int = 0, width: int = 8, kind: str = "random", norm: float = 1.0, seed: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """fp64 embeddings x (rows, width) and y (rows + extra, width) of about the given norm."""
+    """Return fp64 embeddings x (rows, width) and y (rows + extra, width) of the given norm."""
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, width, dtype=torch.float64, generator=g)
     y = torch.randn(rows + extra, width, dtype=torch.float64, generator=g)
@@ -45,7 +45,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
 
     def run(self, module: Any, dtype: torch.dtype = torch.float64, **more: Any) -> dict[str, Tensor]:
-        """Value and gradients, as fp64, of a loss computed in dtype."""
+        """Return value and gradients, as fp64, of a loss computed in dtype."""
         x, y = (t.to(dtype).requires_grad_() for t in (self.x.clone(), self.y.clone()))
         weights = self.options.get("weights")
         options = self.options if weights is None else {**self.options, "weights": weights.to(dtype)}
@@ -58,7 +58,7 @@ class Case:
         return {name: t.detach().double() for name, t in found.items()}
 
     def rounded(self, dtype: torch.dtype) -> Case:
-        """The same case with inputs that dtype holds exactly, so that all that is measured is the arithmetic."""
+        """Return the same case with inputs that dtype represents exactly, so that only the arithmetic has errors."""
         options = {k: v.to(dtype).double() if k == "weights" and v is not None else v for k, v in self.options.items()}
         return Case(self.loss, self.x.to(dtype).double(), self.y.to(dtype).double(), self.scalars, options)
 
@@ -72,15 +72,15 @@ def formula(case: Case, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]
 
 
 def largest_logit(case: Case) -> float:
-    """The bound on |scale * x·y + bias|."""
+    """Return a bound of |scale * x·y + bias|."""
     bias = abs(case.scalars[1]) if len(case.scalars) > 1 else 0.0
     return abs(case.scalars[0]) * (case.x.norm(dim=1).max() * case.y.norm(dim=1).max()).item() + bias
 
 
 def errors(case: Case, found: dict[str, Tensor], true: dict[str, Tensor]) -> dict[str, float]:
-    """The error of value and gradients, each relative to the size of the terms it is summed up from; inf for no number.
+    """Return the errors of value and gradients, each relative to the size of its terms; inf if it is not finite.
 
-    The terms and not the sum: where a gradient cancels to nothing, as for identical rows, the rounding of its terms remains.
+    Relative to the terms and not to the sum: if a gradient cancels to zero, as for identical rows, the rounding of terms remains.
     """
     x_norm, y_norm = case.x.norm(dim=1).max(), case.y.norm(dim=1).max()
     pairs = len(case.y) if case.loss == "siglip_loss" else 1
@@ -107,7 +107,7 @@ CLIP_OPTIONS = {
 
 
 def build(loss: str, rows: int, scalars: tuple[float, ...], options: dict, seed: int = 0, **shape) -> Case:
-    """A case whose options name ids and weights by True, and similarities in units of the norm squared."""
+    """Return a case. In options, True stands for random ids or weights, and drop_above is in units of the norm squared."""
     options = dict(options)
     x, y = embeddings(rows, options.pop("extra", 0), seed=seed, **shape)
     g = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Command lines of megabatch, each run in a process of its own that need not import torch first."""
+"""Command lines of megabatch, each run in a new process that has imported torch already, and how long tests wait for processes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from typing import Any
 
 from world import fresh_processes
 
+# Seconds that a test waits for another process before it fails. Only a hang should take so long, also on a loaded machine.
+PATIENCE_S = 600.0
+
 
 class Command:
-    """`python -m megabatch` with these arguments, under way; what it prints goes into files of the folder."""
+    """A running `python -m megabatch` with these arguments; its output goes into files in the folder."""
 
     def __init__(self, folder: Path, *arguments: Any, cwd: Path | None = None) -> None:
         folder.mkdir(exist_ok=True)
@@ -28,13 +31,13 @@ class Command:
     def stderr(self) -> str:
         return self._files[1].read_text("utf-8")
 
-    def wait(self, seconds: float = 240) -> int:
-        """The exit status of the command, or less than zero: the signal that ended it."""
-        self.process.join(seconds)
+    def wait(self) -> int:
+        """Wait for the command; return its exit status, or minus the number of the signal that ended it."""
+        self.process.join(PATIENCE_S)
         status = self.process.exitcode
         if status is None:
             self.process.kill()
-            raise TimeoutError(f"still running after {seconds} s: {self.stderr[-3000:]}")
+            raise TimeoutError(f"still running after {PATIENCE_S} s: {self.stderr[-3000:]}")
         return status
 
 

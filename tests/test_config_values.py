@@ -30,8 +30,13 @@ def fields():
             yield f"{section.name}.{key}", kind
 
 
+def list_of(hint):
+    """The type of a key that takes a list, where it does."""
+    return next((each for each in (hint, *typing.get_args(hint)) if typing.get_origin(each) is tuple), None)
+
+
 def keys_of(kind):
-    return [key for key, hint in fields() if kind in (hint, *typing.get_args(hint))]
+    return [key for key, hint in fields() if kind in (hint, *typing.get_args(hint), *typing.get_args(list_of(hint)))]
 
 
 FLOATS, INTEGERS = keys_of(float), keys_of(int)
@@ -48,8 +53,8 @@ def table_with(key, value):
 
 def shaped(key, value):
     """The value as the key takes it: alone, or in a list of as many as it has."""
-    hint = dict(fields())[key]
-    if typing.get_origin(hint) is not tuple:
+    hint = list_of(dict(fields())[key])
+    if hint is None:
         return value
     return [value] if typing.get_args(hint)[-1] is Ellipsis else [value] * len(typing.get_args(hint))
 

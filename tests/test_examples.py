@@ -1,4 +1,4 @@
-"""The examples for clusters: they parse, their settings are known, and the SLURM script does what it says with signals."""
+"""The examples for clusters: they parse, their settings exist, and the SLURM script handles signals as documented."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megabatch import config
 CLUSTER = Path(__file__).parents[1] / "examples" / "cluster"
 SCRIPT = CLUSTER / "train.sbatch"
 
-# Stand-ins for SLURM's commands. The step writes down what it was given, and on SIGTERM takes a moment before it ends.
+# Fakes of SLURM's commands. The step records its arguments, and takes a moment to end on SIGTERM.
 STAND_INS = {
     "srun": 'exec "$@"',
     "torchrun": """printf '%s\\n' "$@" > arguments
@@ -31,7 +31,7 @@ while :; do sleep 0.05; done""",
 
 
 class Job:
-    """The SLURM script under way, among stand-ins."""
+    """The running SLURM script, with faked commands."""
 
     def __init__(self, folder: Path, *arguments: str, **variables: str) -> None:
         for name, text in STAND_INS.items():
@@ -60,7 +60,7 @@ def documents() -> list[dict[str, Any]]:
 
 
 def settings(command: list[str]) -> list[str]:
-    """What follows the file in a command line that has the one form."""
+    """Return what follows the file in a `torchrun … -m megabatch train run.toml` command line."""
     at = command.index("-m")
     assert command[at + 1 : at + 3] == ["megabatch", "train"]
     assert Path(command[at + 3]).name == "run.toml"
@@ -129,7 +129,7 @@ def test_kubernetes_objects_fit_together():
     trainer = job["spec"]["trainer"]
     assert any(part == f"{mounts['configuration']}/run.toml" for part in trainer["command"])
     assert any(part.startswith(f"out={mounts['runs']}/") for part in trainer["command"])
-    # SIGKILL by Kubernetes comes after torchrun's own.
+    # Kubernetes must send SIGKILL after torchrun does.
     [timeout] = [int(v["value"]) for v in trainer["env"] if v["name"] == "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]
     assert timeout < pod["terminationGracePeriodSeconds"]
 
@@ -141,6 +141,6 @@ def test_readme_names_every_file():
 
 
 @pytest.mark.parametrize("wrong", ["out", "data.sauce=x"])
-def test_a_wrong_setting_would_be_seen(wrong):
+def test_a_wrong_setting_fails_the_check(wrong):
     with pytest.raises(ValueError):
         config.read(CLUSTER / "run.toml", [wrong])

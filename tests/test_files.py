@@ -1,4 +1,4 @@
-"""A file that is replaced holds what it held before, or all of the new text, never a part of it."""
+"""Atomic writes: a file holds its old content or all of the new one, never a part of it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_the_old_file_is_whole_until_the_new_one_is(tmp_path):
     assert path.read_text() == "after"
 
 
-def test_what_a_killed_process_left_is_overwritten(tmp_path):
+def test_a_temporary_file_left_by_a_killed_process_is_overwritten(tmp_path):
     path = tmp_path / "result.json"
     partial_of(path).write_text("left by a process that was killed")
     write_text(path, "whole")

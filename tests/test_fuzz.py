@@ -1,4 +1,4 @@
-"""Hostile input of every kind: a little of it in every test run, `make fuzz` runs it long; and that the fuzzer sees mistakes."""
+"""Hostile input of every kind, a little in every test run (`make fuzz` runs it for long); and that the fuzzer finds mistakes."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from fuzz.targets import TARGETS, all_targets
 from world import fresh_processes
 
 INPUTS, SEED = 2000, 20
-# Inputs of the planted targets below that misbehave.
+# The bytes at which the planted targets below misbehave.
 BAD = 7
 
 
-def test_hostile_input_is_refused_with_a_sentence_and_nothing_worse():
+def test_hostile_input_is_refused_with_an_error_message():
     reports = fuzz(TARGETS, INPUTS, SEED, context=fresh_processes(), find=all_targets)
     failures = [failure for report in reports.values() for failure in report.failures]
     assert not failures, "\n".join(describe(failure, SEED) for failure in failures)
     assert sum(report.inputs for report in reports.values()) == INPUTS
     for target in TARGETS:
         report = reports[target.name]
-        # A target that refuses everything, or takes everything, tries too little.
+        # A target that refuses or accepts everything tests too little.
         assert report.inputs > 0 and report.outcomes["accepted"] > 0, (target.name, report.outcomes)
         assert target.name == "arguments" or report.outcomes["accepted"] < report.inputs, (target.name, report.outcomes)
 
@@ -38,7 +38,7 @@ def number_of(rng: random.Random) -> list[int]:
 
 
 def planted(misbehave: Any) -> Target:
-    """A target that misbehaves at inputs that hold BAD twice."""
+    """A target that misbehaves at inputs that contain BAD twice."""
 
     def run(case: list[int], folder: Path) -> None:
         if case.count(BAD) >= 2:
@@ -95,9 +95,9 @@ def connect() -> None:
         (connect, "Forbidden"),
     ],
 )
-def test_each_way_to_misbehave_is_found_counted_and_shrunk(misbehave, kind):
+def test_each_kind_of_failure_is_found_counted_and_shrunk(misbehave, kind):
     target = planted(misbehave)
-    # What takes long does so twice only.
+    # The slow failure happens only twice.
     inputs = bad_indices(target, 100)[1] + 1 if "longer" in kind else 100
     reports = fuzz([target], inputs, SEED, limit_s=0.3, shrinking="longer" not in kind)
     (failure,) = reports["planted"].failures
@@ -110,9 +110,9 @@ def test_each_way_to_misbehave_is_found_counted_and_shrunk(misbehave, kind):
     assert f"--seed {SEED} --replay 'planted/{bad[0]}'" in describe(failure, SEED)
 
 
-def test_an_input_follows_from_its_seed_target_and_index_alone():
+def test_an_input_depends_only_on_its_seed_target_and_index():
     for target in TARGETS:
-        # repr, since NaN is not equal to itself.
+        # repr, because NaN is not equal to itself.
         assert repr(case_of(target, SEED, 3)) == repr(case_of(target, SEED, 3))
         different = {repr(case_of(target, SEED, index)) for index in range(5)} | {repr(case_of(target, SEED + 1, 0))}
         assert len(different) > 3, target.name
@@ -126,7 +126,7 @@ def test_ranges_cover_every_index_once_and_shares_are_kept():
     assert covered == [(0, index) for index in range(751)] + [(1, index) for index in range(250)]
 
 
-def test_work_behind_a_verb_counts_as_accepted():
+def test_reaching_the_work_of_a_verb_counts_as_accepted():
     def reach(case: list[int], folder: Path) -> None:
         raise Reached
 

@@ -1,4 +1,4 @@
-"""What works on Linux works on macOS and Windows: here they are imitated, by taking away what they lack."""
+"""macOS and Windows, imitated on Linux by removing what they lack."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil  # noqa: F401  (before os is changed, which it asks when it is imported)
+import psutil  # noqa: F401  (before os is changed, which it reads when it is imported)
 import pytest
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ from megabatch.costs.devices import cpu_device
 from megabatch.data import open_source
 from megabatch.measurements import Measured
 from megabatch.measuring.fit import fit
-from megabatch.measuring.fit.memory import Limit, PeakResident, limit_of
+from megabatch.measuring.fit.memory import Limit, ResidentTracker, limit_of
 from megabatch.measuring.profile.curve import Size, judge, point
 from megabatch.measuring.profile.quantities import Timed
 from megabatch.measuring.profile.report import profile_report, sentences
@@ -44,7 +44,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def no_proc(monkeypatch, tmp_path):
-    """A system without /proc and control groups."""
+    """Remove /proc and control groups."""
     monkeypatch.setattr(host_memory, "PROC", tmp_path / "no proc")
     monkeypatch.setattr(host_memory, "CGROUPS", tmp_path / "no cgroups")
 
@@ -56,17 +56,17 @@ def macos(monkeypatch, no_proc):
 
 @pytest.fixture
 def windows(monkeypatch, no_proc):
-    """No `resource`, no sysconf, no process groups, no descriptors of folders; files and folders are stricter."""
+    """Remove `resource`, sysconf, process groups and descriptors of folders; files and folders are stricter."""
     monkeypatch.setattr(sys, "platform", "win32")
     monkeypatch.setitem(sys.modules, "resource", None)
     for name in ("sysconf", "O_DIRECTORY", "setpgrp", "getpgid", "getloadavg"):
         monkeypatch.delattr(os, name)
     monkeypatch.delattr(signal, "SIGKILL")
-    # What locks files there, for a module that imports it on Windows only.
+    # The module that locks files on Windows, which is imported only there.
     locking = SimpleNamespace(LK_NBLCK=2, LK_UNLCK=0, locking=lambda descriptor, mode, count: None)
     for module in [module for name, module in sys.modules.items() if name.startswith("megabatch.") and hasattr(module, "fcntl")]:
         monkeypatch.setattr(module, "msvcrt", locking, raising=False)
-    # Windows cannot open folders, and Python deletes them another way there.
+    # Windows cannot open folders, and Python deletes them differently there.
     monkeypatch.setattr(shutil, "_use_fd_functions", False)
     real = SimpleNamespace(rename=os.rename, fsync=os.fsync, open=os.open)
 
@@ -101,7 +101,7 @@ def system(request):
 
 
 def run_of(folder: Path, *overrides: str) -> config.Run:
-    """A run of a moment, with all that a run does except to draw its report."""
+    """A very short run that does everything but draw its report."""
     source = folder / "pairs.jsonl"
     source.write_text("".join(json.dumps({"query": f"a {i}", "positive": f"the {i}"}) + "\n" for i in range(40)))
     tower = {"name": "text", "options": {"width": 8, "depth": 1, "heads": 1, "length": 8}}
@@ -126,7 +126,7 @@ def log_of(out: Path, event: str) -> list[dict]:
     return [line for line in lines if line["event"] == event]
 
 
-def test_psutil_tells_what_proc_tells(monkeypatch, tmp_path):
+def test_psutil_agrees_with_proc(monkeypatch, tmp_path):
     told = {name: getattr(host_memory, name)() for name in ("total", "available", "resident")}
     monkeypatch.setattr(host_memory, "PROC", tmp_path)
     monkeypatch.delattr(os, "sysconf")
@@ -134,14 +134,14 @@ def test_psutil_tells_what_proc_tells(monkeypatch, tmp_path):
         assert getattr(host_memory, name)() == pytest.approx(expected, rel=0.1), name
 
 
-def test_without_psutil_nothing_is_invented(system, no_psutil):
+def test_without_psutil_memory_is_unknown(system, no_psutil):
     assert host_memory.available() is None and host_memory.resident() is None and not host_memory.reset_peak()
-    # macOS has both in its standard library, Windows neither.
+    # The standard library provides both on macOS, and neither on Windows.
     for told in (host_memory.total(), host_memory.peak_resident()):
         assert (told is None) == (system == "windows")
 
 
-def test_the_unit_of_the_peak_is_the_systems_own(macos, monkeypatch):
+def test_the_unit_of_the_peak_depends_on_the_system(macos, monkeypatch):
     import resource
 
     monkeypatch.setattr(resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=5 * MIB))
@@ -155,7 +155,7 @@ def test_the_unit_of_the_peak_is_the_systems_own(macos, monkeypatch):
     [
         ("0::/job/step", "job", host_memory.CGROUP_V2),
         ("4:memory:/job/step", "memory/job", host_memory.CGROUP_V1),
-        # A container that sees the path of its host.
+        # A container that sees the path of the host.
         ("0::/docker/4f2a", "", host_memory.CGROUP_V2),
     ],
 )
@@ -172,14 +172,14 @@ def test_the_limit_of_any_control_group_above_the_process_counts(monkeypatch, tm
     (group / limit).write_text("5000000\n")
     (group / used).write_text("3000000\n")
     assert host_memory.available() == 2000000
-    # Page cache is dropped when memory is needed.
+    # The kernel drops page cache when memory is needed.
     (group / "memory.stat").write_text(f"anon 1\n{cache} 1500000\n")
     assert host_memory.available() == 3500000
     (group / limit).write_text("max\n")
     assert host_memory.available() == 8000 * 1024
 
 
-def test_a_reset_that_a_sandbox_ignores_is_not_believed(monkeypatch, tmp_path):
+def test_a_reset_that_a_sandbox_ignores_is_detected(monkeypatch, tmp_path):
     monkeypatch.setattr(host_memory, "PROC", tmp_path)
     (tmp_path / "self").mkdir()
     status = tmp_path / "self" / "status"
@@ -189,25 +189,25 @@ def test_a_reset_that_a_sandbox_ignores_is_not_believed(monkeypatch, tmp_path):
     assert host_memory.reset_peak()
 
 
-def test_keep_auto_works_where_psutil_tells_the_memory(system):
+def test_keep_auto_works_with_psutil(system):
     encode = megabatch.cached(nn.Linear(4, 2), chunk=2, keep="auto")
     for _ in range(2):
         encode(torch.randn(8, 4)).sum().backward()
     assert encode.kept == 4
 
 
-def test_keep_auto_says_at_once_that_memory_cannot_be_read(system, no_psutil):
+def test_keep_auto_without_psutil_raises_at_once(system, no_psutil):
     encode = megabatch.cached(nn.Linear(4, 2), chunk=2, keep="auto")
     with pytest.raises(ValueError, match=r"keep=\"auto\" on a CPU.*pip install psutil, or pass a number"):
         encode(torch.randn(8, 4))
 
 
-def test_a_run_comes_to_its_end(system, tmp_path, capsys):
+def test_a_run_completes(system, tmp_path, capsys):
     run = run_of(tmp_path, "planned.peak_bytes=1000000")
     out = train(run)
     result = json.loads((out / "result.json").read_text())
     assert result["steps"] == 4 and result["step_bytes"] > 0
-    # psutil has the peak of a process on Windows only, macOS in its standard library.
+    # The peak of a process comes from psutil on Windows and from the standard library on macOS.
     assert (result["peak_bytes"] is None) == (system == "windows")
     assert [path.name for path in checkpoint.available(out / "checkpoints")] == ["step-00000003", "step-00000004"]
     drawn = [panel.title for panel in curve_charts(read_history(out / "log.jsonl"))]
@@ -215,13 +215,13 @@ def test_a_run_comes_to_its_end(system, tmp_path, capsys):
     printed = capsys.readouterr().err
     assert "one step at 16 pairs" in printed and ("memory unknown" in printed) == (system == "windows")
     assert not log_of(out, "note")[0]["text"].startswith("batch.keep")
-    # It resumes there too.
+    # It can be resumed.
     (out / "checkpoints" / "step-00000004").rename(tmp_path / "lost")
     train(run)
     assert checkpoint.newest(out / "checkpoints").name == "step-00000004"
 
 
-def test_a_run_without_psutil_keeps_nothing_and_says_so_once(system, no_psutil, tmp_path):
+def test_a_run_without_psutil_keeps_no_chunks_and_reports_it_once(system, no_psutil, tmp_path):
     out = train(run_of(tmp_path))
     (kept,) = [note["text"] for note in log_of(out, "note") if "batch.keep" in note["text"]]
     assert "no chunk is kept" in kept and "pip install psutil" in kept
@@ -241,8 +241,8 @@ def test_files_are_replaced(windows, tmp_path):
     assert (tmp_path / "result.json").read_text() == "after"
 
 
-def test_fit_measures_by_samples_where_the_peak_cannot_be_reset(system):
-    with PeakResident() as seen:
+def test_fit_samples_memory_if_the_peak_cannot_be_reset(system):
+    with ResidentTracker() as seen:
         before = host_memory.resident()
         x = torch.ones(16 * MIB)
         for _ in range(5):
@@ -260,7 +260,7 @@ def test_a_chunk_is_found(system):
     assert found.size == 4 and found.limit_bytes > 0 and found.trials[0].peak_bytes > 0
 
 
-def test_fit_without_psutil_says_what_to_install(system, no_psutil, tmp_path):
+def test_fit_without_psutil_names_what_to_install(system, no_psutil, tmp_path):
     with pytest.raises(ValueError, match=r"cannot be measured on this CPU.*pip install psutil"):
         fit(run_of(tmp_path), out=tmp_path / "fit")
 
@@ -271,14 +271,14 @@ def test_env_describes_the_machine(system, no_psutil, capsys):
     assert (environment.describe()["devices"][0]["memory"] is None) == (system == "windows")
 
 
-def test_a_plan_says_that_the_memory_is_assumed(windows, no_psutil):
+def test_a_plan_reports_that_the_memory_is_assumed(windows, no_psutil):
     assert cpu_device().source.startswith("8 GiB of memory,")
     with pytest.raises(ValueError, match="memory of this machine cannot be read"):
         measure_rates(CPU, seconds=1e-3)
 
 
-def test_a_device_that_tells_nothing_of_its_memory_is_no_obstacle(monkeypatch):
-    """Apple's GPUs know no peak, and no limit."""
+def test_a_device_without_memory_statistics_is_supported(monkeypatch):
+    """Apple's GPUs report no peak and no limit."""
     monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace())
     mps = torch.device("mps")
     memory.reset_peak(mps)
@@ -287,7 +287,7 @@ def test_a_device_that_tells_nothing_of_its_memory_is_no_obstacle(monkeypatch):
         free_bytes(mps)
 
 
-def test_a_profile_of_such_a_device_is_shown_without_its_memory():
+def test_a_profile_of_such_a_device_has_no_memory():
     timed = Timed((0.1, 0.2, 0.3), None, None, keep=0)
     found = judge([point(Size(batch, 8), timed, 1, None) for batch in (8, 16)], "batch", None, None)
     run = config.as_table(config.build({"schedule": {"steps": 1}}))
@@ -303,7 +303,7 @@ def test_a_profile_of_such_a_device_is_shown_without_its_memory():
 
 
 @pytest.mark.parametrize("name", ["pairs.jsonl", "pairs.csv", "glyphs"])
-def test_a_source_travels_to_processes_that_are_not_forked(name, tmp_path):
+def test_a_source_can_be_sent_to_spawned_processes(name, tmp_path):
     run_of(tmp_path)
     (tmp_path / "pairs.csv").write_text("query,positive\n" + "".join(f"a {i},the {i}\n" for i in range(9)))
     sides = {"x": "image", "y": "text"} if name == "glyphs" else {"x": "text", "y": "text"}

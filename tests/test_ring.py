@@ -37,7 +37,7 @@ VARIANTS = {
 
 
 class Towers(nn.Module):
-    """Two small encoders with a learnable temperature and bias, as in CLIP and SigLIP (one-dimensional, as FSDP wants them)."""
+    """Two small encoders with a learnable temperature and bias, as in CLIP and SigLIP (one-dimensional, as FSDP needs them)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Towers(nn.Module):
 
 
 def shard(rank: int, size: int, extra: bool) -> dict[str, Tensor]:
-    """One rank's part of a fixed batch."""
+    """Return one rank's shard of a fixed batch."""
     g = torch.Generator().manual_seed(100 + rank)
     rows, documents = SHARDS[size][rank], SHARDS[size][rank] + (EXTRA[rank] if extra else 0)
     return {
@@ -66,7 +66,7 @@ def shard(rank: int, size: int, extra: bool) -> dict[str, Tensor]:
 
 
 def whole(size: int, extra: bool) -> dict[str, Tensor]:
-    """All ranks' parts as one batch: positives first, then the extra documents."""
+    """Return all ranks' shards as one batch: positives first, then the extra rows of y."""
     parts = [shard(rank, size, extra) for rank in range(size)]
     rows = [len(p["images"]) for p in parts]
     merged = {name: torch.cat([p[name] for p in parts]) for name in ("images", "weights")}
@@ -133,7 +133,7 @@ def test_gradients_under_fsdp_are_those_of_one_process_on_the_whole_batch(world)
 
 
 def run_everything_else(rank: int, size: int) -> dict[str, object]:
-    """What a world of four finds out, in one visit."""
+    """Return the results of several checks on four ranks, in one call."""
     found: dict[str, object] = {}
     x, y = embeddings(5, width=4, seed=rank)
     ids = torch.arange(5) + 3 * rank
@@ -179,7 +179,7 @@ def test_diagnostics_rank_against_all_ranks(found):
         assert torch.allclose(merged[2], hardest) and torch.allclose(merged[4], column_hardest)
 
 
-def test_a_group_or_a_mesh_says_whose_rows_count(found):
+def test_a_group_or_a_mesh_selects_the_ranks(found):
     parts = [embeddings(5, width=4, seed=rank) for rank in range(4)]
     for rank in range(4):
         pair = [parts[rank // 2 * 2], parts[rank // 2 * 2 + 1]]
@@ -189,7 +189,7 @@ def test_a_group_or_a_mesh_says_whose_rows_count(found):
         assert "2 dimensions" in found[rank]["whole mesh"] and "mesh['data']" in found[rank]["whole mesh"]
 
 
-def test_nothing_is_guessed_where_there_are_several_processes(found):
+def test_several_processes_need_a_group(found):
     assert all("group=None" in f["no group"] and "group.WORLD" in f["no group"] for f in found)
 
 
@@ -225,7 +225,7 @@ def frozen_on_one_rank(rank: int, size: int) -> Tensor | None:
     return x.grad
 
 
-def test_a_rank_that_needs_no_gradient_takes_part_in_backward_all_the_same(world):
+def test_a_rank_that_needs_no_gradient_still_takes_part_in_backward(world):
     gradient, none = world.run(2, frozen_on_one_rank)
     x, y = (torch.cat(parts) for parts in zip(embeddings(4, width=3, seed=0), embeddings(4, width=3, seed=1), strict=True))
     x.requires_grad_()
@@ -240,7 +240,7 @@ def different_gradients(rank: int, size: int) -> Tensor:
     return x.grad
 
 
-def test_the_gradient_is_that_of_what_all_ranks_made_of_the_loss(world):
+def test_the_gradient_is_that_of_the_sum_over_ranks(world):
     found = torch.cat(world.run(2, different_gradients))
     x, y = (torch.cat(parts) for parts in zip(embeddings(4, width=3, seed=0), embeddings(4, width=3, seed=1), strict=True))
     x.requires_grad_()
@@ -264,7 +264,7 @@ def count_exchanges(rank: int, size: int) -> list[int]:
     return counts
 
 
-def test_stating_equal_shards_saves_the_exchange(world):
+def test_equal_shards_saves_the_exchange(world):
     assert world.run(2, count_exchanges) == [[1, 1], [1, 1]]
 
 

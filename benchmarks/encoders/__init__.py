@@ -1,1 +1,1 @@
-"""The benchmark of whole training steps: encoders in chunks, beside other ways to reach a batch."""
+"""Benchmark of whole training steps: encoders in chunks, compared with other methods for large batches."""

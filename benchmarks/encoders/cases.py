@@ -1,4 +1,4 @@
-"""What is measured: the cases, and the sizes that they take."""
+"""The cases to measure, and their sizes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Sizes(NamedTuple):
-    """How many pairs each case takes, and in which chunks."""
+    """The pairs and chunks of each case."""
 
     pairs: int
     chunk: int
@@ -26,7 +26,7 @@ SMALL = Sizes(16, 4, 8, (1, 2), 1, 32, 8, 2)
 
 @dataclass(frozen=True)
 class Case:
-    """What to measure: `runs` steps after `warm_up` others, which have `warm_up_pairs` pairs where it is given."""
+    """What to measure: `runs` steps, after `warm_up` steps with `warm_up_pairs` pairs (None: with all pairs)."""
 
     case: str
     contestant: str
@@ -41,7 +41,7 @@ class Case:
 
 
 def contestants(sizes: Sizes) -> Iterator[dict]:
-    """The contestants beside each other; keep as a way to spend what memory is left."""
+    """Yield all contestants at one batch, and ours with several values of keep."""
     for keep in (0, 1, "auto"):
         # "auto" learns in the first step and decides in the second.
         warm_up = 2 if keep == "auto" else 1
@@ -51,7 +51,7 @@ def contestants(sizes: Sizes) -> Iterator[dict]:
 
 
 def chunks(sizes: Sizes) -> Iterator[dict]:
-    """Chunk and keep at a batch that nearly fits, beside plain PyTorch at this batch and at that of one chunk."""
+    """Yield values of chunk and keep at a batch that nearly fits, and plain PyTorch at this batch and at that of one chunk."""
     sweep = [(chunk, keep) for chunk in sizes.sweep_chunks for keep in (0, "auto")]
     sweep += [(sizes.sweep_chunk, keep) for keep in (1, 2, 4)]
     for chunk, keep in sweep:
@@ -61,13 +61,13 @@ def chunks(sizes: Sizes) -> Iterator[dict]:
 
 
 def large(sizes: Sizes) -> Iterator[dict]:
-    """A batch whose embeddings alone may grow; one step takes minutes, so that a small one has to warm up for it."""
+    """Yield a very large batch. One step takes minutes, so the warm-up uses a small one."""
     once = {"warm_up": 1, "warm_up_pairs": 2 * sizes.chunk, "runs": 1}
     yield {"contestant": "megabatch", "pairs": sizes.large, "chunk": sizes.chunk, "keep": 0, **once}
 
 
 def compiled(sizes: Sizes) -> Iterator[dict]:
-    """Towers through torch.compile."""
+    """Yield a case with towers compiled by torch.compile."""
     yield {"contestant": "megabatch", "pairs": sizes.pairs, "chunk": sizes.chunk, "keep": 0, "compiled": True}
 
 

@@ -1,4 +1,4 @@
-"""The gradient that every scheme has to meet before it is timed."""
+"""The exact gradients that every scheme is compared with before it is timed."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from megabatch import reference
 
 Gradients = dict[str, Tensor | None]
 
-# How many times the error of a plain PyTorch step in the same precision a scheme may have: the luck of rounding, which is larger
-# where errors are tiny. A lost chunk or a factor is off by more than a percent.
+# Allowed error, in multiples of that of a plain PyTorch step in the same precision: rounding errors vary, and more so where they
+# are tiny. A lost chunk or a wrong factor causes errors of more than a percent.
 SLACK = {"float32": 10.0, "bfloat16": 3.0}
-# The scale's gradient is one number, whose rounding has no average; mistakes in it are whole factors.
+# The gradient of the scale is a single number, so that its rounding errors do not average out; mistakes in it are whole factors.
 SCALE_TOLERANCE = 0.01
 
 
 class Truth(NamedTuple):
-    """A small batch, gradients of a few weights for it in a higher precision, and how far off plain steps are.
+    """A small batch, its gradients of a few weights in a higher precision, and the errors of plain steps.
 
-    `own` holds the largest relative error of a plain PyTorch step for each precision that schemes are checked in.
+    own: the largest relative error of a plain PyTorch step, for each precision that schemes are checked in.
     """
 
     batch: Batch
@@ -33,7 +33,7 @@ class Truth(NamedTuple):
 
 
 def truth(clip: Clip, batch: Batch) -> Truth:
-    """What an uncached step gives in float64, with the loss as its formula."""
+    """Return the gradients of an uncached step in float64, with the loss as its formula."""
     clip.use("float64")
     embeddings = clip.image(batch.images.to(clip.device)), clip.text(batch.texts.to(clip.device))
     reference.clip_loss(*embeddings, clip.log_scale.exp()).backward()
@@ -46,7 +46,7 @@ def truth(clip: Clip, batch: Batch) -> Truth:
 
 
 def truth_in_chunks(clip: Clip, batch: Batch, chunk: int) -> Truth:
-    """What a two-pass step gives in float32: for a batch that does not fit uncached."""
+    """Return the gradients of a two-pass step in float32, for a batch that does not fit uncached."""
     clip.use("float32")
     exact = gradients_of(TwoPass(clip, chunk), batch)
     clip.use("bfloat16")
@@ -54,14 +54,14 @@ def truth_in_chunks(clip: Clip, batch: Batch, chunk: int) -> Truth:
 
 
 def check(clip: Clip, make: Callable[[], Scheme], expected: Truth) -> dict[str, Any]:
-    """Whether a scheme's gradients meet the truth, its errors, and its gradient of the scale as a factor of the true one."""
+    """Return whether a scheme's gradients are right, their errors, and its gradient of the scale relative to the true one."""
     found: dict[str, Any] = {"right": True, "errors": {}, "own_errors": expected.own, "check_pairs": len(expected.batch.images)}
     for precision, own in expected.own.items():
         clip.use(precision)
         scheme = make()
         gradients = gradients_of(scheme, expected.batch)
         worst = found["errors"][precision] = _worst(gradients, expected.gradients)
-        # A comparison with NaN is false: NaN is refused.
+        # Comparisons with NaN are false, so NaN is wrong.
         found["right"] = found["right"] and worst <= SLACK[precision] * own
         given = gradients["log_scale"]
         factor = None if given is None else float(given / expected.gradients["log_scale"])
@@ -73,7 +73,7 @@ def check(clip: Clip, make: Callable[[], Scheme], expected: Truth) -> dict[str, 
 
 
 def gradients_of(scheme: Scheme, batch: Batch) -> Gradients:
-    """The gradients of a few weights after a step, in float64 on the host."""
+    """Return the gradients of a few weights after a step, in float64 on the host."""
     for _ in range(scheme.repeats):
         scheme.clip.zero_grad()
         scheme.step(batch)
@@ -81,10 +81,10 @@ def gradients_of(scheme: Scheme, batch: Batch) -> Gradients:
 
 
 def _take_gradients(clip: Clip) -> Gradients:
-    """The gradients of the scale and of five matrices of each tower, from its first to its last; the clip has none afterwards."""
+    """Return the gradients of the scale and of five matrices of each tower, from first to last, and clear all gradients."""
     chosen = {"log_scale": clip.log_scale}
     for tower in ("image", "text"):
-        # Matrices only: the bias of a key has no gradient but rounding, since a softmax does not see it.
+        # Matrices only: the gradient in the bias of a key is only rounding, since a softmax does not depend on it.
         matrices = [(name, weight) for name, weight in getattr(clip, tower).named_parameters() if weight.ndim > 1]
         chosen |= {f"{tower}.{name}": weight for name, weight in (matrices[k * (len(matrices) - 1) // 4] for k in range(5))}
     taken = {name: None if weight.grad is None else weight.grad.double().cpu() for name, weight in chosen.items()}
@@ -93,7 +93,7 @@ def _take_gradients(clip: Clip) -> Gradients:
 
 
 def _worst(gradients: Gradients, exact: Gradients) -> float:
-    """The largest relative error among the towers' weights; 1 where a gradient is missing."""
+    """Return the largest relative error among the towers' weights; 1 for a missing gradient."""
     errors = []
     for name, wanted in exact.items():
         given = gradients[name]

@@ -1,4 +1,4 @@
-"""One row: a contestant checked, warmed up and timed, with its memory and the rates that it reaches."""
+"""Measure one row: check a contestant, warm it up and time it, with its memory and its rates."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ MIB = 2**20
 
 
 class Bench:
-    """A CLIP on a device, its optimizer, and what its rows are measured against."""
+    """A CLIP on a device, its optimizer, and the exact gradients and rates that rows are compared with."""
 
     def __init__(self, device: str, small: bool) -> None:
         torch.manual_seed(0)
         self.device, self.small = device, small
         self.sizes = SMALL if small else FULL
         self.clip = Clip(model.TINY if small else model.VIT_L_14, device)
-        # Without a learning rate weights stay those that gradients were checked for; the work is the same.
+        # With a learning rate of 0 the weights stay those that gradients were checked for; the work is the same.
         self.optimizer = torch.optim.AdamW(self.clip.parameters(), lr=0.0, fused=True)
         self.rate = matmul_rate(device)
         self.flops = {"image": _flops(self.clip, "image"), "text": _flops(self.clip, "text")}
@@ -44,7 +44,7 @@ class Bench:
         self.checked: dict[tuple[str, int | str | None], Row] = {}
 
     def row(self, case: Case) -> Row:
-        """The row of a case: times, memory and rates, or the reason for none."""
+        """Return the row of a case: times, memory and rates, or the reason why there are none."""
         row = {**asdict(case), "model": "tiny CLIP" if self.small else "CLIP ViT-L/14", "machine": _machine(self.device)}
         self._release()
         try:
@@ -52,13 +52,13 @@ class Bench:
             if not row["right"]:
                 return {**row, "error": f"wrong gradient: {off(row['errors'])}; plain steps: {off(row['own_errors'])}"}
             return row | self._measured(case)
-        except Exception as error:  # any failure of a contestant is a row, not the end of the run
+        except Exception as error:  # a failure of a contestant must not end the run
             return row | _failure(error, case)
         finally:
             self.clip.use("bfloat16")
 
     def _check(self, case: Case) -> Row:
-        """How a scheme's gradients compare, at sizes that do not depend on the case: once for each way to keep."""
+        """Return the result of the check of a scheme's gradients, at sizes independent of the case; once per value of keep."""
         key = case.contestant, case.keep
         if key not in self.checked:
             self.truth = self.truth or self._truth(case.compiled)
@@ -68,13 +68,13 @@ class Bench:
         return self.checked[key]
 
     def _truth(self, compiled: bool) -> Truth:
-        """What all cases of this process have to meet; compiles the towers for those that want it."""
+        """Return the exact gradients for all cases of this process; compile the towers if `compiled`."""
         if not compiled:
             return check.truth(self.clip, self.clip.batch(self.sizes.check_pairs, seed=1))
-        # At the size that is timed, since another one would be compiled on its own; in float32 a whole chunk does not fit.
+        # At the size that is timed, since another size would be compiled separately; in float32 a whole chunk does not fit.
         truth = check.truth_in_chunks(self.clip, self.clip.batch(2 * self.sizes.chunk, seed=1), self.sizes.chunk // 4)
         for tower in (self.clip.image, self.clip.text):
-            # Inductor takes a minute, which a small model gains nothing from.
+            # Inductor takes a minute, which is not worth it for a small model.
             tower.compile(backend="aot_eager" if self.small else "inductor", dynamic=False)
         return truth
 
@@ -133,7 +133,7 @@ class Bench:
         }
 
     def _release(self) -> None:
-        """Leaves nothing of one row to the next: no gradient, no block of the allocator, no peak."""
+        """Free gradients and cached blocks and reset the peak, so that rows do not affect each other."""
         self.optimizer.zero_grad()
         gc.collect()
         if self.device == "cuda":
@@ -149,7 +149,7 @@ class Flops(NamedTuple):
 
 
 def _flops(clip: Clip, tower: str) -> Flops:
-    # Attention as plain products: fused kernels recompute in backward, which is no use to the step.
+    # Attention as plain products: fused kernels recompute in backward, which does not count as useful.
     rows = getattr(clip.batch(2), "images" if tower == "image" else "texts").to(clip.device)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         embeddings = getattr(clip, tower)(rows)
@@ -160,7 +160,7 @@ def _flops(clip: Clip, tower: str) -> Flops:
 
 
 def matmul_rate(device: str, runs: int = 10) -> float:
-    """Operations a second of a large product of random matrices: bf16 on CUDA, a small float32 one on a CPU."""
+    """Return the operations per second of a large product of random matrices: bf16 on CUDA, a small float32 one on a CPU."""
     size, dtype = (8192, torch.bfloat16) if device == "cuda" else (512, torch.float32)
     x, y = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     for count in (3, runs):

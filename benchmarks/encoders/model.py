@@ -1,6 +1,6 @@
-"""A CLIP whose steps are measured: two towers of transformers with random weights, and batches in host memory.
+"""The CLIP whose steps are measured: two towers of transformers with random weights, and batches in host memory.
 
-Towers hold their own autocast, so that all schemes compute the same.
+Towers enable autocast themselves, so that all schemes compute the same.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ TINY = {
 
 
 class Batch(NamedTuple):
-    """Pictures (uint8, N×3×side×side) and token ids (int64, N×length), on the host."""
+    """Images (uint8, N×3×side×side) and token ids (int64, N×length), on the host."""
 
     images: Tensor
     texts: Tensor
 
     def first(self, pairs: int) -> Batch:
-        """The first pairs of it."""
+        """Return the first pairs of the batch."""
         return Batch(self.images[:pairs], self.texts[:pairs])
 
 
 class Tower(nn.Module):
-    """One side of a CLIP: unit embeddings in the weights' dtype, computed in bf16 autocast where `half` says so."""
+    """One side of a CLIP: unit embeddings in the weights' dtype, computed in bf16 autocast if `half`."""
 
     def __init__(self, encoder: nn.Module, projection: nn.Linear) -> None:
         super().__init__()
@@ -74,11 +74,11 @@ class Tower(nn.Module):
 
 
 class ImageTower(Tower):
-    """Embeddings of uint8 pictures, cast and normalised where they are."""
+    """Embeddings of uint8 images, which are cast and normalised on their device."""
 
     def __init__(self, encoder: nn.Module, projection: nn.Linear) -> None:
         super().__init__(encoder, projection)
-        # What OpenAI's CLIP takes from and divides pixels by.
+        # Mean and standard deviation of pixels in OpenAI's CLIP.
         self.register_buffer("mean", torch.tensor([0.4815, 0.4578, 0.4082]).view(3, 1, 1))
         self.register_buffer("deviation", torch.tensor([0.2686, 0.2613, 0.2758]).view(3, 1, 1))
 
@@ -101,7 +101,7 @@ class Clip(nn.Module):
         declare_torchvision_schemas()
         from transformers import AutoModel, CLIPConfig
 
-        # Made where it will run: drawing 428 million weights on a CPU takes longer than a step.
+        # Created on its device: drawing 428 million weights on a CPU takes longer than a step.
         with torch.device(device):
             model = AutoModel.from_config(CLIPConfig(**shape), attn_implementation="sdpa")
             self.image = ImageTower(model.vision_model, model.visual_projection)
@@ -115,28 +115,28 @@ class Clip(nn.Module):
         return self.log_scale.device
 
     def use(self, precision: str) -> None:
-        """Sets what the towers compute in: float64, float32, or bfloat16 by autocast."""
+        """Set the precision of the towers: float64, float32, or bfloat16 by autocast."""
         self.double() if precision == "float64" else self.float()
         self.image.half = self.text.half = precision == "bfloat16"
-        # Else cuDNN may compute float32 convolutions, which patches go through, in TF32.
+        # Otherwise cuDNN may compute the float32 convolution of the patches in TF32.
         torch.backends.cudnn.allow_tf32 = precision != "float32"
 
     def plain_loss(self, x: Tensor, y: Tensor) -> Tensor:
-        """The cross-entropy of the full matrix, as other trainers compute it: inside autocast."""
+        """Return the cross-entropy of the full matrix inside autocast, as other trainers compute it."""
         labels = torch.arange(len(x), device=x.device)
         with autocast(x.device, self.image.half):
             logits = self.log_scale.exp() * x @ y.T
             return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
 
     def batch(self, pairs: int, seed: int = 0) -> Batch:
-        """Random pairs in host memory, pinned beside a GPU; every text ends with the token that ends a text."""
+        """Return random pairs in host memory, pinned for a GPU; every text ends with the end-of-text token."""
         pinned = self.device.type == "cuda"
         vision, text = self.config.vision_config, self.config.text_config
         images = torch.empty(pairs, 3, vision.image_size, vision.image_size, dtype=torch.uint8, pin_memory=pinned)
         texts = torch.empty(pairs, text.max_position_embeddings, dtype=torch.int64, pin_memory=pinned)
         generator = torch.Generator(self.device).manual_seed(seed)
         random = {"generator": generator, "device": self.device}
-        # Drawn on the device in pieces: 65,536 pictures are 10 GB, which a CPU draws in a minute.
+        # Drawn on the device in pieces: 65,536 images are 10 GB, for which a CPU takes a minute.
         for start in range(0, pairs, 1024):
             piece = images[start : start + 1024]
             piece.copy_(torch.randint(256, piece.shape, dtype=torch.uint8, **random))
@@ -147,5 +147,5 @@ class Clip(nn.Module):
 
 
 def autocast(device: torch.device, enabled: bool) -> torch.autocast:
-    """bf16 autocast on the device, or none."""
+    """Return a context of bf16 autocast on the device, disabled unless `enabled`."""
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled)

@@ -1,7 +1,7 @@
 """Whole training steps of a CLIP by several schemes.
 
-A scheme takes a batch of any size through the towers, `chunk` pairs at a time: ours and others, each written here from its
-description. Inputs stay in host memory, so that all schemes move the same.
+A scheme runs a batch of any size through the towers, `chunk` pairs at a time: ours and others, each implemented from its
+description. Inputs stay in host memory, so that all schemes move the same data.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from benchmarks.peers import Unavailable, declare_torchvision_schemas
 
 
 class Scheme:
-    """A way to take one step: forward, loss and backward of a batch, gradients added to the weights'.
+    """A method for one step: forward, loss and backward of a batch, with gradients added to those of the weights.
 
-    `scale_is_trained` says whether the gradient of the scale is meant to be right, `repeats` after how many steps a
-    scheme works as it goes on to, and `recomputes` whether chunks run forward twice.
+    scale_is_trained: whether the gradient of the scale is meant to be right. repeats: steps until the scheme works in its final
+    state. recomputes: whether chunks run forward twice.
     """
 
     package = "torch"
@@ -37,11 +37,11 @@ class Scheme:
         raise NotImplementedError
 
     def kept(self) -> dict[str, int] | None:
-        """How many chunks of each tower the last step kept instead of computing them again; None where none can be."""
+        """Return how many chunks of each tower the last step kept instead of recomputing; None if the scheme cannot keep any."""
         return None
 
     def chunk_done(self) -> int | None:
-        """The pairs that went through at once in the last step; None where all of them did."""
+        """Return the pairs per chunk in the last step; None if it ran without chunks."""
         return self.chunk
 
     def move(self, rows: Tensor) -> Tensor:
@@ -63,13 +63,13 @@ class Uncached(Scheme):
 
 
 class Megabatch(Scheme):
-    """Each tower through `megabatch.cached`, then `megabatch.clip_loss`; a number of chunks to keep is one of image chunks."""
+    """Each tower through `megabatch.cached`, then `megabatch.clip_loss`; `keep`, if a number, counts image chunks."""
 
     package = "megabatch"
 
     def __init__(self, clip: Clip, chunk: int, keep: int | str = 0) -> None:
         super().__init__(clip, chunk)
-        # "auto" decides from the second step on.
+        # "auto" keeps more chunks from the second step on.
         self.repeats = 3 if keep == "auto" else 1
         keeps = {"image": keep, "text": "auto" if keep == "auto" else 0}
         self.encode = {
@@ -77,7 +77,7 @@ class Megabatch(Scheme):
         }
 
     def step(self, batch: Batch) -> Tensor:
-        # The larger tower last: backward begins with it, when the other's gradients and graphs are not there yet.
+        # The larger tower last: backward begins with it, before the gradients and graphs of the other exist.
         texts = self.encode["text"](batch.texts)
         images = self.encode["image"](batch.images)
         loss = megabatch.clip_loss(images, texts, self.clip.log_scale.exp())
@@ -88,7 +88,7 @@ class Megabatch(Scheme):
         return {name: encode.kept for name, encode in self.encode.items()}
 
     def chunk_done(self) -> int | None:
-        # Smaller than asked for where memory ran out.
+        # Smaller than requested if memory ran out.
         return self.encode["image"].chunk
 
 
@@ -109,9 +109,9 @@ class TwoPass(Scheme):
 
 
 class Accumulation(Scheme):
-    """OpenCLIP's --accum-freq: each chunk again among the others' features, with the whole loss each time.
+    """OpenCLIP's --accum-freq: each chunk runs again among the features of the others, with the whole loss each time.
 
-    The scale takes part in every one of these losses, so that its gradient is as many times too large as there are chunks.
+    The scale is part of each of these losses, so its gradient is too large by a factor of the number of chunks.
     """
 
     scale_is_trained = False
@@ -147,7 +147,7 @@ class SentenceTransformers(Scheme):
         except ImportError:
             from sentence_transformers.losses import CachedMultipleNegativesRankingLoss as Loss
         if not {"directions", "partition_mode"} <= set(inspect.signature(Loss.__init__).parameters):
-            raise Unavailable(f"CachedMultipleNegativesRankingLoss of sentence-transformers {__version__} knows one direction only")
+            raise Unavailable(f"CachedMultipleNegativesRankingLoss of sentence-transformers {__version__} has one direction only")
         model = SentenceTransformer(modules=[_ByName(self)], device=str(clip.device))
         both = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"}
         scale = clip.log_scale.exp().item()
@@ -160,7 +160,7 @@ class SentenceTransformers(Scheme):
 
 
 class _ByName(nn.Module):
-    """The module of a SentenceTransformer that holds both towers: the name of a feature says which one reads it."""
+    """The module of a SentenceTransformer with both towers: the name of a feature selects the tower."""
 
     def __init__(self, scheme: Scheme) -> None:
         super().__init__()
@@ -182,9 +182,9 @@ SCHEMES: dict[str, type[Scheme]] = {
 
 
 def unavailable(name: str) -> str | None:
-    """Why the scheme cannot run here, or None; looks for its package and transformers without importing them."""
+    """Return why the scheme cannot run here, or None, without importing its package or transformers."""
     if name not in SCHEMES:
-        raise ValueError(f"no contestant {name!r}: choose among {', '.join(SCHEMES)}")
+        raise ValueError(f"no contestant {name!r}: must be one of {', '.join(SCHEMES)}")
     for package in (SCHEMES[name].package, "transformers"):
         if importlib.util.find_spec(package) is None:
             return f"{package} is not installed"

@@ -1,1 +1,1 @@
-"""The benchmark of the memory prediction: what it says of a step beside what a GPU then takes."""
+"""Benchmark of the memory prediction: predicted and measured memory of training steps."""

@@ -1,4 +1,4 @@
-"""The steps that are predicted and measured, and the limits that a prediction has to keep."""
+"""The steps that are predicted and measured, and the memory limits that a prediction has to keep."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from megabatch.costs.memory import Setup
 
 GIB = 2**30
-# Models that were first measured when the rules for workspaces had been found on the others.
+# Models that were first measured after the rules for workspaces had been derived from the others.
 HELD_OUT = {
     "densenet121": (32, "bf16"),
     "mixer_b16_224": (64, "bf16"),
@@ -21,7 +21,7 @@ HELD_OUT = {
 
 @dataclass(frozen=True)
 class Case:
-    """One step of a model. `chunk` encodes in chunks; without it a contrastive step takes the batch at once."""
+    """One step of a model. chunk: rows that are encoded at once; None: the whole batch."""
 
     model: str
     rows: int
@@ -44,7 +44,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Limit:
-    """A step that gets no more memory than `bytes`: as many rows, or as large a chunk, as are predicted to fit."""
+    """A step within `bytes` of memory, with the most rows, or the largest chunk, that are predicted to fit."""
 
     case: Case
     bytes: int
@@ -54,12 +54,12 @@ class Limit:
 
 
 def of_row(row: dict[str, Any]) -> Case:
-    """The case of a line in a file of rows."""
+    """Return the case of a row."""
     return Case(**{field.name: row[field.name] for field in fields(Case)})
 
 
 def cases() -> Iterator[Case]:
-    """Every family, in both precisions, with and without checkpointing, at three batch sizes where that says something."""
+    """Yield every family of models, in both precisions, with and without checkpointing, some at three batch sizes."""
     for rows in (32, 64, 128):
         yield Case("resnet50", rows)
         yield Case("vit_base_patch16_224", rows, "bf16")
@@ -85,7 +85,7 @@ def cases() -> Iterator[Case]:
 
 
 def limits() -> Iterator[Limit]:
-    """Steps of each family that fill a small device, one of them the family whose reserve is predicted worst."""
+    """Yield steps of each family that fill a small device, among them the family with the worst predicted reserve."""
     yield Limit(Case("resnet50", 1, "bf16"), 4 * GIB)
     yield Limit(Case("vit_base_patch16_224", 1, "bf16"), 6 * GIB)
     yield Limit(Case("convnext_tiny", 1), 8 * GIB)
@@ -94,5 +94,5 @@ def limits() -> Iterator[Limit]:
 
 
 def quick_cases() -> list[Case]:
-    """Two tiny ones for a CPU, which has no such counters: that the program works."""
+    """Return two tiny cases for a CPU, which has no memory counters, to test the program."""
     return [Case("tiny", 8, device="cpu"), Case("tiny-clip", 8, objective="clip", chunk=4, device="cpu")]

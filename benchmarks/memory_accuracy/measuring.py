@@ -1,4 +1,4 @@
-"""Real steps on the device, and the memory they take there."""
+"""Run real steps on the device and read its memory counters."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from benchmarks.memory_accuracy.subjects import subject
 from megabatch.costs.memory.setup import PRECISIONS
 from megabatch.costs.memory.step import default_loss, enable_checkpointing
 
-# The first creates the optimizer's state and is not counted.
+# The first step creates the optimizer's state and is not counted.
 STEPS = 3
 
 
 def measured_row(case: Case, limit: int | None = None) -> dict[str, Any]:
-    """What the device says, and which device that is. With a limit in bytes, whether the steps ran within it."""
+    """Return the measured memory and the machine. limit: in bytes; the row then says whether the steps ran within it."""
     if limit is not None:
         torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
     try:
-        _take_steps(case)
+        _run_steps(case)
         ran = {} if limit is None else {"ran": True}
     except torch.OutOfMemoryError as error:
         if limit is None:
@@ -35,13 +35,13 @@ def measured_row(case: Case, limit: int | None = None) -> dict[str, Any]:
 
 
 def _counters(device: str) -> dict[str, int | None]:
-    """The highest number of bytes in tensors, and in what the allocator holds."""
+    """Return the peak bytes of tensors, and of what the allocator reserved."""
     if device != "cuda":
         return {"measured": None, "measured_reserved": None}
     return {"measured": torch.cuda.max_memory_allocated(), "measured_reserved": torch.cuda.max_memory_reserved()}
 
 
-def _take_steps(case: Case) -> None:
+def _run_steps(case: Case) -> None:
     step = step_of(case)
     for number in range(STEPS):
         if number == 1 and case.device == "cuda":
@@ -50,16 +50,16 @@ def _take_steps(case: Case) -> None:
 
 
 def step_of(case: Case) -> Callable[[], None]:
-    """The case's model and its optimizer, as one step of training."""
-    made = subject(case.model)
+    """Return a function that runs one training step of the case's model."""
+    model = subject(case.model)
     with torch.device(case.device):
-        built = made.build()
-    modules = list(built) if isinstance(built, tuple) else [built]
+        towers = model.build()
+    modules = list(towers) if isinstance(towers, tuple) else [towers]
     if case.checkpointing:
         for module in modules:
             enable_checkpointing(module, case.model)
     optimizer = torch.optim.AdamW([p for module in modules for p in module.parameters()])
-    backward = _supervised(case, modules[0], made.inputs) if case.supervised else _contrastive(case, modules, made.inputs)
+    backward = _supervised(case, modules[0], model.inputs) if case.supervised else _contrastive(case, modules, model.inputs)
 
     def step() -> None:
         backward()
@@ -76,7 +76,7 @@ def _autocast(case: Case) -> Any:
 
 def _supervised(case: Case, module: nn.Module, inputs: Callable[[int], Any]) -> Callable[[], None]:
     def step() -> None:
-        # Made anew in every step, as a loader does.
+        # New inputs in every step, as from a data loader.
         with torch.device(case.device):
             batch = inputs(case.rows)
             with _autocast(case):
@@ -95,7 +95,7 @@ def _contrastive(case: Case, towers: list[nn.Module], inputs: Any) -> Callable[[
     bias = torch.tensor(-10.0, device=case.device, requires_grad=True)
     x_rows, y_rows = (make(case.rows) for make in inputs)
     if case.device == "cuda":
-        # As the loader of a run does.
+        # As the data loader of a run does.
         x_rows, y_rows = x_rows.pin_memory(), y_rows.pin_memory()
 
     def step() -> None:

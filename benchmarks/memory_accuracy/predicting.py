@@ -1,4 +1,4 @@
-"""What is said of a case without the device: by the prediction, and by the arithmetic of others."""
+"""Estimates of a case's memory without the device: the prediction, and the formulas of other tools."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from megabatch.costs.memory.setup import PRECISIONS
 from megabatch.costs.memory.step import FakeParameters, build_on_meta, recording
 
 MOST_ROWS = 4096
-# 12 bytes a parameter, for one of its 4.
+# Rule of thumb: 12 bytes per parameter, three times its 4.
 THUMB, FP32 = 3, 4
-# accelerate's estimate_training_usage: the largest of what it lists for a precision, for one of the weights' bytes in float32.
+# accelerate's estimate_training_usage: the largest figure that it lists for a precision, as a multiple of the fp32 weights.
 ACCELERATE = {"fp32": 4, "bf16": 2}
 
 
 def predict(case: Case) -> Prediction:
-    made = subject(case.model)
-    return predict_memory(made.build, made.inputs, case.rows, case.setup())
+    model = subject(case.model)
+    return predict_memory(model.build, model.inputs, case.rows, case.setup())
 
 
 def predicted_row(case: Case) -> dict[str, Any]:
-    """The prediction, its parts and the others, in bytes; the seconds are the processor's, without imports."""
+    """Return the prediction, its parts and the other estimates in bytes; predict_seconds is CPU time without imports."""
     subject(case.model)
     began = time.process_time()
     predicted = predict(case)
@@ -46,12 +46,12 @@ def predicted_row(case: Case) -> dict[str, Any]:
 
 
 def fitting_row(limit: Limit) -> dict[str, Any]:
-    """The largest size, rows or chunk, whose predicted reserve keeps the limit: by doubling, then to a sixteenth."""
-    found: dict[int, Prediction] = {}
+    """Return the largest rows or chunk whose predicted reserve keeps the limit, by doubling and then to a sixteenth."""
+    predictions: dict[int, Prediction] = {}
 
     def fits(size: int) -> bool:
-        found[size] = predict(limit.at(size))
-        return found[size].reserved_bytes <= limit.bytes
+        predictions[size] = predict(limit.at(size))
+        return predictions[size].reserved_bytes <= limit.bytes
 
     good = 1
     if not fits(good):
@@ -65,22 +65,22 @@ def fitting_row(limit: Limit) -> dict[str, Any]:
         "kind": "limit",
         **asdict(limit.at(good)),
         "limit": limit.bytes,
-        "predicted": found[good].peak_bytes,
-        "predicted_reserved": found[good].reserved_bytes,
+        "predicted": predictions[good].peak_bytes,
+        "predicted_reserved": predictions[good].reserved_bytes,
     }
 
 
 def others(case: Case) -> dict[str, int]:
-    """What other arithmetic says, in bytes.
+    """Return the estimates of other tools, in bytes.
 
-    rule_of_thumb: 12 bytes a parameter for weights, gradients and Adam's state, and rows × length × width × bytes for each layer,
-        as if that were all that a layer keeps.
-    torchinfo: inputs, weights, and twice the outputs of innermost modules with weights, as its summary finds them in that forward.
-    accelerate: a multiple of the weights, whatever the batch.
+    rule_of_thumb: 12 bytes per parameter for weights, gradients and Adam's state, and rows × length × width × bytes for each layer,
+        as if a layer kept nothing else.
+    torchinfo: inputs, weights, and twice the outputs of innermost modules with weights, as its summary finds them in one forward.
+    accelerate: a multiple of the weights, independent of the batch.
     """
-    made = subject(case.model)
-    modules = build_on_meta(made.build)
-    inputs = made.inputs if isinstance(made.inputs, tuple) else (made.inputs,)
+    model = subject(case.model)
+    modules = build_on_meta(model.build)
+    inputs = model.inputs if isinstance(model.inputs, tuple) else (model.inputs,)
     sizes = {"weights": 0, "inputs": 0, "innermost": 0, "layers": 0}
     modules = modules if isinstance(modules, tuple) else (modules,)
     for module, make in zip(modules, inputs, strict=True):
@@ -95,7 +95,7 @@ def others(case: Case) -> dict[str, int]:
 
 
 def _sizes(case: Case, module: nn.Module, make: Callable[[int], Any]) -> dict[str, int]:
-    """Bytes of the inputs, of innermost modules' weights and outputs, and of all layers: members of lists of modules."""
+    """Return the bytes of inputs, of weights and outputs of innermost modules, and of layers (members of lists of modules)."""
     innermost = {inner for inner in module.modules() if not any(True for _ in inner.children())}
     members = {member for m in module.modules() if isinstance(m, (nn.ModuleList, nn.Sequential)) for member in m}
     layers = {member for member in members if not any(inner in members for inner in member.modules() if inner is not member)}
@@ -117,8 +117,8 @@ def _sizes(case: Case, module: nn.Module, make: Callable[[int], Any]) -> dict[st
         fake = FakeParameters(recorder).replace_in(module).eval()
         hooks = [inner.register_forward_hook(note) for inner in fake.modules()]
         batch = make(case.rows)
-        given = list(batch.values()) if isinstance(batch, dict) else [batch]
+        tensors = list(batch.values()) if isinstance(batch, dict) else [batch]
         fake(**batch) if isinstance(batch, dict) else fake(batch)
     for hook in hooks:
         hook.remove()
-    return {**sizes, "inputs": sum(t.numel() * t.element_size() for t in given)}
+    return {**sizes, "inputs": sum(t.numel() * t.element_size() for t in tensors)}

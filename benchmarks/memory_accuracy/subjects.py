@@ -1,4 +1,4 @@
-"""The models of the cases, by name, with random weights, and their inputs."""
+"""The models of the cases by name, with random weights, and their example inputs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VIT_B_16: dict[str, Any] = {"projection_dim": 512, "vision_config": {"patch_size
 
 @dataclass(frozen=True)
 class Language:
-    """A language model of transformers by the name of its config, and the length of its texts."""
+    """A language model of transformers: the name of its config class, and the length of its texts."""
 
     config: str
     length: int
@@ -55,14 +55,14 @@ LANGUAGE = {
 
 @dataclass(frozen=True)
 class Subject:
-    """How a model is made, and its inputs for a number of rows; of two towers, two of each."""
+    """A function that builds a model, and one that makes inputs for a number of rows; for two towers, two of each."""
 
     build: Callable[[], Any]
     inputs: Any
 
 
 def subject(name: str) -> Subject:
-    """The model of that name."""
+    """Return the model of that name."""
     if name == "tiny":
         return Subject(lambda: nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 64), nn.GELU(), nn.Linear(64, 10)), _images(16))
     declare_torchvision_schemas()
@@ -94,7 +94,7 @@ def _language(name: str) -> Subject:
 
 
 class _Tower(nn.Module):
-    """One side of a transformers CLIP, normalised in fp32."""
+    """One tower of a transformers CLIP, with embeddings normalised in fp32."""
 
     def __init__(self, encoder: nn.Module, projection: nn.Module) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ def _clip(name: str) -> Subject:
     text = config.text_config
 
     def texts(rows: int) -> Tensor:
-        # Every text ends with the token that ends a text, which the tower looks for.
+        # The tower looks for the end-of-text token in every text.
         return torch.full((rows, text.max_position_embeddings), text.eos_token_id, dtype=torch.int64)
 
     return Subject(build, (_images(config.vision_config.image_size), texts))

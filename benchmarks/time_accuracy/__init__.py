@@ -1,1 +1,1 @@
-"""Seconds of a step, predicted and measured side by side."""
+"""Benchmark of the time prediction: predicted and measured seconds of training steps."""

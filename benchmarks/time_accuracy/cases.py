@@ -1,4 +1,4 @@
-"""The steps that are timed: of some the shares of the time model were found, of the others nothing was looked at before."""
+"""The timed steps: the models that the efficiencies of the time model were fitted on, and models that were held out."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 from benchmarks.memory_accuracy.cases import Case
 
-# What the shares of `costs.devices.Efficiency` were found on; every other model is held back.
+# The models that the shares of `costs.devices.Efficiency` were fitted on; every other model is held out.
 CALIBRATION = ("resnet50", "vit_base_patch16_224", "bert-base", "gpt2", "clip-vit-b-32", "clip-vit-l-14")
 
 
 def cases() -> Iterator[Case]:
-    """Pictures, texts and pairs, in both precisions, whole, checkpointed and in chunks."""
+    """Yield steps of images, texts and pairs, in both precisions, whole, checkpointed and in chunks."""
     for rows in (64, 256):
         yield Case("resnet50", rows, "bf16")
         yield Case("vit_base_patch16_224", rows, "bf16")
@@ -41,7 +41,7 @@ def cases() -> Iterator[Case]:
 
 
 def fresh_cases() -> Iterator[Case]:
-    """Steps of models that came after the shares stood: for a prediction before anything of them is looked at."""
+    """Yield steps of models that were added after the fit: they were predicted before they were measured."""
     yield Case("resnet18", 256, "bf16")
     for name in ("seresnet50", "regnetx_032", "mobilenetv2_100", "gmlp_s16_224", "tf_efficientnetv2_s"):
         yield Case(name, 128, "bf16")
@@ -57,5 +57,5 @@ def fresh_cases() -> Iterator[Case]:
         yield Case(name, 16, "bf16")
 
 
-def held_back(case: Case) -> bool:
+def held_out(case: Case) -> bool:
     return case.model not in CALIBRATION

@@ -1,4 +1,4 @@
-"""What is said of a step's seconds without the device."""
+"""Predict the seconds of a case's step without the device."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from megabatch.costs.strategy import Strategy
 from megabatch.costs.time import StepTime, StepWork, step_time
 
 DIM = {"clip-vit-l-14": 768}
-# What a step does once, as far as these do it.
+# Seconds for what these steps do once, whatever their batch.
 BARE_S = 1.5e-3
 Row = dict[str, Any]
 
 
 def predicted_rows(rows: Iterable[Row]) -> Iterator[Row]:
-    """Measured rows, with what is predicted of them; a model is counted once."""
+    """Yield measured rows with their predictions; each model is counted once."""
     counted: dict[tuple[Any, ...], tuple[Work, ...]] = {}
     for row in rows:
         if "failed" in row:
@@ -35,23 +35,23 @@ def predicted_rows(rows: Iterable[Row]) -> Iterator[Row]:
         if key not in counted:
             counted[key] = work_of(case)
         predicted = predict(case, counted[key])
-        said = {"predicted_s": predicted.seconds, "parts": predicted.parts, "error": predicted.seconds / row["seconds"] - 1}
-        yield row | said
+        prediction = {"predicted_s": predicted.seconds, "parts": predicted.parts, "error": predicted.seconds / row["seconds"] - 1}
+        yield row | prediction
 
 
 def work_of(case: Case) -> tuple[Work, ...]:
-    """The counted work of a case's model, of both towers where there are two."""
-    made = subject(case.model)
+    """Return the counted work of each tower of a case's model."""
+    described = subject(case.model)
     with SkipCompute():
-        model = made.build()
+        model = described.build()
     towers = model if isinstance(model, tuple) else (model,)
-    inputs = made.inputs if isinstance(made.inputs, tuple) else (made.inputs,)
+    inputs = described.inputs if isinstance(described.inputs, tuple) else (described.inputs,)
     return tuple(_counted(tower, make, case) for tower, make in zip(towers, inputs, strict=True))
 
 
 def predict(case: Case, work: tuple[Work, ...]) -> StepTime:
     machine = find_machine("cpu" if case.device == "cpu" else "H200")
-    # The steps of the cases are bare: no clipping, no average, no loss read back.
+    # The steps of the cases do less than those of a run: no clipping, no weight average, no loss read back.
     efficiency = replace(machine.device.efficiency, step_s=BARE_S)
     machine = replace(machine, device=replace(machine.device, efficiency=efficiency))
     options: dict[str, Any] = {"precision": case.precision, "checkpointing": case.checkpointing}
@@ -67,5 +67,5 @@ def predict(case: Case, work: tuple[Work, ...]) -> StepTime:
 def _counted(tower: nn.Module, inputs: Any, case: Case) -> Work:
     loss = default_loss if case.supervised else None
     work = count_work(tower, inputs, case.precision, device=case.device, loss=loss)  # type: ignore[arg-type]
-    # Made on the device in every step, or brought there.
+    # Supervised inputs are made on the device; contrastive ones are copied to it.
     return work._replace(inputs=0.0) if case.supervised else work

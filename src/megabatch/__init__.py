@@ -10,7 +10,9 @@ from .version import __version__
 
 if TYPE_CHECKING:
     from . import audit, reference
-    from .chunks import accumulate, cached, retry_on_oom
+    from .chunks.accumulate import accumulate
+    from .chunks.cached import cached
+    from .chunks.oom import retry_on_oom
     from .costs.memory import predict_memory
     from .losses import ClipLoss, Diagnostics, SigLipLoss, clip_loss, siglip_loss
     from .measuring import NoiseScale, find_chunk, fitted, micro_batches
@@ -42,9 +44,9 @@ _MODULES = {
     "Diagnostics": "losses",
     "NoiseScale": "measuring",
     "SigLipLoss": "losses",
-    "accumulate": "chunks",
+    "accumulate": "chunks.accumulate",
     "audit": "audit",
-    "cached": "chunks",
+    "cached": "chunks.cached",
     "chunks": "chunks",
     "clip_loss": "losses",
     "find_chunk": "measuring",
@@ -54,7 +56,7 @@ _MODULES = {
     "plan": "planning.planner",
     "predict_memory": "costs.memory",
     "reference": "reference",
-    "retry_on_oom": "chunks",
+    "retry_on_oom": "chunks.oom",
     "siglip_loss": "losses",
 }
 

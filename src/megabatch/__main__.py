@@ -17,9 +17,9 @@ import time
 from types import FrameType
 from typing import Any
 
-# A second signal counts from so many seconds on: one key press may arrive twice, through a launcher and directly.
+# A second signal within this many seconds is ignored: one key press may arrive twice, from a launcher and directly.
 PATIENCE = 2.0
-# 128 and the number of SIGPIPE: what a shell reports of a program that wrote to a closed pipe.
+# 128 plus the number of SIGPIPE: the status that a shell reports if a program wrote to a closed pipe.
 CLOSED_PIPE = 141
 
 
@@ -37,42 +37,45 @@ def main() -> int:
     except OSError as error:
         status, message = _output_failed(error)
     except BaseException:
-        # An interrupt can end in another exception, which is no news.
+        # An interrupt can end in another exception, which adds nothing.
         if not signals.number:
             raise
     if signals.number:
         status, message = 128 + signals.number, signals.sentence()
     signals.finished = status
     if message is not None:
-        _say(message)
+        _print_error(message)
     return status
 
 
 def _run() -> tuple[int, str | None]:
-    """Run the command line; return its exit status and the line that says why it failed, None if it did not."""
+    """Run the command line; return its exit status and the error in one line, None if there is none."""
     from megabatch import cli
 
     if hasattr(sys.stdout, "reconfigure"):
-        # A caption that the terminal's encoding lacks is printed as an escape sequence.
+        # Characters that the terminal's encoding lacks are printed as escape sequences.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         outcome = cli.run()
     except SystemExit as exit_:
-        # argparse exits so after --help and after an error in the arguments.
+        # argparse raises it after --help and after an error in the arguments.
         outcome = int(exit_.code or 0), None
     if sys.stdout is not None:
-        # Here, where an error can still be told, and not when the interpreter exits.
+        # Here an error can still be reported; when the interpreter exits it cannot.
         sys.stdout.flush()
     return outcome
 
 
 class Interrupt(KeyboardInterrupt):
-    """A signal. Of its own class, since Python ends by SIGINT, whatever the exit status, once a KeyboardInterrupt itself has passed
-    through a call of exec() with a string, as dataclasses make them."""
+    """A signal.
+
+    A subclass, because Python ends by SIGINT, whatever the exit status, once a KeyboardInterrupt itself has passed through exec()
+    of a string, which dataclasses use.
+    """
 
 
 class Signals:
-    """SIGINT and SIGTERM raise KeyboardInterrupt in the main thread, or end the process at once where that would be lost.
+    """Handlers of SIGINT and SIGTERM: they raise KeyboardInterrupt in the main thread, or end the process where that would be lost.
 
     `number` is the first signal that arrived, 0 without one. A second one, later than PATIENCE, ends the process at once too.
     `finished` is the exit status once the command is done: a signal while the interpreter exits then ends the process with it.
@@ -86,12 +89,12 @@ class Signals:
 
     def install(self) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
-            # Ignored signals stay ignored: shells start background jobs so.
+            # Ignored signals stay ignored: shells start background jobs with them.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._handle)
         sys.unraisablehook = self._unraisable
-        # Registered first, so called last: when the interpreter then takes its handlers down, a signal would kill the process and
-        # hide the status of a command that is finished.
+        # Registered first, so called last: the interpreter removes its handlers next, and a signal would then kill the process and
+        # hide the status of a finished command.
         atexit.register(self._ignore)
 
     def sentence(self) -> str:
@@ -99,7 +102,7 @@ class Signals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:
-            # A forked worker that has not set handlers of its own yet: its parent decides when it ends.
+            # A forked worker that has not set its own handlers yet: its parent decides when it ends.
             if number == signal.SIGTERM:
                 os._exit(128 + number)
             return
@@ -119,10 +122,10 @@ class Signals:
                 signal.signal(number, signal.SIG_IGN)
 
     def _unraisable(self, unraisable: Any) -> None:
-        """Replace sys.unraisablehook: Python drops an exception that is raised in a finalizer or a callback, an interrupt too."""
+        """Replace sys.unraisablehook: Python drops exceptions that are raised in finalizers and callbacks, interrupts too."""
         if os.getpid() == self._process and issubclass(unraisable.exc_type, KeyboardInterrupt) and self.finished is None:
             self._exit_now()
-        # After an interrupt, finalizers of half-built objects fail as a matter of course.
+        # After an interrupt it is normal that finalizers of half-built objects fail.
         if not self.number:
             sys.__unraisablehook__(unraisable)
 
@@ -130,7 +133,7 @@ class Signals:
         self.number = self.number or signal.SIGINT
         # A progress bar hides the cursor.
         cursor = "\x1b[?25h" if os.isatty(2) else ""
-        # Not print: the signal may have interrupted one.
+        # Not print(): the signal may have interrupted a call of it.
         with contextlib.suppress(OSError):
             os.write(2, f"{cursor}{self.sentence()}\n".encode())
         os._exit(128 + self.number)
@@ -139,8 +142,8 @@ class Signals:
 def _may_raise(frame: FrameType | None) -> bool:
     """Return whether an exception at this place reaches `main`.
 
-    Not from an import: modules catch whatever an optional import raises, and the command would go on. Nor from a dispatch mode of
-    torch, as tracing uses it: an exception between its steps makes C++ code abort the process.
+    It does not from an import, because modules catch whatever an optional import raises, and the command would continue. Nor from a
+    dispatch mode of torch, which tracing uses: there an exception makes C++ code abort the process.
     """
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib") or frame.f_code.co_name == "__torch_dispatch__":
@@ -150,7 +153,7 @@ def _may_raise(frame: FrameType | None) -> bool:
 
 
 def _output_failed(error: OSError) -> tuple[int, str | None]:
-    """Return the status and the message of a standard output that cannot be written to; nothing more is written to it."""
+    """Return the status and the message for a standard output that cannot be written, and redirect it to the null device."""
     message = None if _reader_is_gone() else f"megabatch: error: {error}"
     null = os.open(os.devnull, os.O_WRONLY)
     # The interpreter flushes standard output once more when it exits.
@@ -159,7 +162,7 @@ def _output_failed(error: OSError) -> tuple[int, str | None]:
 
 
 def _reader_is_gone() -> bool:
-    """Whether standard output or standard error is a pipe that nobody reads any more, as after `| head -1`."""
+    """Return whether standard output or standard error is a pipe that nobody reads any more, as after `| head -1`."""
     import select
 
     if not hasattr(select, "poll"):
@@ -170,7 +173,7 @@ def _reader_is_gone() -> bool:
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
-def _say(message: str) -> None:
+def _print_error(message: str) -> None:
     try:
         print(message, file=sys.stderr, flush=True)
     except OSError:

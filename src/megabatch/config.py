@@ -1,4 +1,4 @@
-"""What a plan writes and a run reads: frozen dataclasses, TOML in and out. Nothing here is executed, all of it is checked."""
+"""The configuration of a run, which a plan writes and `train` reads: frozen dataclasses with TOML in and out, all checked."""
 
 from __future__ import annotations
 
@@ -27,57 +27,57 @@ else:
     import tomli as tomllib
 
 Section = TypeVar("Section")
-# TOML has no null: this text stands for None where a value may be absent.
+# TOML has no null: this string means None where a value may be absent.
 NONE = "none"
 LENGTHS = ("samples", "epochs", "steps")
-# A larger file, or a more deeply nested one, is not a run's configuration.
+# Larger or more deeply nested files are refused.
 LARGEST_FILE = 2**20
 DEEPEST = 32
-# A TOML key of more parts than that, for which tomllib takes time and memory in proportion to the square of their number.
+# A TOML key of more parts than that: tomllib takes time and memory proportional to the square of their number.
 LONG_KEY = re.compile(rf"""(?<![\w-])(?:(?:[\w-]+|"[^"\n]*"|'[^'\n]*')[ \t]*\.[ \t]*){{{DEEPEST + 1}}}""")
-# TOML's integers, torch's seeds and positions in the stream of samples have 64 bits; numbers are computed with in fp32.
+# TOML integers, seeds of torch and positions in the stream of samples have 64 bits; floats are used in fp32.
 INT64 = 2**63 - 1
 FP32 = 3.4028234663852886e38
-# Rows of a batch are counted in 32 bits by the kernels.
+# The kernels count the rows of a batch in 32 bits.
 MOST_PAIRS = 2**31 - 1
 WIDEST = 2**20
-# Rates in use lie far below: SGD with layer-wise scaling goes up to a few tens.
+# Usual rates are far below: SGD with layer-wise scaling uses up to a few tens.
 LARGEST_RATE = 1000.0
-# Tiles of 64 by 64 similarities. Smaller ones make one call of PyTorch for a handful of numbers, and a step takes hours.
+# Tiles of 64 by 64 similarities. With smaller ones each operation computes a few numbers, and a step takes hours.
 SMALLEST_TILE = 64 * 2**10
-# Threads and worker processes that any machine may be asked for; those with many cores may be asked for more. OpenMP ends the
-# process where threads cannot be created, and crashes from a few ten thousand on.
+# Threads and worker processes that are allowed on any machine; one with many cores allows more. OpenMP ends the process if it
+# cannot create threads, and crashes from a few ten thousand threads up.
 MANY = 256
-# What is trained where no file says anything else: pictures and names of characters, at a batch that two cores' budget pays for.
+# What `megabatch train` and `plan` use without a file: images and names of characters. It trains in minutes on two CPU cores.
 EMBEDDED = {
     "data": {"workers": 1},
     "x": {"name": "cnn", "options": {"channels": 1}},
     "y": {"name": "text"},
     "loss": {"label_smoothing": 0.1},
     "optimizer": {"lr": 4e-3},
-    "schedule": {"samples": 768 * 1024},
-    "evaluate": {"every": 128},
+    "schedule": {"samples": 256 * 1024},
+    "evaluate": {"every": 64, "large": "auto"},
 }
 
 
 @dataclass(frozen=True)
 class Data:
-    """Where the pairs come from. A pair has two sides, x and y: picture and caption, or query and document.
+    """The training data. A pair has two sides, x and y: image and caption, or query and document.
 
-    source: "glyphs", or a path: WebDataset shards (globs and braces), a .csv, .tsv, .parquet or .jsonl file, a folder of pictures
+    source: "glyphs", or a path: WebDataset shards (globs and braces), a .csv, .tsv, .parquet or .jsonl file, a folder of images
         with text files, a folder saved by Hugging Face `datasets`.
-    kind: None tells it from the source's name.
-    x, y: the column, the key or, in shards and folders, the extensions ("jpg;png", "json:key") of each side; None takes the usual
-        names. Whether a column holds texts or paths of pictures follows from what the towers take.
-    label: the column of the class, for objective "classify".
-    negatives: the column or key of a list of hard negatives of y, or several, as in "negative_1;negative_2"; false leaves them out.
-        None is an error where rows have columns with the usual names: negatives, negative, hard_negatives, neg, negative_1, …
-    held_out: what is kept from training and evaluated on: a fraction of the source, or another source of the same kind.
-    window: shards are shuffled as a whole, samples within windows of this many; one as long as the data shuffles all of it.
-    max_bad: how many training samples may be unreadable: they are skipped and named in the log, and one more stops the run. Each
-        counts once, however often the run meets it; those known to be lost in a damaged file count from the start. Held-out samples
-        do not count: the evaluation says how many it could not read.
-    max_pixels: larger pictures are refused before they are decoded.
+    kind: the format; None recognises it by the name of the source.
+    x, y: the column or key of each side or, in shards and folders, its extensions ("jpg;png", "json:key"). None takes the usual
+        names. Whether a column has texts or paths of images depends on what the towers take.
+    label: the column of the class, for classification.
+    negatives: the column or key of a list of hard negatives of y, or several columns, as in "negative_1;negative_2". False ignores
+        them. None is an error where rows have columns with the usual names: negatives, negative, hard_negatives, neg, negative_1, …
+    held_out: the evaluation data, which is not trained on: a fraction of the source, or another source of the same kind.
+    window: shards are shuffled as a whole, samples within windows of this size; a window of the size of the data shuffles all of
+    it. max_bad: how many training samples may be unreadable. They are skipped and logged, and one more stops the run. Each sample
+        counts once; samples known to be lost in a damaged file count from the start. Held-out samples do not count: the evaluation
+        reports how many it could not read.
+    max_pixels: larger images are refused before they are decoded.
     """
 
     source: str = "glyphs"
@@ -97,13 +97,13 @@ class Data:
 class Tower:
     """One encoder.
 
-    name: "vit", "cnn" (pictures) or "text", built in; "timm:NAME", "open_clip:NAME", "transformers:NAME or folder"; or
-        "package.module:function", which is called with the options and returns a Module, or a `towers.Tower`. As the name of y, "x"
-        is the tower of x, for both sides.
+    name: "vit", "cnn" (images) or "text", built in; "timm:NAME", "open_clip:NAME", "transformers:NAME or folder"; or
+        "package.module:function", which is called with the options and returns a Module or a `towers.Tower`. The name "x" for y
+        shares the tower of x.
     options: arguments of the builder (width, depth, size, …).
-    weights: local file to start from, safetensors or a state dict that torch.load reads with weights_only.
-    locked: no gradient, evaluation mode (LiT).
-    checkpointing: recompute activations inside the encoder.
+    weights: local file with initial weights, safetensors or a state dict that torch.load reads with weights_only.
+    locked: no gradient, and evaluation mode (LiT).
+    checkpointing: recompute activations inside the encoder in backward.
     """
 
     name: str = "vit"
@@ -115,11 +115,11 @@ class Tower:
 
 @dataclass(frozen=True)
 class Loss:
-    """What is learnt. Options as in `clip_loss` and `siglip_loss`; `scale` and `bias` are where the learnable ones start.
+    """The objective (`objectives.OBJECTIVES`) and its options, as in `clip_loss` and `siglip_loss`.
 
-    scale: multiplies cosine similarities (1 / temperature), at least 1; None starts where the loss's paper does.
-
-    duplicates: what pairs with equal captions are to each other: "mask" and "positive" as in the losses; "negative" as any other.
+    scale: initial value of the learnable scale of cosine similarities (1 / temperature), at least 1; None is the value of the
+        loss's paper. bias: initial value of the learnable bias.
+    duplicates: how pairs with equal captions are treated: "mask" and "positive" as in the losses, "negative" as all other pairs.
     """
 
     objective: ObjectiveName = objectives.DEFAULT
@@ -134,13 +134,13 @@ class Loss:
 
 @dataclass(frozen=True)
 class Batch:
-    """How many pairs an optimizer step takes, over all ranks, and how they go through the encoders.
+    """Pairs of one optimizer step over all ranks, and how they are encoded.
 
-    size: pairs of one step; chunk: rows through an encoder at once; keep: chunks whose activations are kept.
-    schedule: how the size grows from `start` to `size`: over the samples of the first `ramp` (a fraction of the run), linearly,
-        exponentially, or in doublings ("steps"); "noise" doubles whenever the gradient's noise says that the critical batch is
-        larger, with a budget in samples or epochs; "constant" is `size` throughout.
-    lr_rule: how the learning rate follows where the batch is smaller than `size`.
+    size: pairs of one step. chunk: rows that an encoder takes at once. keep: chunks whose activations are kept, not recomputed.
+    schedule: how the size grows from `start` to `size` over the first `ramp` (a fraction) of the run: linearly, exponentially, or
+        in doublings ("steps"). "noise" doubles the batch whenever the gradient noise shows that it is below
+        the critical batch, and needs a budget in samples or epochs. "constant" is `size` throughout.
+    lr_rule: how the learning rate is scaled where the batch is smaller than `size`.
     """
 
     size: int = 1024
@@ -154,10 +154,11 @@ class Batch:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """name: "adamw", "sgd", or "package.module:Class", called with the parameter groups, lr and `options`.
+    """The optimizer.
 
-    weight_decay: for matrices and convolutions; gains, biases, embeddings of a scale and the logit scale get none.
-    clip_norm: the largest norm of the whole gradient. ema: decay of a moving average of the weights, evaluated in their place.
+    name: a built-in one (`optimizers.OPTIMIZERS`), or "package.module:Class", called with the parameter groups, lr and `options`.
+    weight_decay: of matrices and convolutions; gains, biases and the logit scale get none.
+    clip_norm: the largest norm of the whole gradient. ema: decay of a moving average of the weights, which evaluations use.
     """
 
     name: str = optimizers.DEFAULT
@@ -173,9 +174,9 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long, and the course of the learning rate. Exactly one of samples, epochs, steps.
+    """The length of the run, as exactly one of samples, epochs and steps, and the schedule of the learning rate.
 
-    warmup: steps from zero to the full rate (a fraction of the run if below 1). floor: the rate at the end, as a share of lr.
+    warmup: steps from zero to the full rate, or a fraction of the run if below 1. floor: the rate at the end, as a fraction of lr.
     """
 
     samples: int | None = None
@@ -188,10 +189,11 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Compute:
-    """device: "cpu", "cuda", …; None: the accelerator if there is one. precision: of autocast; "fp32" is none.
+    """How the run is computed.
 
-    sharding: over ranks: "ddp" copies the weights, "fsdp2" shards them. workspace: working memory of the loss in bytes,
-        64 KiB or more. threads: of PyTorch on a CPU.
+    device: "cpu", "cuda", …; None is the accelerator if there is one. precision: of autocast; "fp32" is none.
+    sharding: "ddp" replicates the weights on every rank, "fsdp2" shards them. workspace: working memory of the loss in bytes, 64
+        KiB or more. threads: of PyTorch on a CPU.
     """
 
     device: str | None = None
@@ -205,7 +207,7 @@ class Compute:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """every: steps between two; None: at the end and on SIGTERM or SIGINT only. keep: the newest that stay."""
+    """every: steps between two checkpoints; None writes one at the end and on SIGTERM or SIGINT only. keep: how many stay."""
 
     every: int | None = 200
     keep: int = 2
@@ -213,7 +215,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Watch:
-    """What a run says while it runs, beside one JSON line a step; `report`: whether it ends with curves, contact sheet and page."""
+    """Output of a run beside log.jsonl: progress bar, report.html with curves and contact sheet, TensorBoard, W&B project."""
 
     bar: bool = True
     report: bool = True
@@ -223,22 +225,22 @@ class Watch:
 
 @dataclass(frozen=True)
 class Evaluate:
-    """every: steps between two evaluations; None: at the end only. limit: held-out pairs taken, at most.
+    """every: steps between two evaluations; None evaluates at the end only. limit: the most held-out pairs that are used.
 
-    templates: sentences around the class names of a zero-shot classification.
-    large: after the training, one step each at batches of so many pairs, with the same chunk: their time and memory are reported,
-        the weights stay as they are.
+    templates: texts around the class names for zero-shot classification.
+    large: batches of single steps after the training, with the same chunk. Their time and memory are reported, the weights stay as
+        they are. "auto" is 4,096 and 16,384 pairs, and 65,536 on a GPU.
     """
 
     every: int | None = None
     limit: int = 10_000
-    large: tuple[int, ...] = ()
+    large: tuple[int, ...] | Literal["auto"] = ()
     templates: tuple[str, ...] = ("{}",)
 
 
 @dataclass(frozen=True)
 class Planned:
-    """What the plan predicted, for the report to set beside what was measured."""
+    """What the plan predicted, for the report to compare with the measurements."""
 
     peak_bytes: int | None = None
     seconds_per_step: float | None = None
@@ -246,7 +248,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class Run:
-    """One training, whole: what `megabatch train` runs."""
+    """The whole configuration of one `megabatch train`."""
 
     out: str = "runs/glyphs"
     seed: int = 0
@@ -268,13 +270,13 @@ DEFAULTS = Run()
 
 
 def read(path: str | Path, overrides: Iterable[str] = ()) -> Run:
-    """The run that a TOML file describes, with "section.key=value" overrides; what the file does not say is the default."""
+    """Return the run that a TOML file describes, with "section.key=value" overrides; other keys have their defaults."""
     return build(parse_toml(_text_of(path), str(path)), overrides, str(path))
 
 
 def parse_toml(text: str, name: str) -> dict[str, Any]:
-    """Return the table of a TOML text; `name` is the file's, for errors."""
-    too_deep = f"{name}: is nested too deeply; at most {DEEPEST} lists or tables may lie in each other"
+    """Return the table of a TOML text. name: of the file, for errors."""
+    too_deep = f"{name}: is nested too deeply; at most {DEEPEST} levels of lists and tables are allowed"
     if len(text) > LARGEST_FILE:
         raise ValueError(_too_large(name))
     if LONG_KEY.search(text):
@@ -286,7 +288,7 @@ def parse_toml(text: str, name: str) -> dict[str, Any]:
     except RecursionError:
         raise ValueError(too_deep) from None
     except ValueError as error:
-        # Python converts no integer of more than 4300 digits; what a date cannot be is a ValueError too.
+        # Python refuses integers of more than 4300 digits; an impossible date is a ValueError too.
         raise ValueError(f"{name}: holds a value that cannot be read ({error})") from None
 
 
@@ -296,12 +298,12 @@ def _text_of(path: str | Path) -> str:
         with open(path, "rb") as file:
             content = file.read(LARGEST_FILE + 1)
     except FileNotFoundError:
-        raise ValueError(f"{path}: there is no such file; name a run's TOML file, or none for the embedded default") from None
+        raise ValueError(f"{path}: there is no such file; name the TOML file of a run, or none for the embedded default") from None
     except IsADirectoryError:
         raise ValueError(f"{path}: is a directory; name the TOML file in it, as in {os.path.join(path, 'run.toml')}") from None
     except ValueError as error:
         # A path with a NUL character.
-        raise ValueError(f"{str(path)!r}: is not a path ({error}); name a run's TOML file") from None
+        raise ValueError(f"{str(path)!r}: is not a path ({error}); name the TOML file of a run") from None
     if len(content) > LARGEST_FILE:
         raise ValueError(_too_large(path))
     try:
@@ -312,11 +314,11 @@ def _text_of(path: str | Path) -> str:
 
 
 def _too_large(path: str | Path) -> str:
-    return f"{path}: is larger than {LARGEST_FILE:,} bytes, which no run's configuration is; name a run's TOML file"
+    return f"{path}: is larger than {LARGEST_FILE:,} bytes, the limit of a configuration; name the TOML file of a run"
 
 
 def build(table: Mapping[str, Any], overrides: Iterable[str] = (), origin: str = "run") -> Run:
-    """The run of a nested table, checked.
+    """Return the run that a nested table describes, after checking it.
 
     >>> build({"schedule": {"epochs": 10}}, ["optimizer.lr=3e-4"]).optimizer.lr
     0.0003
@@ -335,12 +337,12 @@ def build(table: Mapping[str, Any], overrides: Iterable[str] = (), origin: str =
 
 
 def as_table(run: Run) -> dict[str, Any]:
-    """The run as nested dicts of plain values: None is left out, or "none" where the default is something else."""
+    """Return the run as nested dicts of plain values. None is left out, or "none" where it is not the default."""
     return _plain(run)
 
 
 def as_toml(run: Run) -> str:
-    """The run as TOML, every value written out: `read` gives it back equal."""
+    """Return the run as TOML with every value; `read` restores it."""
     table = as_table(run)
     lines = [f"{key} = {_literal(value)}" for key, value in table.items() if not isinstance(value, dict)]
     for name, section in table.items():
@@ -356,17 +358,17 @@ def is_torch_optimizer(name: str) -> bool:
 
 
 def check(run: Run) -> None:
-    """Raises ValueError where values contradict each other or a rule."""
+    """Raise ValueError where a value breaks a rule or contradicts another one."""
     _check_values(run)
     for name, value, fine, rule in _rules(run):
         if not fine:
             raise ValueError(f"{name} is {_shown(value)}: {rule}")
     _check_length(run.schedule, run.batch)
     if isinstance(run.data.held_out, float) and not 0 <= run.data.held_out < 1:
-        raise ValueError(f"data.held_out is {run.data.held_out!r}: a fraction must lie in [0, 1); a path names another source")
+        raise ValueError(f"data.held_out is {run.data.held_out!r}: a fraction must be in [0, 1); a path names another source")
     if run.batch.schedule != "constant" and not 1 <= (run.batch.start or 0) <= run.batch.size:
         raise ValueError(
-            f"batch.start is {run.batch.start!r}: a batch that grows ({run.batch.schedule}) starts between 1 and"
+            f"batch.start is {run.batch.start!r}: a growing batch ({run.batch.schedule}) must start between 1 and"
             f" batch.size = {run.batch.size}"
         )
     _check_used(run)
@@ -376,7 +378,7 @@ def check(run: Run) -> None:
 
 
 def _rules(run: Run) -> list[tuple[str, Any, bool, str]]:
-    """The rules for single values: name, value, whether it keeps the rule, and the rule in words."""
+    """Return the rules for single values: key, value, whether it follows the rule, and the rule in words."""
     cores = os.cpu_count() or 1
     many = max(MANY, 4 * cores)
     pairs = f"must be at least 1, and at most {MOST_PAIRS}"
@@ -384,7 +386,7 @@ def _rules(run: Run) -> list[tuple[str, Any, bool, str]]:
         ("batch.size", run.batch.size, _within(run.batch.size, 1, MOST_PAIRS), pairs),
         ("batch.chunk", run.batch.chunk, _within(run.batch.chunk, 1, MOST_PAIRS), f"{pairs}; lower it when memory runs out"),
         ("batch.keep", run.batch.keep, run.batch.keep == "auto" or run.batch.keep >= 0, 'must be "auto" or at least 0'),
-        ("batch.ramp", run.batch.ramp, 0 < run.batch.ramp <= 1, "is a fraction of the run: above 0, at most 1"),
+        ("batch.ramp", run.batch.ramp, 0 < run.batch.ramp <= 1, "must be a fraction of the run, above 0 and at most 1"),
         ("optimizer.lr", run.optimizer.lr, 0 < run.optimizer.lr <= LARGEST_RATE,
          f"must be above 0, and at most {LARGEST_RATE:g}; usual are 1e-4 to 1e-2 for adamw, up to 10 for sgd"),
         ("optimizer.weight_decay", run.optimizer.weight_decay, 0 <= run.optimizer.weight_decay <= 1000,
@@ -395,41 +397,42 @@ def _rules(run: Run) -> list[tuple[str, Any, bool, str]]:
         ("optimizer.clip_norm", run.optimizer.clip_norm, _above(run.optimizer.clip_norm, 0), 'must be above 0, or "none"'),
         ("optimizer.ema", run.optimizer.ema, run.optimizer.ema is None or 0 < run.optimizer.ema < 1, "must lie between 0 and 1"),
         ("schedule.warmup", run.schedule.warmup, run.schedule.warmup >= 0, "must not be negative"),
-        ("schedule.floor", run.schedule.floor, 0 <= run.schedule.floor <= 1, "is a share of lr: 0 to 1"),
+        ("schedule.floor", run.schedule.floor, 0 <= run.schedule.floor <= 1, "must be a fraction of lr, from 0 to 1"),
         ("loss.dim", run.loss.dim, _within(run.loss.dim, 1, WIDEST), f"must be at least 1, and at most {WIDEST}"),
         ("loss.scale", run.loss.scale, _above(run.loss.scale, 0), "must be above 0"),
         ("loss.max_scale", run.loss.max_scale, run.loss.max_scale > 0, "must be above 0"),
         ("loss.label_smoothing", run.loss.label_smoothing, 0 <= run.loss.label_smoothing < 1, "must lie in [0, 1)"),
         ("loss.drop_above", run.loss.drop_above, run.loss.drop_above is None or -2 < run.loss.drop_above <= 2,
-         "must lie above -2, where no negative is left, and be at most 2: it is a difference of cosine similarities"),
+         "must be above -2, where no negative is left, and at most 2: it is a difference of cosine similarities"),
         ("loss.bias", run.loss.bias, _within(run.loss.bias, -1000, 1000), "must lie in [-1000, 1000]; usual is -10"),
         ("data.window", run.data.window, run.data.window >= 1, "must be at least 1, which does not shuffle within shards"),
         ("data.workers", run.data.workers, run.data.workers >= 0, "must not be negative; 0 reads in the training process"),
         ("data.workers", run.data.workers, run.data.workers <= many,
-         f"must be at most {many} processes: this machine has {cores} cores, and each process reads for itself"),
+         f"must be at most {many} processes: this machine has {cores} cores"),
         ("data.max_bad", run.data.max_bad, run.data.max_bad >= 0, "must not be negative"),
         ("data.max_pixels", run.data.max_pixels, run.data.max_pixels >= 1, "must be at least 1"),
         ("checkpoint.every", run.checkpoint.every, _above(run.checkpoint.every, 0), 'must be at least 1, or "none"'),
         ("checkpoint.keep", run.checkpoint.keep, run.checkpoint.keep >= 1, "must be at least 1"),
         ("evaluate.every", run.evaluate.every, _above(run.evaluate.every, 0), 'must be at least 1, or "none"'),
         ("evaluate.limit", run.evaluate.limit, run.evaluate.limit >= 1, "must be at least 1"),
-        ("evaluate.large", run.evaluate.large, all(_within(size, 1, MOST_PAIRS) for size in run.evaluate.large),
+        ("evaluate.large", run.evaluate.large,
+         run.evaluate.large == "auto" or all(_within(size, 1, MOST_PAIRS) for size in run.evaluate.large),
          f"every batch in it {pairs}"),
         ("evaluate.templates", run.evaluate.templates, all("{}" in each for each in run.evaluate.templates),
          "each must hold {} where the name of the class goes, as in 'a photo of a {}'"),
         ("evaluate.templates", run.evaluate.templates, len(run.evaluate.templates) > 0, "must hold at least one, for example '{}'"),
         ("compute.workspace", run.compute.workspace, _within(run.compute.workspace, SMALLEST_TILE, INT64),
-         f"counts bytes, and must be at least {SMALLEST_TILE}; leave it out for the device's default"),
+         f"must be at least {SMALLEST_TILE} bytes; leave it out for the default of the device"),
         ("compute.threads", run.compute.threads, _above(run.compute.threads, 0), "must be at least 1"),
         ("compute.threads", run.compute.threads, _within(run.compute.threads, 1, many),
-         f"must be at most {many}: this machine has {cores} cores, and more threads than that only wait for each other"),
+         f"must be at most {many}: this machine has {cores} cores"),
         ("planned.peak_bytes", run.planned.peak_bytes, _within(run.planned.peak_bytes, 0, INT64), "must not be negative"),
         ("planned.seconds_per_step", run.planned.seconds_per_step, _above(run.planned.seconds_per_step, 0), "must be above 0"),
     ]  # fmt: skip
 
 
 def _check_length(schedule: Schedule, batch: Batch) -> None:
-    """Raises ValueError unless exactly one length is given, and one that can be counted."""
+    """Raise ValueError unless exactly one length is given, and it is positive and fits into 64 bits."""
     lengths = {name: getattr(schedule, name) for name in LENGTHS}
     given = {name: value for name, value in lengths.items() if value is not None}
     if len(given) > 1:
@@ -438,16 +441,16 @@ def _check_length(schedule: Schedule, batch: Batch) -> None:
         if value <= 0:
             raise ValueError(f"schedule.{name} is {value!r}: must be above 0")
     if not given:
-        raise ValueError("schedule does not say how long to train: give one of samples, epochs, steps")
+        raise ValueError("schedule has no length: give one of samples, epochs, steps")
     if schedule.steps is not None and schedule.steps * batch.size > INT64:
         raise ValueError(
-            f"schedule.steps is {schedule.steps} and batch.size {batch.size}: that is more samples than 64 bits count; train for"
-            " fewer steps"
+            f"schedule.steps is {schedule.steps} and batch.size {batch.size}: that is more samples than 64 bits can count; train"
+            " for fewer steps"
         )
 
 
 def _check_values(section: Any, prefix: str = "") -> None:
-    """Raises ValueError where a number is not finite or too large to compute with, or where a text cannot be written to a file."""
+    """Raise ValueError where a number is not finite or too large, or a string cannot be written to a file."""
     hints = _hints(type(section))
     for entry in dataclasses.fields(section):
         name, value = prefix + entry.name, getattr(section, entry.name)
@@ -456,13 +459,13 @@ def _check_values(section: Any, prefix: str = "") -> None:
         elif isinstance(value, Mapping):
             _check_option(name, value)
         else:
-            switch = f'; leave it out, or say "{NONE}"' if type(None) in typing.get_args(hints[entry.name]) else ""
+            remedy = f'; leave it out, or set it to "{NONE}"' if type(None) in typing.get_args(hints[entry.name]) else ""
             for each in value if isinstance(value, tuple) else (value,):
-                _check_value(name, each, switch)
+                _check_value(name, each, remedy)
 
 
 def _check_value(name: str, value: Any, remedy: str) -> None:
-    """Raises ValueError where one value of a key is none that can be computed with, or written."""
+    """Raise ValueError where one value of a key cannot be computed with, or cannot be written."""
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{name} is {value!r}: must be a finite number{remedy}")
     if isinstance(value, float) and abs(value) > FP32:
@@ -473,14 +476,14 @@ def _check_value(name: str, value: Any, remedy: str) -> None:
         if not value:
             raise ValueError(f"{name} is '': must not be empty{remedy}")
         if "\0" in value:
-            raise ValueError(f"{name} is {_shown(value)}: must not hold a NUL character, which no file's name and no text has")
+            raise ValueError(f"{name} is {_shown(value)}: must not contain a NUL character")
         _check_unicode(name, value)
 
 
 def _check_option(name: str, value: Any, depth: int = 0) -> None:
-    """Raises ValueError where an entry of an `options` table cannot be written to a configuration file or a checkpoint."""
+    """Raise ValueError where an entry of an `options` table cannot be written to a configuration file or a checkpoint."""
     if depth > DEEPEST:
-        raise ValueError(f"{name[:80]}: is nested too deeply; at most {DEEPEST} lists or tables may lie in each other")
+        raise ValueError(f"{name[:80]}: is nested too deeply; at most {DEEPEST} levels of lists and tables are allowed")
     if isinstance(value, Mapping):
         for key, item in value.items():
             if not isinstance(key, str):
@@ -497,24 +500,22 @@ def _check_option(name: str, value: Any, depth: int = 0) -> None:
     elif isinstance(value, str):
         _check_unicode(name, value)
     elif value is None:
-        raise ValueError(f"{name} is null: TOML has no such value; leave it out")
+        raise ValueError(f"{name} is null: TOML has no null; leave it out")
     elif not isinstance(value, (bool, int, float)):
         raise ValueError(
-            f"{name} is {_shown(value)}: a {type(value).__name__} cannot be kept in a checkpoint; give a text, a number, a list or"
-            " a table"
+            f"{name} is {_shown(value)}: a {type(value).__name__} cannot be written to a checkpoint; give a text, a number, a list"
+            " or a table"
         )
 
 
 def _check_unicode(name: str, text: str) -> None:
-    # Command lines and JSON can hold half of a surrogate pair: for example bytes of a file's name that are not UTF-8.
+    # Command lines and JSON can contain half of a surrogate pair, for example for bytes of a file name that are not UTF-8.
     if any("\ud800" <= character <= "\udfff" for character in text):
-        raise ValueError(
-            f"{name} is {_shown(text)}: must be valid Unicode, or it cannot be written to run.toml; rename what it names"
-        )
+        raise ValueError(f"{name} is {_shown(text)}: must be valid Unicode to be written to run.toml; rename the file")
 
 
 class Use(NamedTuple):
-    """A key that only some choices of another key use. `instead`: where a choice that does not use it takes such a value from."""
+    """A key that only some values of the key `choice` use. instead: the key in which other values take such a setting."""
 
     key: str
     choice: str
@@ -533,24 +534,24 @@ USES = (
 
 
 def _check_used(run: Run) -> None:
-    """Raises ValueError where a key has been given that what was chosen does not use: something else than meant would be trained.
+    """Raise ValueError where a key is set that the chosen objective, schedule or optimizer does not use.
 
-    The default passes: a run's file that was written whole holds every key.
+    Default values pass: a complete run.toml contains every key.
     """
     for use in USES:
         value, chosen = _get(run, use.key), _get(run, use.choice)
-        # False says outright that nothing is used.
+        # False states explicitly that nothing is used.
         if chosen in use.users or value == _get(DEFAULTS, use.key) or value is False:
             continue
         users = " and ".join(f'"{user}"' for user in use.users)
         instead = f", or give it in {use.instead}" if use.instead and ":" in str(chosen) else ""
         raise ValueError(
-            f'{use.key} is {_shown(value)}: {use.choice} "{chosen}" does not use it, only {users} would; leave it out{instead}'
+            f'{use.key} is {_shown(value)}: {use.choice} "{chosen}" does not use it, only {users} does; leave it out{instead}'
         )
 
 
 def without_unused(run: Run) -> Run:
-    """Return the run with every key at its default that what it chooses does not use: after another choice was put into it.
+    """Return the run with every unused key at its default, for runs whose objective, schedule or optimizer was replaced.
 
     >>> run = build({"batch": {"schedule": "linear", "start": 64}, "schedule": {"steps": 10}})
     >>> without_unused(dataclasses.replace(run, batch=dataclasses.replace(run.batch, schedule="constant"))).batch.start
@@ -569,39 +570,39 @@ def _get(run: Run, key: str) -> Any:
 
 
 def _check_scale(loss: Loss) -> None:
-    """Raises ValueError where a scale cannot be meant. Towers are normalised, so similarities lie in [-1, 1]."""
+    """Raise ValueError where a scale is implausible: embeddings are normalised, so similarities are in [-1, 1]."""
     for name, value in (("scale", loss.scale), ("max_scale", loss.max_scale)):
         if value is not None and value < 1:
             raise ValueError(
-                f"loss.{name} is {value!r}: it multiplies cosine similarities, and must be at least 1; it looks like a temperature:"
+                f"loss.{name} is {value!r}: it multiplies cosine similarities and must be at least 1; it looks like a temperature:"
                 f" did you mean {1 / value:.4g}, which is 1/{value:g}?"
             )
     if loss.scale is not None and loss.scale > loss.max_scale:
         raise ValueError(
-            f"loss.scale is {loss.scale!r}: starts above loss.max_scale = {loss.max_scale!r}; lower it, or raise the limit"
+            f"loss.scale is {loss.scale!r}: must not exceed loss.max_scale = {loss.max_scale!r}; lower it, or raise the limit"
         )
 
 
 def _check_noise(run: Run) -> None:
-    """Raises ValueError where a batch cannot follow the noise of the gradient."""
+    """Raise ValueError where the batch cannot follow the noise of the gradient."""
     refused = 'batch.schedule is "noise"'
     if objectives.OBJECTIVES[run.loss.objective].contrastive:
         raise ValueError(
-            f"{refused} and loss.objective {run.loss.objective!r}: its samples are compared with each other, so a larger batch is "
-            "another loss with more negatives, of which the noise says nothing; choose steps, linear or exponential"
+            f"{refused} and loss.objective {run.loss.objective!r}: it compares samples with each other, so a larger batch is "
+            "another loss with more negatives, which the noise does not measure; choose steps, linear or exponential"
         )
     if run.schedule.steps is not None:
         raise ValueError(
-            f"{refused} and schedule.steps {run.schedule.steps}: how many samples that is would depend on what the noise allows,"
-            " and with it the learning rate; give schedule.samples or schedule.epochs"
+            f"{refused} and schedule.steps {run.schedule.steps}: the number of samples, and with it the learning rate, would"
+            " depend on the noise; give schedule.samples or schedule.epochs"
         )
     if run.compute.sharding == "fsdp2":
         raise ValueError(
-            f'{refused} and compute.sharding "fsdp2": no rank holds a gradient of its own rows alone; choose sharding "ddp", or '
-            "steps, linear or exponential"
+            f'{refused} and compute.sharding "fsdp2": no rank holds the gradient of its own rows alone; choose sharding "ddp", '
+            "or steps, linear or exponential"
         )
     if run.batch.start == 1:
-        raise ValueError(f"{refused} and batch.start 1: noise shows between samples of a batch; start with at least 2")
+        raise ValueError(f"{refused} and batch.start 1: noise is measured between samples of a batch; start with at least 2")
 
 
 def _above(value: float | None, limit: float) -> bool:
@@ -629,7 +630,7 @@ def _section(kind: type[Section], table: Mapping[str, Any], where: str) -> Secti
 
 
 def _value(hint: Any, value: Any, where: str) -> Any:
-    """The value as its annotation wants it: sections from tables, floats from integers, tuples from lists."""
+    """Return the value converted to its annotation: sections from tables, floats from integers, tuples from lists."""
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         if not isinstance(value, Mapping):
             raise ValueError(f"{where} is {_shown(value)}: must be a table")
@@ -643,8 +644,8 @@ def _value(hint: Any, value: Any, where: str) -> Any:
                 return _value(choice, value, where)
             except ValueError:
                 continue
-        literals = [c for c in choices if typing.get_origin(c) is Literal]
-        if literals:
+        literals = [choice for choice in choices if typing.get_origin(choice) is Literal]
+        if literals and all(choice is type(None) or choice in literals for choice in choices):
             return _value(literals[0], value, where)
         raise ValueError(f"{where} is {_shown(value)}: must be {_words(hint)}{_remedy(hint, value)}")
     if origin is Literal:
@@ -665,7 +666,7 @@ def _value(hint: Any, value: Any, where: str) -> Any:
 
 
 def _remedy(hint: Any, value: Any) -> str:
-    """What to write where an integer was given as 1e6."""
+    """Return the hint to write an integer that was given as 1e6."""
     whole = isinstance(value, float) and value.is_integer() and abs(value) <= INT64
     return f"; write {int(value)}" if whole and int in (hint, *typing.get_args(hint)) else ""
 
@@ -679,13 +680,15 @@ def _words(hint: Any) -> str:
         return f"a list of {len(choices)} values" if choices[-1] is not Ellipsis else "a list"
     if origin is Mapping:
         return "a table"
+    if origin is Literal:
+        return " or ".join(repr(choice) for choice in choices)
     return names.get(hint, str(hint))
 
 
 def _copied(value: Any, where: str, depth: int = 0) -> Any:
-    """Return a copy of nested tables and lists that shares none of them; integers beyond 64 bits are refused."""
+    """Return a deep copy of nested tables and lists; integers beyond 64 bits are refused."""
     if depth > DEEPEST:
-        raise ValueError(f"{where[:80]}: is nested too deeply; at most {DEEPEST} lists or tables may lie in each other")
+        raise ValueError(f"{where[:80]}: is nested too deeply; at most {DEEPEST} levels of lists and tables are allowed")
     if isinstance(value, Mapping):
         wrong = next((key for key in value if not isinstance(key, str)), None)
         if wrong is not None:
@@ -699,7 +702,7 @@ def _copied(value: Any, where: str, depth: int = 0) -> Any:
 
 
 def _shown(value: Any) -> str:
-    """Return the value as an error names it: its repr, cut where it is long."""
+    """Return the repr of a value for an error, shortened if it is long."""
     try:
         text = repr(value)
     except ValueError:
@@ -708,8 +711,8 @@ def _shown(value: Any) -> str:
 
 
 def _forget(table: dict[str, Any], override: str) -> None:
-    """Leaves out what the file says and an override makes void: another length of the run, the options of another tower, what
-    another objective, schedule of the batch or optimizer does not use."""
+    """Remove from the file's table what an override makes void: the old length of the run, the options of another tower, and keys
+    that the new objective, schedule or optimizer does not use."""
     path, _, text = override.partition("=")
     path, text = path.strip(), text.strip()
     section, _, key = path.partition(".")
@@ -735,20 +738,22 @@ def _put(table: dict[str, Any], override: str) -> None:
     for section in sections:
         table = table.setdefault(section, {})
         if not isinstance(table, dict):
-            raise ValueError(f"override {_shown(override)}: {_shown(section)} holds a value, not a section")
+            raise ValueError(f"override {_shown(override)}: {_shown(section)} is a value, not a section")
     table[key] = value
 
 
 def _parsed(text: str) -> Any:
-    """A number, true, false, a list or a quoted text; anything else is a text, so that paths need no quotes."""
+    """Return a number, true, false, a list or a quoted string; anything else is a string, so that paths need no quotes."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:
         return text
     except RecursionError:
-        raise ValueError(f"{_shown(text)}: is nested too deeply; at most {DEEPEST} lists or tables may lie in each other") from None
+        raise ValueError(
+            f"{_shown(text)}: is nested too deeply; at most {DEEPEST} levels of lists and tables are allowed"
+        ) from None
     except ValueError:
-        # Python converts no integer of more than 4300 digits.
+        # Python refuses integers of more than 4300 digits.
         raise ValueError(f"{_shown(text)}: must fit into 64 bits") from None
 
 
@@ -766,12 +771,12 @@ def _plain(section: Any) -> dict[str, Any]:
 
 
 def _literal(value: Any) -> str:
-    """A value as TOML; JSON's texts, numbers and lists are TOML's too, tables are written inline."""
+    """Return a value as TOML: strings, numbers and lists as in JSON, tables inline."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{_literal(key)} = {_literal(v)}" for key, v in value.items()) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(_literal(v) for v in value) + "]"
     if isinstance(value, float):
         return repr(value)
-    # TOML allows the character DEL only escaped, JSON does not care.
+    # TOML requires DEL to be escaped, JSON does not.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -71,6 +71,15 @@ def device_name(device: torch.device) -> str:
     return device.type if properties is None else str(properties(device).name)
 
 
+def device_memory(device: torch.device) -> int | None:
+    """Return the size of a device's memory in bytes; None for a CPU whose system does not report it."""
+    if device.type == "cpu":
+        return host_memory.total()
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory()
+    return int(torch.get_device_module(device).get_device_properties(device).total_memory)
+
+
 def _installed(distributions: Iterable[str]) -> dict[str, str]:
     """Return the versions of the installed ones, from their metadata: importing them could take seconds, or fail."""
     versions = {}

@@ -68,7 +68,7 @@ def peak_resident() -> int | None:
 
 
 def reset_peak() -> bool:
-    """Restart `peak_resident` from the current resident set size. Return whether that worked: only Linux supports it, not always."""
+    """Restart `peak_resident` from the current resident set size. Return whether it worked: only Linux supports it, not always."""
     try:
         # "5" resets VmHWM (see proc_pid_clear_refs(5)).
         (PROC / "self" / "clear_refs").write_text("5")

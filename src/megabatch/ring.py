@@ -93,7 +93,7 @@ class Ring:
         padded[: len(pickled)] = torch.frombuffer(bytearray(pickled), dtype=torch.uint8)
         gathered = [torch.empty_like(padded) for _ in range(self.size)]
         dist.all_gather(gathered, padded, group=self.group)
-        # By way of a list: NumPy is not a dependency.
+        # Through a list, since NumPy is not a dependency.
         return [pickle.loads(bytes(t[:size].tolist())) for t, size in zip(gathered, sizes, strict=True)]
 
     def raise_together(self, work: Callable[[], T], device: torch.device) -> T:

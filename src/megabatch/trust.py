@@ -31,6 +31,6 @@ def require_trust(run: Run, trust_code: bool) -> None:
     if named and not trust_code:
         key, name = next(iter(named.items()))
         raise ValueError(
-            f"{key} is {name!r}: it names code, which runs only with --trust-code (trust_code=True in Python); give it if you trust"
-            " whoever wrote the configuration and that code, or name a model or optimizer that is built in"
+            f"{key} is {name!r}: it names code, which runs only with --trust-code (trust_code=True in Python). Pass it if you trust"
+            " the authors of the configuration and of that code, or name a built-in model or optimizer"
         )

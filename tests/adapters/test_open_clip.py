@@ -1,4 +1,4 @@
-"""Drop-in: OpenCLIP's own losses give the same value and gradients, in one process and in two."""
+"""The drop-in losses give the values and gradients of OpenCLIP's, in one process and in two."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megabatch.adapters import open_clip as adapter
 
 
 def theirs():
-    """OpenCLIP's module; imported late, since worker processes import this file before the schemas are declared."""
+    """Return OpenCLIP's module; imported late, since worker processes import this file before the schemas are declared."""
     declare_torchvision_schemas()
     from open_clip import loss
 
@@ -56,7 +56,7 @@ def test_one_process_gives_the_same_value_and_gradients(name, options):
 
 
 def train(rank, size):
-    """(ours, theirs) for every choice."""
+    """Return the results (of megabatch, of OpenCLIP) for every choice."""
     return [
         [
             step(nn.parallel.DistributedDataParallel(Model()), getattr(module, name)(rank=rank, world_size=size, **options), rank)
@@ -67,7 +67,7 @@ def train(rank, size):
 
 
 def test_two_processes_give_the_same_value_and_gradients():
-    # A world of its own: torch.distributed.nn, which OpenCLIP uses, keeps the first process group it meets.
+    # A separate World: torch.distributed.nn, which OpenCLIP uses, keeps the first process group that it sees.
     world = World()
     results = world.run(2, train)
     world.close()
@@ -86,7 +86,7 @@ def test_the_call_takes_positions_and_missing_biases_as_openclip_does():
     assert torch.allclose(adapter.SigLipLoss()(x, y, 3.0, None), theirs().SigLipLoss()(x, y, 3.0, None))
 
 
-def test_a_world_that_is_not_there_is_refused():
+def test_a_world_size_without_processes_is_refused():
     x, y = embeddings(5)
     with pytest.raises(ValueError, match="rank=1, world_size=2, but this process is rank 0 of 1"):
         adapter.ClipLoss(rank=1, world_size=2)(x, y, 3.0)

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks import check, clocks, errors, loss, memory, peers, picture, readme, report
+from benchmarks import check, clocks, errors, figures, loss, memory, peers, readme, report
 from benchmarks import measure as measuring
 from benchmarks.measure import Case, Row, measure, needed_bytes, run_case, share
 from megabatch import reference
@@ -100,7 +100,7 @@ def test_a_wrong_result_of_another_package_is_timed_and_marked(monkeypatch: pyte
     assert report.table(rows)[1][-1].endswith("(wrong)") and not report.table(rows)[0][-1].endswith("(wrong)")
     assert [line.split(":")[0] for line in report.wrong(rows)] == ["clip, other, N = 64"]
     rows = [row | {"matrix_product_tflops": 700.0} for row in rows]
-    picture.draw([row | share(row) for row in rows], tmp_path / "wrong.png")
+    figures.draw([row | share(row) for row in rows], tmp_path / "wrong.png")
 
 
 @pytest.mark.parametrize(("kind", "smoothing"), [("clip", 0.0), ("clip", 0.1), ("siglip", 0.0)])
@@ -159,7 +159,7 @@ def test_the_peak_is_seen_after_it_is_gone(resets: bool, monkeypatch: pytest.Mon
 def test_absent_packages_are_named_and_unknown_ones_refused() -> None:
     absent = peers.Peer("none", "clip", lambda: reference.clip_loss, "no_such_package")
     assert peers.unavailable(absent, "cpu") == "no_such_package is not installed"
-    with pytest.raises(ValueError, match="choose among ours, openclip"):
+    with pytest.raises(ValueError, match="must be one of ours, openclip"):
         peers.find("nobody", "clip")
 
 

@@ -1,4 +1,4 @@
-"""Towers and batches for tests of encoders, and the chunks that one would write by hand."""
+"""Towers and batches for tests of encoders, and a chunk loop as one would write it by hand."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def batch(rows: int = 10, width: int = 6, seed: int = 1) -> Tensor:
 
 
 def in_chunks(encoder: Callable[..., Any]) -> Callable[..., Any]:
-    """The encoder over chunks with everything kept, the way one would write it by hand."""
+    """Return the encoder over chunks, without recomputation, as one would write it by hand."""
 
     def call(x: Tensor) -> Tensor:
         pieces = []

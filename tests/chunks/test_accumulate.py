@@ -1,4 +1,4 @@
-"""accumulate(): the gradient of the mean over the whole batch, from any number of chunks, on any number of ranks."""
+"""accumulate() gives the gradient of the mean over the whole batch, for any number of chunks and ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def data(rows: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def tokens(rows: int, length: int = 7, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Sequences of which each has another number of labels; the first row and every fifth have none."""
+    """Return sequences with different numbers of labels; the first row and every fifth have none."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, length, 6, generator=generator).double()
     labels = torch.randint(CLASSES, (rows, length), generator=generator)
@@ -68,7 +68,7 @@ def test_any_number_of_chunks_gives_the_large_batch(count):
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 10, 26, 100])
-def test_tokens_weigh_the_same_whatever_chunk_they_are_in(chunk):
+def test_tokens_have_equal_weights_in_all_chunks(chunk):
     x, labels = tokens(26)
     net = model()
     loss = megabatch.accumulate(mean_loss(net), net, chunk=chunk, count=labelled)(x, labels)
@@ -76,7 +76,7 @@ def test_tokens_weigh_the_same_whatever_chunk_they_are_in(chunk):
 
 
 def test_chunks_without_terms_are_left_out():
-    """A mean over nothing, as one writes it by hand, has gradients that are not numbers."""
+    """A mean over 0 terms, written by hand, has NaN gradients."""
     x, labels = tokens(26)
     net = model()
 
@@ -89,8 +89,8 @@ def test_chunks_without_terms_are_left_out():
     assert close(expected(x, labels), [loss, *(p.grad for p in net.parameters())])
 
 
-def test_the_mean_of_means_is_something_else():
-    """The classic mistake: chunks with few tokens weigh as much as those with many."""
+def test_the_mean_of_means_differs():
+    """The classic mistake: chunks with few tokens have the same weight as those with many."""
     x, labels = tokens(26)
     net = model()
     loss = megabatch.accumulate(mean_loss(net), net, chunk=13, check=False)(x, labels)
@@ -113,7 +113,7 @@ def test_micro_batches_of_different_lengths():
 
 
 def test_gradients_add_to_those_there_are_and_one_step_follows():
-    """Clipping, the update, the schedule and the average of weights come once, after it, as after any backward."""
+    """Clipping, the update, the schedule and weight averaging run once afterwards, as after any backward."""
     x, y = data(32)
     nets = model(), model()
     averages = [
@@ -163,7 +163,7 @@ def test_our_contrastive_losses_are_refused_with_the_reason(loss, words, check):
         megabatch.accumulate(loss(net), net, chunk=4, check=check)(x, x.flip(0))
 
 
-def test_other_contrastive_losses_are_found_out():
+def test_other_contrastive_losses_are_detected():
     x, _ = data(16)
     net = model()
     with pytest.raises(ValueError, match=r"not a mean over samples.*adds no negatives"):
@@ -180,7 +180,7 @@ def test_outside_of_it_the_losses_work_again():
     contrastive(net)(x, x).backward()
 
 
-def test_the_check_leaves_no_trace():
+def test_the_check_has_no_side_effects():
     net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, CLASSES)).double()
     net[1].eval()
     calls = []
@@ -234,7 +234,7 @@ def test_bad_arguments_are_named():
 
 
 def part(rank: int, size: int, tensors: tuple[Tensor, ...], last: str) -> list[Tensor]:
-    """Unequal shards; the last of several ranks may hold only sequences without labels, or nothing."""
+    """Return unequal shards; the last of several ranks may hold only sequences without labels, or nothing."""
     rows = len(tensors[0])
     cuts = [0, *(rows * (r + 1) // size - (r + 1 < size) for r in range(size))]
     x, labels = (t[cuts[rank] : cuts[rank + 1]] for t in tensors)
@@ -276,7 +276,7 @@ def test_ranks_give_the_gradient_of_all_tokens_and_exchange_it_once(world, size,
 
 
 class Switch(nn.Module):
-    """Uses one layer or the other, by its input."""
+    """Uses one of two layers, depending on its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -320,7 +320,7 @@ def unwrapped(rank: int, size: int) -> list[Any]:
     return [message, alone]
 
 
-def test_a_model_in_no_wrapper_must_say_that_it_is_alone(world):
+def test_a_model_without_a_wrapper_needs_the_group(world):
     want = expected(*data(8))[0]
     for message, alone in world.run(2, unwrapped):
         assert "in no wrapper that exchanges gradients" in message

@@ -1,4 +1,4 @@
-"""cached(encoder): the same value and the same gradients as without it, whatever the chunk and whatever is kept."""
+"""cached(encoder) gives the same values and gradients as the encoder, for any chunk and keep."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def method_of_a_module(wrap: Wrap) -> list[Tensor]:
 
 
 def changing_buffers(wrap: Wrap) -> list[Tensor]:
-    """Spectral normalisation improves its estimate with every forward, so a recomputed one has to start where the first did."""
+    """Spectral normalisation updates its estimate in every forward, so the recomputation has to start from the first state."""
     model = tower()
     model[3] = nn.utils.parametrizations.spectral_norm(model[3])
     encode = wrap(model)
@@ -177,9 +177,9 @@ RECIPES = [
 
 
 def run(recipe: Callable[[Wrap], list[Tensor]], wrap: Wrap) -> list[Tensor]:
-    """What the recipe finds, and the generator's state after it."""
+    """Return the results of the recipe, and the state of the generator after it."""
     with warnings.catch_warnings():
-        # GradScaler's remark that fp16 on a CPU is new.
+        # GradScaler warns that fp16 on a CPU is new.
         warnings.simplefilter("ignore", UserWarning)
         make = functools.partial(recipe, wrap)
         torch.manual_seed(3)
@@ -199,7 +199,7 @@ def test_every_case_above_needs_the_generators_replayed(recipe, monkeypatch):
     expected = run(recipe, in_chunks)
     monkeypatch.setattr(rng_state, "_set_generators", lambda states: None)
     found = run(recipe, functools.partial(megabatch.cached, chunk=CHUNK, check=False))
-    # Not counting the generator's state, which comes last and differs by the second draw alone.
+    # Without the state of the generator, the last item, which differs because of the second draw alone.
     assert not same(expected[:-1], found[:-1])
 
 
@@ -218,7 +218,7 @@ def test_any_chunk_gives_the_gradient_of_the_whole_batch(rows, chunk, keep):
         assert torch.allclose(a, b, rtol=1e-10, atol=1e-12)
 
 
-# Dynamo looks at .grad of what comes out of the graph break.
+# Dynamo reads .grad of the results of a graph break.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_a_call_inside_a_compiled_function_is_a_graph_break():
     model = tower(dropout=0.0)
@@ -254,12 +254,12 @@ def test_under_autocast_gradients_of_chunks_are_summed_up_in_the_weights_precisi
 
     whole, parts = error(model), error(megabatch.cached(model, chunk=1))
     shared = error(lambda x: torch.cat([model(piece) for piece in x.split(1)]))
-    # Autocast's one bf16 copy for all chunks is what goes wrong when chunks are simply called one after the other.
+    # Without cached(), all chunks share one bf16 copy of the weights in autocast, which sums their gradients in bf16.
     assert parts <= 1.5 * whole < shared / 3
 
 
 class Mixed(nn.Module):
-    """Takes and gives nested structures."""
+    """Has nested structures as inputs and outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -309,19 +309,19 @@ def test_buffers_are_updated_once_for_every_chunk_and_batch_norm_is_warned_of():
 
 def test_warnings_point_at_the_line_that_called_the_encoder():
     encode = megabatch.cached(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)), chunk=5)
-    with pytest.warns(UserWarning) as said:
+    with pytest.warns(UserWarning) as caught:
         encode(batch())
         encode(batch())
-    assert len(said) == 1 and said[0].filename == __file__
+    assert len(caught) == 1 and caught[0].filename == __file__
 
 
 def test_half_precision_weights_with_many_chunks_are_warned_of():
     model = nn.Linear(6, 4).bfloat16()
     encode = megabatch.cached(model, chunk=1)
     encode(batch(15).bfloat16())
-    with pytest.warns(UserWarning, match=r"weights in torch.bfloat16 have their gradients of 16 chunks") as said:
+    with pytest.warns(UserWarning, match=r"weights in torch.bfloat16 have their gradients of 16 chunks") as caught:
         encode(batch(16).bfloat16())
-    assert said[0].filename == __file__
+    assert caught[0].filename == __file__
 
 
 def test_batch_norm_in_eval_mode_needs_no_warning():
@@ -331,7 +331,7 @@ def test_batch_norm_in_eval_mode_needs_no_warning():
     assert torch.allclose(z, model(batch()))
 
 
-def test_a_model_that_changes_its_mode_is_looked_at_again():
+def test_a_model_that_changes_its_mode_is_inspected_again():
     model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)).eval()
     encode = megabatch.cached(model, chunk=3)
     encode(batch(6)).sum().backward()
@@ -341,7 +341,7 @@ def test_a_model_that_changes_its_mode_is_looked_at_again():
     assert model[1].num_batches_tracked == 2
 
 
-def test_inputs_on_another_device_travel_chunk_by_chunk():
+def test_inputs_on_another_device_are_moved_chunk_by_chunk():
     moved = []
 
     class Probe(nn.Linear):
@@ -388,7 +388,7 @@ def test_bad_arguments_are_named(arguments, words):
         megabatch.cached(tower(), **arguments)
 
 
-def test_what_it_is_can_be_read():
+def test_the_repr_names_encoder_and_chunk():
     model = tower()
     assert repr(megabatch.cached(model, 8)) == "cached(Sequential, chunk=8)"
     assert repr(megabatch.cached(model.forward, 8)) == "cached(forward, chunk=8)"
@@ -422,6 +422,6 @@ def test_what_cannot_be_split_or_joined_is_refused(encoder, inputs, words):
         megabatch.cached(encoder, chunk=4)(*inputs)
 
 
-def test_errors_of_the_encoder_come_through_as_they_are():
+def test_errors_of_the_encoder_are_not_changed():
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         megabatch.cached(tower(width=6), chunk=4)(batch(width=5))

@@ -1,4 +1,4 @@
-"""On several ranks, a cached encoder whose gradients nobody would exchange is refused, and none other is."""
+"""With several ranks, a cached encoder is refused if and only if nobody would exchange its gradients."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ import megabatch
 
 
 class Model(Towers):
-    """Methods of its own for either side, as in OpenCLIP."""
+    """Has one method for each side, as in OpenCLIP."""
 
     def encode_left(self, x: Tensor) -> Tensor:
         return self.left(x)
 
 
 class Trainer:
-    """Wraps the model after the loss has been made, as trainers do; `model` is the wrapped one then."""
+    """Wraps the model after the loss was created, as trainers do; then `model` is the wrapped one."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -86,7 +86,7 @@ def test_without_other_ranks_nothing_is_refused():
 
 
 def exchanged_by_hand(rank: int, size: int) -> list[Tensor]:
-    """sync="none" says that somebody else averages the gradients."""
+    """With sync="none", somebody else averages the gradients."""
     model = Towers()
     left, right = (megabatch.cached(side, chunk=3, sync="none") for side in (model.left, model.right))
     x, y = shard(rank, size)
@@ -98,7 +98,7 @@ def exchanged_by_hand(rank: int, size: int) -> list[Tensor]:
 
 
 class Checkpointed(nn.Module):
-    """Checkpointing around cached encoders: they are called again in backward, when DDP's forward has ended."""
+    """Checkpoints around cached encoders, so that they are called again in backward, after DDP's forward has ended."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ def composable(rank: int, size: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("arrangement", [exchanged_by_hand, checkpointed, cached_inside_cached, composable])
-def test_whoever_exchanges_gradients_leaves_those_of_one_process(world, arrangement):
+def test_every_supported_exchange_gives_the_gradients_of_one_process(world, arrangement):
     want = expected()
     for found in world.run(2, arrangement):
         for a, b in zip(found, want, strict=True):
@@ -162,7 +162,7 @@ def nothing_to_exchange(rank: int, size: int) -> list[str]:
         error_of(call)
         for call in (
             lambda: megabatch.cached(frozen, chunk=3)(*shard(rank, size)),
-            # The method's module has parameters that learn, but this side of it has none.
+            # The method's module has trainable parameters, but this side of it has none.
             lambda: megabatch.cached(half.encode_left, chunk=3)(x),
             lambda: megabatch.cached(nn.functional.normalize, chunk=3)(x),
             without_gradients,
@@ -188,7 +188,7 @@ def test_composable_replication_of_the_encoder_itself_is_refused(world):
 
 
 def around_ddp(rank: int, size: int) -> list[str]:
-    """Losses that go around the DDP model they are accumulated for, and one that does not."""
+    """Try losses that bypass the DDP model, and one that does not."""
     x, _ = shard(rank, size)
     model = Model().left
     ddp = DDP(model)
@@ -225,7 +225,7 @@ def test_a_step_that_one_rank_cannot_repeat_ends_on_all(world):
     assert "what it starts from on rank 1" in first and "its input args[0]" in second
 
 
-def test_sync_is_one_of_two_words():
+def test_sync_has_two_values():
     with pytest.raises(ValueError, match='sync=True: must be "wrapper"'):
         megabatch.cached(tower(), chunk=2, sync=True)
 
@@ -234,5 +234,5 @@ def sync_with_ddp(rank: int, size: int) -> str:
     return error_of(lambda: megabatch.cached(DDP(tower()), chunk=2, sync="none"))
 
 
-def test_ddp_exchanges_gradients_whatever_is_said(world):
+def test_sync_none_is_refused_for_a_ddp_model(world):
     assert all("no_sync" in message for message in world.run(2, sync_with_ddp))

@@ -1,4 +1,4 @@
-"""cached() over ranks: DDP and FSDP2 leave the gradient of one process, and exchange it once a step."""
+"""cached() with several ranks: DDP and FSDP2 give the gradient of one process, and exchange it once per step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Block(nn.Module):
 
 
 class Towers(nn.Module):
-    """Two towers and a temperature behind one forward, as in OpenCLIP."""
+    """Two towers and a temperature in one forward, as in OpenCLIP."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def data() -> tuple[Tensor, Tensor]:
 
 
 def shard(rank: int, size: int, *, empty: bool = False) -> tuple[Tensor, Tensor]:
-    """Rows in unequal parts; with `empty`, the last rank has none."""
+    """Return unequal shards of the rows; with `empty`, the last rank has none."""
     cuts = [0, *(ROWS * (r + 1) // size - (r + 1 < size) for r in range(size))]
     if empty:
         cuts[-2] = ROWS
@@ -118,7 +118,7 @@ def ddp_step(rank: int, size: int, keep: Any, empty: bool, options: dict[str, An
         (0, True, {"static_graph": True}),
     ],
 )
-def test_ddp_leaves_the_gradient_of_one_process_and_exchanges_it_once(world, size, keep, empty, options):
+def test_ddp_gives_the_gradient_of_one_process_and_exchanges_it_once(world, size, keep, empty, options):
     if empty and size == 1:
         empty = False
     want = expected()
@@ -145,7 +145,7 @@ def test_the_number_of_all_reduces_does_not_depend_on_the_chunk(world):
 
 
 def two_ddp_towers(rank: int, size: int) -> list[Tensor]:
-    """Each tower in a DDP of its own, and the temperature in none: the loss completes its gradient on every rank."""
+    """Wrap each tower in a separate DDP, and the temperature in none: the loss completes its gradient on every rank."""
     model = Towers()
     left, right = (megabatch.cached(DDP(tower), chunk=3) for tower in (model.left, model.right))
     x, y = shard(rank, size)
@@ -154,7 +154,7 @@ def two_ddp_towers(rank: int, size: int) -> list[Tensor]:
 
 
 class Inside(nn.Module):
-    """The cached encoders inside the module that DDP wraps."""
+    """Call the cached encoders inside the module that DDP wraps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ def ddp_around(rank: int, size: int) -> list[Tensor]:
 
 
 def shared_tower(rank: int, size: int, wrapper: str) -> list[Tensor]:
-    """One tower for both sides, called twice before each backward."""
+    """Use one tower for both sides, called twice before each backward."""
     model = Towers().left
     if wrapper == "fsdp":
         fully_shard(model[1])
@@ -187,7 +187,7 @@ def shared_tower(rank: int, size: int, wrapper: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("arrangement", [two_ddp_towers, ddp_around])
-def test_other_arrangements_with_ddp_leave_that_gradient_too(world, arrangement):
+def test_other_arrangements_with_ddp_give_the_same_gradient(world, arrangement):
     want = expected()
     for found in world.run(2, arrangement):
         for a, b in zip(found, want, strict=True):
@@ -205,7 +205,7 @@ def test_a_tower_shared_by_both_sides(world, wrapper):
 
 
 def on_a_device(rank: int, size: int) -> list[Tensor]:
-    """DDP with device_ids moves its inputs, for which it expects some; on a GPU that is the usual form."""
+    """DDP with device_ids moves its inputs and expects at least one; on a GPU that is the usual form."""
     model = Towers().left
     ddp = DDP(model)
     ddp.device_ids, ddp.device_type = [0], "cpu"
@@ -258,7 +258,7 @@ def fsdp_step(rank: int, size: int, chunk: int, keep: Any, empty: bool) -> Any:
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("keep, empty", [(0, False), (1, False), ("auto", True)])
-def test_fsdp2_leaves_the_gradient_of_one_process(world, size, keep, empty):
+def test_fsdp2_gives_the_gradient_of_one_process(world, size, keep, empty):
     want = expected()
     scattered = set()
     for chunk in (2, 100):
@@ -282,5 +282,5 @@ def synchronised_norms(rank: int, size: int) -> list[int]:
     return [ring.size for ring in meeting_rings([Normed()])]
 
 
-def test_ranks_that_meet_in_synchronised_norms_are_known_to(world):
+def test_ranks_of_synchronised_norms_are_found(world):
     assert world.run(2, synchronised_norms) == [[2], [2]]

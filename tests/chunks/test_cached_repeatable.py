@@ -1,4 +1,4 @@
-"""A chunk that runs again in backward computes what it computed in forward, or backward raises."""
+"""A chunk that runs again in backward gives the outputs of forward, or backward raises."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GLOBAL = torch.Generator()
 
 
 class Noisy(nn.Module):
-    """Holds a generator as an attribute, by itself or inside another object."""
+    """Has a generator as an attribute, directly or inside another object."""
 
     def __init__(self, held: Any) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Holder:
 
 
 class Slotted:
-    """Hides a generator where nobody looks for it."""
+    """Hides a generator from the search."""
 
     __slots__ = ("inner",)
 
@@ -47,7 +47,7 @@ class Slotted:
 
 
 def _draw(held: Any) -> float:
-    """One number from a generator, or from the one inside a container or object."""
+    """Return one number from a generator, or from the one inside a container or object."""
     if isinstance(held, torch.Generator):
         return float(torch.rand((), generator=held))
     if hasattr(held, "random"):
@@ -82,7 +82,7 @@ def inside_a_comprehension(generator: Any) -> Callable[[Tensor], Tensor]:
 
 
 def run(encoder: Callable[[Tensor], Tensor], wrap: Wrap) -> list[Tensor]:
-    """Embeddings, gradients, and what the generators of the host give next."""
+    """Return embeddings, gradients, and the next numbers of the host's generators."""
     MODEL.zero_grad()
     torch.manual_seed(0)
     random.seed(1)
@@ -100,7 +100,7 @@ def run(encoder: Callable[[Tensor], Tensor], wrap: Wrap) -> list[Tensor]:
         random.random,
         lambda: random.gauss(1, 1),
         lambda: numpy.random.rand(),
-        # Normal numbers come in pairs, of which the second is kept for the next draw.
+        # Normal numbers are drawn in pairs; the second is cached for the next draw.
         lambda: float(numpy.random.randn()),
         lambda: float(numpy.random.randn(3).sum()),
     ],
@@ -140,7 +140,7 @@ def test_a_generator_among_the_globals_of_a_function_is_replayed():
 
 
 class Own:
-    """A generator of somebody's own."""
+    """A user-defined generator."""
 
     def __init__(self) -> None:
         self.state = 1
@@ -157,7 +157,7 @@ class Own:
 
 
 @pytest.mark.parametrize("make", [lambda: torch.Generator().manual_seed(3), Own], ids=["torch", "own"])
-def test_generators_that_cannot_be_found_are_named_or_noticed(make):
+def test_generators_that_are_not_found_can_be_passed_or_raise(make):
     hidden, named = make(), make()
     expected = run(closure(Slotted(make())), in_chunks)
     assert same(expected, run(closure(Slotted(named)), functools.partial(megabatch.cached, chunk=CHUNK, generators=(named,))))
@@ -174,7 +174,7 @@ def test_generators_that_cannot_be_found_are_named_or_noticed(make):
         (7, "must be a sequence of generators"),
     ],
 )
-def test_what_is_no_generator_is_refused(given, words):
+def test_other_objects_than_generators_are_refused(given, words):
     with pytest.raises(ValueError, match=words):
         megabatch.cached(MODEL, chunk=4, generators=given)
 
@@ -186,7 +186,7 @@ def test_generators_of_the_host_that_the_encoder_does_not_draw_from_are_left_alo
     megabatch.cached(tower(), chunk=4)(batch()).sum().backward()
 
 
-def test_states_that_do_not_change_are_not_held_for_every_chunk():
+def test_equal_states_share_one_object():
     random.seed(1)
     first = [source.get() for source in rng_state.host_sources()]
     assert all(source.get() is state for source, state in zip(rng_state.host_sources(), first, strict=True))
@@ -195,7 +195,7 @@ def test_states_that_do_not_change_are_not_held_for_every_chunk():
 
 
 def counting(change: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor], Tensor]:
-    """An encoder that does something else with every call."""
+    """An encoder whose result changes with every call."""
     calls: list[int] = []
 
     def encoder(x: Tensor) -> Tensor:
@@ -220,7 +220,7 @@ def one_row(z: Tensor, call: int) -> Tensor:
     ],
     ids=["all", "one row", "little", "hidden states", "nested"],
 )
-def test_an_encoder_that_cannot_be_repeated_is_an_error_and_no_wrong_gradient(change):
+def test_an_encoder_that_is_not_repeatable_raises(change):
     def loss(z: Any) -> Tensor:
         return (z if isinstance(z, Tensor) else z["parts"][1]).square().sum()
 
@@ -235,8 +235,8 @@ def test_outputs_without_gradients_may_differ():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_differences_by_rounding_are_none(dtype):
-    """As sums in another order leave them: every value is off by a few units of the last place."""
+def test_rounding_differences_are_accepted(dtype):
+    """Perturb every value by a few ulp, as sums in another order do."""
     noise = torch.Generator().manual_seed(0)
 
     def change(z: Tensor, call: int) -> Tensor:
@@ -270,12 +270,12 @@ def test_under_autocast_the_digits_of_its_dtype_count():
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_no_number_is_left_to_others(value):
+def test_outputs_that_are_not_finite_are_not_compared(value):
     z = megabatch.cached(lambda x: MODEL(x) * torch.where(torch.arange(len(x)) == 1, value, 1.0)[:, None], chunk=4)(batch())
     z.sum().backward()
 
 
-def test_a_backward_that_failed_does_not_spoil_the_next_one():
+def test_a_failed_backward_does_not_affect_the_next_one():
     fail = True
 
     def stop(grad: Tensor) -> None:
@@ -300,7 +300,7 @@ def replace_weights(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("change", [set_weights, replace_weights])
-def test_weights_that_change_without_a_version_are_noticed_by_what_they_do(change):
+def test_weights_that_change_without_a_version_are_detected_by_their_effect(change):
     model = tower(dropout=0.0)
     z = megabatch.cached(model, chunk=4)(batch())
     change(model)
@@ -351,7 +351,7 @@ def test_chunks_that_are_not_recomputed_need_no_input():
     z.sum().backward()
 
 
-def test_memory_that_numpy_changes_is_noticed_by_what_it_does():
+def test_memory_that_numpy_changes_is_detected_by_its_effect():
     array = batch().numpy()
     z = megabatch.cached(MODEL, chunk=4)(torch.from_numpy(array))
     array[:] = 1
@@ -366,7 +366,7 @@ def test_inputs_made_under_inference_mode_have_no_version_and_work():
 
 
 class Hungry(nn.Module):
-    """Has memory to recompute two rows."""
+    """Runs out of memory when it recomputes more than two rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -411,7 +411,7 @@ def test_a_repeated_step_draws_from_python_and_numpy_what_it_drew_before():
     assert first == second
 
 
-def test_the_check_of_accumulate_leaves_no_trace_in_the_generators_of_the_host():
+def test_the_check_of_accumulate_does_not_advance_the_generators_of_the_host():
     drawn = []
     for check in (True, False):
         model = nn.Linear(6, 1)

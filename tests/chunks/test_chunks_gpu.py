@@ -1,4 +1,4 @@
-"""What only a CUDA device can show of cached(): its generator, its autocast, its compiler, its memory."""
+"""cached() on a CUDA device: generator, autocast, compiler and memory."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_cuda_generator_of_the_encoder_is_replayed():
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_an_encoder_that_cannot_be_repeated_is_noticed_when_backward_ends(dtype):
+def test_an_encoder_that_is_not_repeatable_raises_at_the_end_of_backward(dtype):
     model, x = tower(), torch.randn(37, 64, device="cuda")
     calls = []
 
@@ -164,13 +164,13 @@ def peak_mib(rows: int, chunk: int, keep: Any = 0) -> float:
 def test_memory_is_set_by_the_chunk_and_not_by_the_batch():
     whole, half, small = (peak_mib(8192, chunk) for chunk in (8192, 2048, 512))
     assert whole > 2.5 * half > 2.5 * 1.5 * small
-    # Embeddings of 32 numbers, their gradients and what the loss makes of them.
+    # Embeddings of 32 numbers, their gradients and the temporaries of the loss.
     assert peak_mib(65536, 512) < small + 65536 * 32 * 4 * 12 / MIB
 
 
 @contextmanager
 def use(total: float) -> Iterator[None]:
-    """So many MiB for this process beyond what it holds now."""
+    """Limit this process to this number of MiB above its present use."""
     release()
     _, whole = torch.cuda.mem_get_info()
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + total * MIB) / whole)
@@ -181,7 +181,7 @@ def use(total: float) -> Iterator[None]:
         torch.cuda.empty_cache()
 
 
-def test_auto_keeps_more_where_there_is_more(monkeypatch):
+def test_auto_keeps_more_with_more_memory(monkeypatch):
     monkeypatch.setattr("megabatch.chunks.keep.SPARE", 0.0005)
     kept = []
     for total in (300, 450, 3000):
@@ -225,7 +225,7 @@ def test_a_device_that_is_really_out_of_memory_is_survived():
         assert torch.allclose(a, b, rtol=1e-3, atol=1e-5)
 
 
-def test_keep_auto_that_was_too_bold_is_corrected(monkeypatch):
+def test_keep_auto_that_kept_too_much_is_corrected(monkeypatch):
     monkeypatch.setattr("megabatch.chunks.keep.free_bytes", lambda device: 2**50)
     model = tower(depth=12, width=1024)
     x = torch.randn(4096, 1024).pin_memory()
@@ -265,7 +265,7 @@ def test_an_encoder_that_is_not_repeatable_is_found_without_waiting(good_passes)
         encode(x).sum().backward()
     with pytest.raises(RuntimeError, match="is not repeatable"):
         encode(x).sum().backward()
-        # The first pass is waited for, a later one is found when its result has arrived.
+        # The host waits for the first pass; the result of a later one is read when it has arrived.
         assert good_passes
         torch.cuda.synchronize()
         encode(x)

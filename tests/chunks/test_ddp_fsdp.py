@@ -1,4 +1,4 @@
-"""What is found inside an encoder, and which wrappers are refused."""
+"""Which modules are found in an encoder, and which wrappers are refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class FullyShardedDataParallel(DeepSpeedEngine):
 
 
 @pytest.mark.parametrize("wrapper, words", [(DeepSpeedEngine, "of DeepSpeed"), (FullyShardedDataParallel, "FSDP1")])
-def test_wrappers_that_chunks_cannot_go_through_are_refused_with_the_reason(wrapper, words):
+def test_wrappers_that_cannot_run_in_chunks_are_refused_with_the_reason(wrapper, words):
     wrapped = wrapper(tower())
     for encoder in (wrapped, wrapped.forward, lambda x: wrapped(x), functools.partial(torch.add, wrapped)):
         with pytest.raises(ValueError, match=words):
@@ -34,7 +34,7 @@ def test_wrappers_that_chunks_cannot_go_through_are_refused_with_the_reason(wrap
 
 
 class Trainer:
-    """Not a Module, but it holds one."""
+    """An object that is not a Module but has one."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model

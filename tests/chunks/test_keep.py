@@ -13,7 +13,7 @@ import megabatch
 
 
 def recomputed(model: nn.Sequential) -> list[int]:
-    """Fills up with the rows of every run of the model's first layer."""
+    """Return a list that records the rows of every run of the model's first layer."""
     rows: list[int] = []
     model[0].register_forward_pre_hook(lambda module, args: rows.append(len(args[0])))
     return rows
@@ -58,7 +58,7 @@ def test_keep_auto_keeps_one_chunk_at_first_and_then_what_memory_allows(monkeypa
     assert encode.kept == 1
 
 
-def test_keep_auto_counts_what_the_graph_holds_and_not_the_weights():
+def test_keep_auto_counts_the_graph_and_not_the_weights():
     model = nn.Sequential(nn.Linear(8, 32, bias=False), nn.ReLU(), nn.Linear(32, 4, bias=False))
     encode = megabatch.cached(model, chunk=16, keep="auto")
     encode(torch.randn(32, 8))
@@ -76,7 +76,7 @@ def test_keep_auto_measures_a_whole_chunk_and_not_the_remainder(monkeypatch):
     assert encode.kept == 3
 
 
-def test_room_on_a_cpu_is_half_of_what_is_available():
+def test_free_memory_on_a_cpu_is_half_of_what_is_available():
     from megabatch.chunks.keep import free_bytes
 
     assert 2**20 < free_bytes(torch.device("cpu")) < 2**50

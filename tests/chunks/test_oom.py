@@ -1,4 +1,4 @@
-"""Out of memory is survived, in forward, recomputation or backward, on one rank or all, with the parameters of a run that fits."""
+"""A step that runs out of memory, anywhere and on any rank, ends with the parameters of a run that fits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROWS = 12
 
 
 class Limited(nn.Module):
-    """A layer that has memory for so many rows, in forward, recomputation or backward; others raise as a device would."""
+    """A layer that raises an out-of-memory error above this number of rows, in forward, recomputation or backward."""
 
     def __init__(self, where: str, limit: int) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def train(
     group: Any = None,
     repeat: bool = True,
 ) -> list[Tensor]:
-    """Three steps; returns parameters, losses and what is left in the gradients."""
+    """Run three steps; return parameters, losses and the remaining gradients."""
     log_scale = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
     optimizer = torch.optim.AdamW([*tower.parameters(), log_scale], lr=0.05)
     losses = []
@@ -82,7 +82,7 @@ def train(
         losses.append(take(x[part], y[part]))
         nn.utils.clip_grad_norm_(tower.parameters(), 1.0)
         optimizer.step()
-        # The last gradients stay, to be looked at.
+        # The last gradients stay, to be compared.
         if seed < 2:
             optimizer.zero_grad()
     return [*losses, *tower.parameters(), log_scale, *(p.grad for p in tower.parameters()), log_scale.grad]
@@ -97,12 +97,12 @@ def test_a_step_that_does_not_fit_is_repeated_with_smaller_chunks(where):
     expected = train(tower := model(), tower, slice(None), repeat=False)
     tower = model(where)
     encode = megabatch.cached(tower, chunk=12)
-    with pytest.warns(UserWarning, match="chunk 3 instead of 12") as said:
+    with pytest.warns(UserWarning, match="chunk 3 instead of 12") as caught:
         found = train(tower, encode, slice(None))
     assert close(expected, found)
     assert encode.chunk == 3
     assert tower[3].failures == 2, "at 12 and at 6 rows, and never again"
-    assert len(said) == 1
+    assert len(caught) == 1
 
 
 def test_graphs_are_no_longer_kept_before_chunks_get_smaller():
@@ -115,7 +115,7 @@ def test_graphs_are_no_longer_kept_before_chunks_get_smaller():
     assert tower[3].failures == 2, "with and without graphs kept"
 
 
-def test_gradients_that_were_there_before_the_step_are_there_after_a_repetition():
+def test_gradients_from_before_the_step_survive_a_retry():
     tower = model("recomputation")
     optimizer = torch.optim.SGD(tower.parameters(), lr=0.1)
     encode = megabatch.cached(tower, chunk=6)
@@ -156,7 +156,7 @@ def test_running_statistics_are_those_of_one_attempt():
 
 
 @pytest.mark.parametrize("where", ["forward", "recomputation"])
-def test_what_cannot_shrink_raises_what_the_device_said(where):
+def test_what_cannot_shrink_raises_the_error_of_the_device(where):
     tower = model(where, limit=0)
     encode = megabatch.cached(tower, chunk=2)
     with warnings.catch_warnings():
@@ -173,7 +173,7 @@ def test_forward_alone_is_survived_without_the_wrapper():
     assert torch.allclose(z, model()(data(0)[0]))
 
 
-def test_a_second_try_draws_and_counts_as_if_it_were_the_first():
+def test_a_retry_draws_the_same_random_numbers_and_updates_buffers_once():
     def go(where: str, chunk: int) -> list[Tensor]:
         tower = model(where)
         tower[1].train()
@@ -196,7 +196,7 @@ def test_a_failed_forward_leaves_the_chunk_as_it_was():
     assert encode.chunk == 8
 
 
-def test_a_step_without_chunks_raises_what_the_device_said():
+def test_a_step_without_chunks_raises_the_error_of_the_device():
     def step() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
 
@@ -234,7 +234,7 @@ def test_optimizers_are_needed(optimizers, words):
         (ValueError("out of memory"), False),
     ],
 )
-def test_what_running_out_of_memory_looks_like(error, expected):
+def test_out_of_memory_errors_are_recognised(error, expected):
     assert is_out_of_memory(error) is expected
 
 
@@ -246,7 +246,7 @@ def real_allocation() -> str:
     return "it fitted"
 
 
-def test_the_words_of_the_real_cpu_allocator_are_known():
+def test_the_message_of_the_cpu_allocator_is_recognised():
     assert real_allocation() == "survivable"
 
 
@@ -258,11 +258,11 @@ def on_one_rank(rank: int, size: int, where: str, culprit: int) -> Any:
     tower = model(where if rank == culprit else "nowhere", limit=2)
     ddp = DDP(tower)
     encode = megabatch.cached(ddp, chunk=4)
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = train(tower, encode, part_of(rank, size), group=dist.group.WORLD)
-    said = [str(warning.message) for warning in said if "out of memory" in str(warning.message)]
-    return [t.detach() for t in found], encode.chunk, said
+    messages = [str(warning.message) for warning in caught if "out of memory" in str(warning.message)]
+    return [t.detach() for t in found], encode.chunk, messages
 
 
 @pytest.mark.parametrize("where", ["forward", "recomputation", "backward"])
@@ -270,11 +270,11 @@ def on_one_rank(rank: int, size: int, where: str, culprit: int) -> Any:
 def test_one_rank_that_runs_out_of_memory_makes_all_of_them_repeat(world, where, culprit):
     expected = train(tower := model(), tower, slice(None), repeat=False)
     results = world.run(3, on_one_rank, where, culprit)
-    for rank, (found, chunk, said) in enumerate(results):
+    for rank, (found, chunk, messages) in enumerate(results):
         assert close(expected, found), rank
         assert chunk == 2
         speaker = culprit if where == "forward" else 0
-        assert len(said) == (rank == speaker), said
+        assert len(messages) == (rank == speaker), messages
 
 
 def exchanges(rank: int, size: int, options: dict[str, Any]) -> Any:
@@ -298,13 +298,13 @@ def test_gradients_are_exchanged_once_after_the_step(world, option):
     plain = model()
     (plain(data(0)[0]) ** 2).mean().backward()
     for counts, grads in world.run(2, exchanges, {option: True}):
-        # One for the gradients, all in one bucket, and one that says which of them anybody has; DDP may ask for that as well.
+        # One for the gradients, all in one bucket, and one for which of them exist on any rank; DDP may exchange that too.
         assert counts["allreduce_"] == 2 + (option == "find_unused_parameters")
         assert close([p.grad for p in plain.parameters()], grads)
 
 
 def unused(rank: int, size: int) -> Any:
-    """A parameter that only one rank uses, and one that none does."""
+    """Has a parameter that only one rank uses, and one that none uses."""
     torch.manual_seed(0)
     layers = nn.ModuleDict({name: nn.Linear(3, 3) for name in ("all", "one", "none")})
 

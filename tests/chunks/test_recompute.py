@@ -1,4 +1,4 @@
-"""A chunk that runs again in backward: what autograd may ask of it, and what must not have changed in between."""
+"""A chunk that runs again in backward: what autograd may do with it, and what must not change in between."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megabatch.chunks import rng_state
 from megabatch.chunks.rng_state import ForwardState
 
 
-def test_weights_that_change_before_backward_are_an_error_as_without_it():
+def test_weights_that_change_before_backward_raise():
     model = tower()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     z = megabatch.cached(model, chunk=4)(batch())
@@ -22,8 +22,8 @@ def test_weights_that_change_before_backward_are_an_error_as_without_it():
         z.sum().backward()
 
 
-def test_an_optimizer_that_steps_inside_backward_is_none():
-    """Each weight is updated as soon as its gradient is complete, which is when no chunk needs it any more."""
+def test_an_optimizer_may_step_inside_backward():
+    """Update each weight as soon as its gradient is complete: then no chunk needs it any more."""
     found = []
     updates: list[Tensor] = []
 
@@ -43,7 +43,7 @@ def test_an_optimizer_that_steps_inside_backward_is_none():
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*found, strict=True))
 
 
-def test_an_encoder_that_does_something_else_when_it_runs_again_is_found_out():
+def test_an_encoder_that_does_something_else_in_the_recomputation_raises():
     model, calls = tower(), []
 
     def fickle(x: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ def test_an_encoder_that_does_something_else_when_it_runs_again_is_found_out():
 
 
 class AsksTwice(torch.autograd.Function):
-    """Reads what it saved twice in backward, as Functions may."""
+    """Reads a saved tensor twice in backward, as a Function may."""
 
     @staticmethod
     def forward(ctx, x):
@@ -110,7 +110,7 @@ def test_the_default_device_of_forward_is_that_of_the_recomputation():
 
 
 @pytest.mark.parametrize("kind", ["mps", "xpu"])
-def test_other_devices_generators_are_read_and_set_in_their_own_way(kind, monkeypatch):
+def test_generators_of_other_devices_are_read_and_set_by_their_modules(kind, monkeypatch):
     class Module:
         state = torch.tensor([1])
 

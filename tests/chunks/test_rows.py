@@ -1,4 +1,4 @@
-"""Trees of inputs are split and joined along the batch, and along nothing else."""
+"""Trees of inputs are split and joined along the batch only."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def joined(pieces: list[Any]) -> Any:
-    """The pieces together again, with samples in lists taken for what they are."""
+    """Join the pieces, and concatenate lists of samples."""
     first = pieces[0]
     if rows._is_samples(first):
         return [item for piece in pieces for item in piece]
@@ -84,7 +84,7 @@ def test_pieces_together_are_the_tree(data):
     assert rows.rows_of(rows.empty(tree)) == 0
 
 
-def test_a_dictionary_that_is_no_dict_stays_what_it_is():
+def test_other_mappings_than_dict_keep_their_type():
     from transformers import BatchEncoding
     from transformers.modeling_outputs import BaseModelOutputWithPooling
 
@@ -119,7 +119,7 @@ def test_a_hugging_face_model_by_its_own_batches():
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
-def test_a_split_of_what_requires_gradients_joins_them_in_one_go():
+def test_the_backward_of_a_split_is_one_operation():
     x = torch.randn(6, 2, requires_grad=True)
     pieces = rows.split(x, 2)
     assert {piece.grad_fn for piece in pieces} == {pieces[0].grad_fn}

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from commands import PATIENCE_S
 
 import megabatch
 from megabatch import cli, environment
@@ -21,7 +22,7 @@ def run_python(*arguments: str, path: Path | None = None) -> subprocess.Complete
     paths = [str(path)] if path is not None else []
     paths += [os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else []
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    return subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True, timeout=PATIENCE_S)
 
 
 def test_module_runs_as_the_command():
@@ -60,7 +61,10 @@ def test_without_a_verb_it_prints_help(capsys):
     assert cli.main([]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("usage: megabatch")
-    assert "env" in printed
+    lines = printed.splitlines()
+    assert len(lines) <= 25 and max(map(len, lines)) < 80
+    verbs = ["plan", "audit", "fit", "profile", "noise", "sweep", "train", "evaluate", "embed", "search", "env"]
+    assert [line.split()[0] for line in lines if line.startswith("  ") and line[2] != "-"] == verbs
 
 
 def test_unknown_verb_is_refused(capsys):

@@ -1,4 +1,4 @@
-"""The command line before and around a verb: what it imports, what it accepts, and how it refuses."""
+"""The command line before a verb runs: what it imports, which arguments it accepts, and its errors."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from commands import PATIENCE_S
 
 from megabatch import cli, config
-from megabatch.cli.common_args import settings_of
+from megabatch.cli.arguments import settings_of
 
 RUN = "[batch]\nsize = 64\n[schedule]\nsteps = 1\n"
 # CPU seconds of a start without torch; importing torch takes two to four.
@@ -32,7 +33,7 @@ print("torch" in sys.modules, "rich" in sys.modules, time.process_time())
 
 def started(*arguments: str, program: str | None = IMPORTED, **options) -> subprocess.CompletedProcess[str]:
     command = ["-c", program] if program is not None else ["-m", "megabatch"]
-    return subprocess.run([sys.executable, *command, *arguments], capture_output=True, text=True, timeout=120, **options)
+    return subprocess.run([sys.executable, *command, *arguments], capture_output=True, text=True, timeout=PATIENCE_S, **options)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,7 @@ assert torch.compile(step, backend="eager")(x, y) == step(x, y)
 
 
 def options_of(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str | None]]:
-    """Every argument of a parser and of its verbs, with its help; verbs and descriptions too."""
+    """Yield every argument of a parser and of its verbs with its help, and the verbs with their descriptions."""
     yield parser.prog, parser.description
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -135,7 +136,7 @@ def test_every_verb_takes_its_arguments_in_any_order(arguments, expected):
     parser = cli.build_parser()
     found = vars(parser.parse_args(arguments))
     assert {name: found[name] for name in expected} == expected
-    # The same parser again: nothing of the first command line is left in it.
+    # The parser keeps nothing of the first command line.
     assert vars(parser.parse_args(arguments)) == found
 
 
@@ -171,7 +172,7 @@ def test_an_error_in_the_arguments_is_one_line_that_helps(arguments, words, caps
         (["batch.sice=3"], "batch"),
     ],
 )
-def test_a_file_that_is_not_there_is_told_with_what_to_do(settings, words, tmp_path, monkeypatch):
+def test_a_missing_file_is_named_with_a_remedy(settings, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.toml").write_text(RUN)
     with pytest.raises(ValueError) as error:
@@ -219,7 +220,7 @@ TARGETS = {
     ],
     ids=" ".join,
 )
-def test_an_output_that_cannot_be_written_is_found_before_the_work(command, suffix, where, tmp_path, monkeypatch, capsys):
+def test_an_output_that_cannot_be_written_is_refused_before_the_work(command, suffix, where, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.toml").write_text(RUN)
     (tmp_path / f"folder{suffix}").mkdir()
@@ -233,8 +234,8 @@ def test_an_output_that_cannot_be_written_is_found_before_the_work(command, suff
 
 
 @pytest.mark.parametrize("command", [["embed", "RUN", "a.txt"], ["search", "RUN", "a"]], ids=" ".join)
-def test_a_missing_folder_is_found_before_the_work(command, tmp_path, monkeypatch, capsys):
-    """`plan` and `env` make the folder of their file."""
+def test_a_missing_folder_is_refused_before_the_work(command, tmp_path, monkeypatch, capsys):
+    """`plan` and `env` create the folder of their file; these verbs do not."""
     monkeypatch.chdir(tmp_path)
     _refuse_to_work(monkeypatch)
     assert cli.main([*command, "--out", "nowhere/out.png"]) == 2
@@ -242,7 +243,7 @@ def test_a_missing_folder_is_found_before_the_work(command, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("verb", [["fit"], ["profile"], ["noise"], ["sweep", "--batches", "8"]], ids=" ".join)
-def test_a_file_in_the_place_of_a_folder_is_found_before_the_work(verb, tmp_path, monkeypatch, capsys):
+def test_a_file_in_the_place_of_a_folder_is_refused_before_the_work(verb, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "out").write_text("mine")
     _refuse_to_work(monkeypatch)
@@ -257,7 +258,7 @@ def _refuse_to_work(monkeypatch):
     def work(*arguments, **options):
         pytest.fail("the work has begun")
 
-    # A folder that looks like a trained run, as far as `embed` looks at it before the work.
+    # `embed` checks the run's folder before the work.
     monkeypatch.setattr("megabatch.training.inference._stored", lambda folder, trust_code: None)
     for place in (
         "megabatch.training.inference.assemble",
@@ -276,18 +277,18 @@ def test_a_plan_whose_name_says_no_format_is_refused_before_the_work(monkeypatch
 
 @pytest.mark.parametrize(
     ("arguments", "unbuffered", "status"),
-    # 141: the status of a program that SIGPIPE ended, as in a shell.
+    # 141 is the status of a program that SIGPIPE ended, as in a shell.
     [("--help", "", 141), ("train --show", "", 141), ("train --show", "1", 141), ("train nowhere.toml", "", 2)],
 )
 def test_a_closed_pipe_ends_the_command_quietly(arguments, unbuffered, status):
-    """The last one has both streams in the pipe: nobody reads the error, but its status stays."""
+    """In the last case both streams are the pipe: nobody reads the error, but the status stays."""
     reader, writer = os.pipe()
     os.close(reader)
     env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     with open(writer, "wb") as closed:
         told = closed if status == 2 else subprocess.PIPE
         command = [sys.executable, "-m", "megabatch", *arguments.split()]
-        done = subprocess.run(command, stdout=closed, stderr=told, timeout=60, env=env)
+        done = subprocess.run(command, stdout=closed, stderr=told, timeout=PATIENCE_S, env=env)
     assert (done.returncode, done.stderr or b"") == (status, b"")
 
 
@@ -296,7 +297,11 @@ def test_a_full_disk_behind_standard_output_is_one_sentence():
         pytest.skip("there is no /dev/full here")
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "megabatch", "train", "--show"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
+            [sys.executable, "-m", "megabatch", "train", "--show"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=PATIENCE_S,
         )
     assert done.returncode == 1
     assert len(done.stderr.splitlines()) == 1 and "No space left" in done.stderr

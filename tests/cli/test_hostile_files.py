@@ -1,4 +1,4 @@
-"""Files of measurements and of other tools that are damaged, or hold numbers that nothing was ever measured with: one sentence."""
+"""Damaged files of measurements and other tools, or files with impossible numbers, are refused in one sentence."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_rates_that_cannot_have_been_measured_are_refused(tmp_path, changes):
     "record",
     [[], {"run": True, "outcome": {}}, {"run": "x", "outcome": {"quality": 1}}, {"run": {}, "outcome": {"quality": "good"}}],
 )
-def test_an_outcome_that_is_none_is_refused(tmp_path, record):
+def test_a_file_that_is_not_an_outcome_is_refused(tmp_path, record):
     (tmp_path / "outcome.json").write_text(json.dumps(record))
     with pytest.raises(ValueError, match="is not the outcome of a run"):
         read_outcome(config.build(config.EMBEDDED, [f"out={tmp_path}"]))

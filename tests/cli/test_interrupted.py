@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from commands import PATIENCE_S
 from world import fresh_processes
 
 from megabatch import config
@@ -46,7 +47,7 @@ device = "cpu"
 threads = 1
 """
 MISTAKE = "[batch]\nsize = 8192\n[schedule]\nsamples = 100_000_000\nwarmup = 0\n"
-# CPU seconds that a verb takes in a process that has torch already, about.
+# Approximate CPU seconds of a verb in a process that has imported torch already.
 VERBS = {
     "plan": (["plan", "run.toml", "--data", "10k", "--gpu", "A100-80GB"], 1.5),
     "audit": (["audit", "audit.toml", "--json"], 0.2),
@@ -55,6 +56,8 @@ VERBS = {
     "evaluate": (["evaluate", "trained"], 0.2),
     "search": (["search", "trained", "a query"], 0.2),
 }
+# The verbs that `make test` interrupts; the others are slow tests.
+QUICK_VERBS = ("train", "search")
 
 
 def write_files(folder: Path) -> Path:
@@ -73,7 +76,7 @@ def small_run(folder: Path, *overrides: str) -> config.Run:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The files that the verbs read, and a trained run."""
+    """Create the files that the verbs read, and a trained run."""
     folder = tmp_path_factory.mktemp("interrupted")
     train(small_run(folder, f"out={folder / 'trained'}"))
     return folder
@@ -82,12 +85,12 @@ def folder(tmp_path_factory):
 def _enter(
     files: tuple[Path, Path], cwd: Path, arguments: list[str], seconds: float, number: int, variables: dict[str, str]
 ) -> None:
-    """Run the command in this process; after so many seconds of its own CPU time it gets the signal, with its workers."""
+    """Run the command in this process; after so many seconds of CPU time it and its workers get the signal."""
     from megabatch import __main__ as entry
 
     for descriptor, path in enumerate(files, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
-    # This process was forked by a server, which it would let start its own workers too.
+    # This process was forked by a server, which would also start its workers.
     multiprocessing.set_start_method("fork", force=True)
     os.environ.update(variables)
     os.chdir(cwd)
@@ -119,8 +122,8 @@ class Process:
         self.process.start()
 
     def wait(self) -> tuple[int, str, list[str]]:
-        """The exit status, what was printed, and the lines of standard error without those of progress."""
-        self.process.join(120)
+        """Return the exit status, standard output, and the lines of standard error without those of the progress bar."""
+        self.process.join(PATIENCE_S)
         status = self.process.exitcode
         self.process.kill()
         out, err = (path.read_text("utf-8") for path in self.files)
@@ -128,7 +131,7 @@ class Process:
 
 
 def assert_one_sentence(process: Process, number: int) -> bool:
-    """Whether the command was interrupted; it may have finished before."""
+    """Check the output; return whether the command was interrupted, since it may have finished before."""
     status, out, lines = process.wait()
     assert "Traceback" not in out and not any("Traceback" in line for line in lines), "\n".join(lines)
     if status == 0:
@@ -139,7 +142,7 @@ def assert_one_sentence(process: Process, number: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", [verb if verb in QUICK_VERBS else pytest.param(verb, marks=pytest.mark.slow) for verb in VERBS])
 def test_a_signal_at_any_moment_is_one_sentence(verb, folder, tmp_path):
     _interrupt_at_random(verb, folder, tmp_path, times=2)
 
@@ -166,7 +169,7 @@ def _interrupt_at_random(verb: str, folder: Path, tmp_path: Path, times: int) ->
 
 
 def has_handler(pid: int) -> bool:
-    """Whether a process handles SIGTERM, which Python by itself does not."""
+    """Return whether a process handles SIGTERM, which Python by itself does not."""
     status = Path(f"/proc/{pid}/status").read_text()
     caught = next(line for line in status.splitlines() if line.startswith("SigCgt"))
     return bool(int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
@@ -178,18 +181,18 @@ def test_a_signal_while_modules_are_imported_is_one_sentence(delay, number):
     process = subprocess.Popen(
         [sys.executable, "-m", "megabatch", "plan"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    end = time.monotonic() + 60
+    end = time.monotonic() + PATIENCE_S
     while not has_handler(process.pid):
         assert process.poll() is None and time.monotonic() < end
         time.sleep(0.001)
     time.sleep(delay)
     process.send_signal(number)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=PATIENCE_S)
     name = signal.Signals(number).name
     assert (process.returncode, out, err) == (128 + number, "", f"megabatch: stopped by {name} before the command was finished\n")
 
 
-# Commands that take an interrupt badly, as libraries do. Each has `interrupt`, which sends SIGINT to its own process.
+# Code that handles an interrupt badly, as some libraries do. `interrupt` sends SIGINT to the process itself.
 BAD_MANNERS = {
     "swallow it": "try:\n    interrupt()\nexcept BaseException:\n    pass\nreturn 0, None",
     "turn it into another exception": "try:\n    interrupt()\nexcept BaseException:\n    raise ImportError('broken')",
@@ -225,7 +228,7 @@ def run_command(body: str, path: Path) -> subprocess.CompletedProcess[str]:
     program = PROGRAM.replace("BODY", body.replace("\n", "\n    "))
     (path / "swallowing.py").write_text("try:\n    interrupt()\nexcept BaseException:\n    pass\n")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(path), os.environ.get("PYTHONPATH", "")])}
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=env)
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_S, env=env)
 
 
 @pytest.mark.parametrize("manners", BAD_MANNERS)
@@ -256,9 +259,9 @@ def test_processes_started_for_reading_never_see_an_interrupt():
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     with pytest.raises(KeyboardInterrupt):
         with _interrupts_held():
-            # To this thread: one that others of the process may take is not held.
+            # To this thread: a signal that other threads of the process may handle is not held back.
             signal.raise_signal(signal.SIGINT)
-            found = subprocess.run(shown, capture_output=True, text=True, timeout=60).stdout
+            found = subprocess.run(shown, capture_output=True, text=True, timeout=PATIENCE_S).stdout
         pytest.fail("the interrupt was lost")
     assert found == "True\n"
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
@@ -308,7 +311,7 @@ def test_a_rank_whose_peer_dies_says_so_in_one_sentence(victim, tmp_path):
         Process(tmp_path / f"rank {n}", tmp_path, arguments, RANK=str(n), LOCAL_RANK=str(n), OMP_NUM_THREADS="1", **announced)
         for n in range(2)
     ]
-    end = time.monotonic() + 90
+    end = time.monotonic() + PATIENCE_S
     while not has_taken_a_step(tmp_path / "run"):
         assert all(rank.process.is_alive() for rank in ranks) and time.monotonic() < end
         time.sleep(0.02)
@@ -335,7 +338,7 @@ def test_no_rank_of_torchrun_prints_a_traceback_when_one_is_stopped(number, tmp_
     settings = ["schedule.steps=100000", "watch.report=false"]
     command = [*launcher, "-m", "megabatch", "train", "run.toml", *settings]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    end = time.monotonic() + 120
+    end = time.monotonic() + PATIENCE_S
     while not has_taken_a_step(tmp_path / "run"):
         assert process.poll() is None and time.monotonic() < end
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""A package that is not installed is named before any work begins, with what installs it and what does without it."""
+"""A missing package is named before any work begins, with the command that installs it and the setting that avoids it."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ OPTIONAL = (
 
 @pytest.fixture
 def absent(monkeypatch):
-    """Takes packages away: None is how Python marks a module that is not to be imported."""
+    """Make packages impossible to import: Python raises ModuleNotFoundError for modules that are None in sys.modules."""
     before = set(sys.modules)
 
     def take_away(*names):
         for name in [name for name in sys.modules if name.partition(".")[0] in names]:
             monkeypatch.setitem(sys.modules, name, None)
-        # An earlier test may have imported it; a module of torch that is loaded already does not import tensorboard again.
+        # An earlier test may have imported it, and a loaded module of torch does not import tensorboard again.
         for name in [name for name in sys.modules if name.startswith("torch.utils.tensorboard")]:
             monkeypatch.delitem(sys.modules, name)
         for name in names:
             monkeypatch.setitem(sys.modules, name, None)
 
     yield take_away
-    # What was imported without them may have come half way only.
+    # Modules that were imported meanwhile may be incomplete.
     for name in set(sys.modules) - before:
         if name.partition(".")[0] in OPTIONAL:
             del sys.modules[name]
@@ -65,7 +65,7 @@ def table_of(folder: Path) -> dict:
 
 @pytest.fixture
 def no_work(monkeypatch):
-    """Nothing may be read, built or trained."""
+    """Fail if anything is read, built or trained."""
 
     def work(*args, **kwargs):
         raise AssertionError("work has begun")
@@ -84,7 +84,7 @@ def no_work(monkeypatch):
         ("watch.wandb=project", "wandb", "wandb"),
     ],
 )
-def test_train_asks_for_what_its_end_needs(absent, no_work, tmp_path, setting, package, installs):
+def test_train_checks_first_what_its_end_needs(absent, no_work, tmp_path, setting, package, installs):
     absent(package)
     with pytest.raises(ValueError) as refused:
         train(config.build(table_of(tmp_path), [setting]))
@@ -95,7 +95,7 @@ def test_train_asks_for_what_its_end_needs(absent, no_work, tmp_path, setting, p
     assert not (tmp_path / "run").exists()
 
 
-def test_a_bar_is_asked_for_where_there_is_a_terminal(absent, no_work, tmp_path, monkeypatch):
+def test_the_progress_bar_is_needed_only_on_a_terminal(absent, no_work, tmp_path, monkeypatch):
     absent("rich")
     run = config.build(table_of(tmp_path), ["watch.bar=true"])
     with pytest.raises(AssertionError, match="work has begun"):
@@ -105,7 +105,7 @@ def test_a_bar_is_asked_for_where_there_is_a_terminal(absent, no_work, tmp_path,
         train(run)
 
 
-def test_all_that_is_missing_is_named_at_once(absent, no_work, tmp_path):
+def test_all_missing_packages_are_named_at_once(absent, no_work, tmp_path):
     absent("matplotlib", "PIL", "wandb")
     with pytest.raises(ValueError) as refused:
         train(config.build(table_of(tmp_path), ["watch.report=true", "watch.wandb=project"]))
@@ -125,7 +125,7 @@ def test_extras_install_the_packages_of_their_features():
             assert (package.name in extras[feature.extra]) == package.in_extra, (feature.name, package.name)
 
 
-def test_a_package_that_is_broken_is_told_from_one_that_is_missing(monkeypatch):
+def test_a_broken_package_is_distinguished_from_a_missing_one(monkeypatch):
     def load():
         raise AttributeError("module 'numpy' has no attribute 'core'")
 
@@ -135,27 +135,27 @@ def test_a_package_that_is_broken_is_told_from_one_that_is_missing(monkeypatch):
 
 
 @pytest.mark.parametrize("measure", [fit, profile, noise, lambda run, out: sweep(run, batches=[8], out=out)])
-def test_a_measurement_asks_for_what_draws_it(absent, no_work, tmp_path, measure):
+def test_a_measurement_checks_first_what_its_report_needs(absent, no_work, tmp_path, measure):
     absent("matplotlib")
     with pytest.raises(ValueError, match=r"a report in HTML needs matplotlib. Install"):
         measure(config.build(table_of(tmp_path)), out=tmp_path / "out")
 
 
-def test_plan_asks_for_what_its_page_needs(absent, monkeypatch, tmp_path, capsys):
+def test_plan_checks_first_what_its_page_needs(absent, monkeypatch, tmp_path, capsys):
     absent("matplotlib")
     monkeypatch.setattr("megabatch.planning.planner.plan", lambda **asked: pytest.fail("a plan was made"))
     assert cli.main(["plan", "vit + text", "--json", "--html", str(tmp_path / "plan.html")]) == 2
     assert "the HTML page of a plan needs matplotlib (leaving out --html avoids it)" in capsys.readouterr().err
 
 
-def test_embed_asks_for_what_writes_its_file(absent, monkeypatch, tmp_path):
+def test_embed_checks_first_what_its_file_needs(absent, monkeypatch, tmp_path):
     absent("safetensors")
     monkeypatch.setattr(inference, "opened", lambda *args, **kwargs: pytest.fail("a run was opened"))
     with pytest.raises(ValueError, match="a file of embeddings needs safetensors"):
         inference.embed(tmp_path, [], tmp_path / "out")
 
 
-def test_search_asks_for_what_draws_its_answers(absent, monkeypatch, tmp_path):
+def test_search_checks_first_what_its_contact_sheet_needs(absent, monkeypatch, tmp_path):
     absent("matplotlib")
 
     @contextmanager
@@ -169,7 +169,7 @@ def test_search_asks_for_what_draws_its_answers(absent, monkeypatch, tmp_path):
         inference.search(tmp_path, "a text")
 
 
-def test_image_data_asks_for_pillow_when_it_is_opened(absent, tmp_path):
+def test_opening_image_data_needs_pillow(absent, tmp_path):
     absent("PIL")
     (tmp_path / "pairs.csv").write_text("image,text\na.png,a\n")
     with pytest.raises(ValueError, match="image data needs pillow"):

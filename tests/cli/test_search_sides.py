@@ -1,4 +1,4 @@
-"""`search` and `embed` use the tower that the query or the file belongs to: x takes queries, y documents, or what `--side` says."""
+"""`search` and `embed` use the tower of the query or file: x for queries, y for documents, or the one that `--side` names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megabatch.training.loop import train
 
 TEXT = {"name": "text", "options": {"width": 16, "depth": 1, "heads": 2, "length": 24}}
 IMAGE = {"name": "cnn", "options": {"size": 8}}
-# What a terminal or rich would take for more than text.
+# Text that a terminal or rich would interpret.
 WILD = [
     "a \\[/b] [bold]b[/bold]",
     "[link=http://x]y[/link] :smile: [/]",
@@ -47,7 +47,7 @@ def write_pairs(path: Path, pairs) -> Path:
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
-    """A run of queries and documents, with a tower each."""
+    """Train a run of queries and documents, with one tower each."""
     folder = tmp_path_factory.mktemp("texts")
     pairs = write_pairs(folder / "pairs.jsonl", [(f"query {n}", f"document {n}") for n in range(24)])
     return train_once(folder, pairs, TEXT, TEXT)
@@ -55,7 +55,7 @@ def texts(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
-    """A run of wild texts, with one tower for both sides."""
+    """Train a run of texts with control characters and markup, with one tower for both sides."""
     folder = tmp_path_factory.mktemp("shared")
     pairs = write_pairs(folder / "pairs.jsonl", [(f"query {n}", WILD[n % len(WILD)]) for n in range(24)])
     return train_once(folder, pairs, TEXT, {"name": "x"})
@@ -63,7 +63,7 @@ def shared(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tables(tmp_path_factory):
-    """A table with two columns of images and one of captions."""
+    """Create a table with two columns of images and one of captions."""
     folder = tmp_path_factory.mktemp("tables")
     lines = ["left,right,caption"]
     for n in range(16):
@@ -90,13 +90,13 @@ def written(out: Path) -> tuple[torch.Tensor, list[str]]:
 
 
 def through(run: Path, side: str, raws: list) -> torch.Tensor:
-    """The embeddings by the tower of one side."""
+    """Return the embeddings by the tower of one side."""
     with opened(run) as parts:
         return _embed(parts, raws, side).cpu()
 
 
 def test_the_towers_of_the_sides_differ(texts):
-    """Otherwise the tests below could not tell them apart."""
+    """Otherwise the tests below could not distinguish them."""
     assert (through(texts, "x", ["query 1"]) - through(texts, "y", ["query 1"])).abs().max() > 0.01
 
 
@@ -107,7 +107,7 @@ def test_a_query_finds_documents(texts):
     assert answers[0].score == pytest.approx(float(nearest), abs=1e-5)
 
 
-def test_a_document_finds_queries_when_its_side_is_told(texts):
+def test_a_document_finds_queries_when_its_side_is_named(texts):
     answers = search(texts, "document 3", 4, side="y")
     assert len(answers) == 4 and all(answer.text.startswith("query") for answer in answers)
     nearest = through(texts, "y", ["document 3"]) @ through(texts, "x", [answers[0].text]).T
@@ -205,5 +205,5 @@ def test_answers_are_printed_as_they_are_and_command_no_terminal(shared, capsys)
     assert all(len(line.split()) >= 3 for line in printed.splitlines()[2:])
 
 
-def test_a_text_in_an_image_run_is_searched_when_its_side_is_told(captioned):
+def test_a_text_in_an_image_run_is_searched_when_its_side_is_named(captioned):
     assert len(search(captioned, "nowhere.png", 2, side="y")) == 2

@@ -1,4 +1,4 @@
-"""The benchmark of the memory prediction: its rows, what others say, the limits, and that the kept rows meet what is promised."""
+"""The benchmark of the memory prediction: its rows, other estimates, limits, and the accuracy of the kept rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KEPT = read_rows(Path(__file__).parents[2] / "benchmarks/results/memory-cuda.jso
 MEASURED = [row for row in KEPT if row.get("kind") != "limit"]
 
 
-def test_the_kept_rows_meet_what_the_prediction_is_held_to() -> None:
+def test_the_kept_rows_are_within_the_accepted_errors() -> None:
     assert len(MEASURED) >= 30 and not any("failed" in row for row in KEPT)
     assert {row["model"] for row in MEASURED} == {case.model for case in cases()} >= set(HELD_OUT)
     errors, reserved = ([abs(row[name]) for row in MEASURED] for name in ("error", "reserved_error"))
@@ -34,56 +34,56 @@ def test_the_kept_rows_meet_what_the_prediction_is_held_to() -> None:
     )
 
 
-def test_a_kept_prediction_is_made_again() -> None:
+def test_a_kept_prediction_is_reproduced() -> None:
     pytest.importorskip("timm")
     row = next(row for row in MEASURED if row["model"] == "resnet50" and row["precision"] == "bf16")
     predicted = predict(of_row(row))
-    # Versions of torch and of the models differ a little in what they compute.
+    # Versions of torch and of the models differ slightly in what they compute.
     assert predicted.peak_bytes == pytest.approx(row["measured"], rel=0.01)
     assert predicted.reserved_bytes == pytest.approx(row["measured_reserved"], rel=0.03)
 
 
-def test_others_are_quoted_as_they_compute() -> None:
+def test_estimates_of_other_tools_agree_with_arithmetic() -> None:
     weights = 4 * (768 * 64 + 64 + 64 * 10 + 10)
-    said = others(Case("tiny", 8))
+    estimates = others(Case("tiny", 8))
     # torchinfo: 8 images, the weights, twice the outputs of both layers. The list has four members: 768, 64, 64, 10 wide.
-    assert said["torchinfo"] == 8 * 768 * 4 + weights + 2 * 8 * (64 + 10) * 4
-    assert said["rule_of_thumb"] == 3 * weights + 8 * (768 + 64 + 64 + 10) * 4
-    assert said["accelerate"] == 4 * weights
+    assert estimates["torchinfo"] == 8 * 768 * 4 + weights + 2 * 8 * (64 + 10) * 4
+    assert estimates["rule_of_thumb"] == 3 * weights + 8 * (768 + 64 + 64 + 10) * 4
+    assert estimates["accelerate"] == 4 * weights
     half = others(Case("tiny", 8, "bf16"))
     assert half["torchinfo"] == 8 * 768 * 4 + weights + 2 * 8 * (64 + 10) * 2
     assert half["accelerate"] == 2 * weights
 
 
-class Said(NamedTuple):
+class FakePrediction(NamedTuple):
     peak_bytes: int
     reserved_bytes: int
 
 
 @pytest.mark.parametrize(("bytes_", "rows"), [(1000, 10), (1999, 19), (12_345, 120), (100, 1)])
 def test_the_largest_size_that_fits_is_found(monkeypatch: pytest.MonkeyPatch, bytes_: int, rows: int) -> None:
-    monkeypatch.setattr(predicting, "predict", lambda case: Said(90 * case.rows, 100 * case.rows))
+    monkeypatch.setattr(predicting, "predict", lambda case: FakePrediction(90 * case.rows, 100 * case.rows))
     row = fitting_row(Limit(Case("tiny", 1), bytes_))
-    # To a sixteenth of it, and never beyond.
+    # To within a sixteenth, and never beyond the limit.
     assert rows * 15 / 16 <= row["rows"] <= rows and row["predicted_reserved"] == 100 * row["rows"] <= bytes_
     assert row["kind"] == "limit" and row["limit"] == bytes_
 
 
-def test_a_limit_that_nothing_keeps_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(predicting, "predict", lambda case: Said(90, 100))
+def test_a_limit_below_one_row_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(predicting, "predict", lambda case: FakePrediction(90, 100))
     with pytest.raises(ValueError, match="99 bytes are too few for one row of tiny"):
         fitting_row(Limit(Case("tiny", 1), 99))
     assert Limit(Case("clip-vit-b-32", 512, objective="clip", chunk=1), GIB).at(48).chunk == 48
 
 
-def test_the_quick_cases_have_all_of_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    turn = threading.Lock()
+def test_the_quick_cases_give_complete_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = threading.Lock()
 
-    def run_in_turn(part: str, what: dict[str, Any]) -> dict[str, Any]:
-        with turn:
+    def run_one_at_a_time(part: str, what: dict[str, Any]) -> dict[str, Any]:
+        with lock:
             return program.run_here(part, what)
 
-    monkeypatch.setattr(program, "run_apart", run_in_turn)
+    monkeypatch.setattr(program, "run_in_process", run_one_at_a_time)
     out = tmp_path / "rows.jsonl"
     assert program.main(["--quick", "--output", str(out)]) == 0
     rows = read_rows(out)
@@ -101,14 +101,14 @@ def canned(part: str, what: dict[str, Any]) -> dict[str, Any]:
     if part == "measure":
         machine = {"gpu": "a device", "torch": "2.0", "date": "2026-11-15T00:00:00"}
         return {"measured": 10 * GIB, "measured_reserved": 10 * GIB, "machine": machine}
-    said = {"predicted": 9 * GIB, "predicted_reserved": 10.5 * GIB, "predict_seconds": 3.0}
-    return what | said | {f"others_{name}": 20 * GIB for name in report.OTHERS}
+    prediction = {"predicted": 9 * GIB, "predicted_reserved": 10.5 * GIB, "predict_seconds": 3.0}
+    return what | prediction | {f"others_{name}": 20 * GIB for name in report.OTHERS}
 
 
-def test_errors_limits_and_misses_are_told(
+def test_errors_limits_and_misses_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(program, "run_apart", canned)
+    monkeypatch.setattr(program, "run_in_process", canned)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     out = tmp_path / "rows.jsonl"
     assert program.main(["--output", str(out), "--only", "gpt2,vgg16"]) == 1, "one of them ran out of memory"
@@ -123,7 +123,7 @@ def test_errors_limits_and_misses_are_told(
 
 
 def test_kept_measurements_are_predicted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program, "run_apart", canned)
+    monkeypatch.setattr(program, "run_in_process", canned)
     kept = tmp_path / "rows.jsonl"
     kept.write_text("".join(json.dumps(row) + "\n" for row in (MEASURED[0], KEPT[-1])))
     assert program.main(["--again", str(kept)]) == 0
@@ -133,10 +133,10 @@ def test_kept_measurements_are_predicted_again(tmp_path: Path, monkeypatch: pyte
     assert limit == KEPT[-1]
 
 
-def test_a_part_is_done_in_a_process_of_its_own_that_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_runs_in_its_own_process_which_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = asdict(quick_cases()[0])
-    assert program.run_apart("predict", tiny)["predicted"] == predict(quick_cases()[0]).peak_bytes
+    assert program.run_in_process("predict", tiny)["predicted"] == predict(quick_cases()[0]).peak_bytes
     monkeypatch.setattr(program.sys, "executable", "false")
-    failed = program.run_apart("predict", tiny)
+    failed = program.run_in_process("predict", tiny)
     assert failed == {"failed": "predict: no message"}
     assert report.line(MEASURED[0] | failed) == "resnet50, 32 rows, fp32: failed, predict: no message"

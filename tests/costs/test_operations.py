@@ -1,4 +1,4 @@
-"""Kinds of operations: by which names, layouts and shapes kernels are slower, how far they fill a device, what they call unseen."""
+"""Classes of operations by name, layout and shape, utilization, and implicit operations."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from megabatch.costs.operations import class_of, utilization_of
 HALF = torch.bfloat16
 
 
-def kind(operator: str, args: Any, out: Any = (), has_flops: bool = False) -> str:
+def op_class(operator: str, args: Any, out: Any = (), has_flops: bool = False) -> str:
     return class_of(operator, args, out, has_flops=has_flops)
 
 
 def convolution(x: Tensor, *weight: int, stride: int = 1, groups: int = 1) -> str:
-    """The kind of a forward; that of its backward is the same."""
+    """Return the class of a convolution's forward; its backward has the same, or that of a depthwise gradient."""
     w = torch.zeros(*weight, dtype=x.dtype)
     rest = (None, [stride] * 2, [0, 0], [1, 1], False, [0, 0], groups)
-    forward = kind("convolution", (x, w, *rest), has_flops=True)
-    backward = kind("convolution_backward", (x, x, w, *rest, [True, True, False]), has_flops=True)
+    forward = op_class("convolution", (x, w, *rest), has_flops=True)
+    backward = op_class("convolution_backward", (x, x, w, *rest, [True, True, False]), has_flops=True)
     assert backward == ("depthwise gradient" if forward == "depthwise convolution" else forward)
     return forward
 
@@ -33,21 +33,21 @@ def images(channels: int, side: int, dtype: torch.dtype = HALF, last: bool = Fal
     return x.to(memory_format=torch.channels_last) if last else x
 
 
-def test_a_convolution_of_one_pixel_is_direct_where_it_is_a_product_as_it_lies() -> None:
+def test_a_pointwise_convolution_is_direct_if_it_is_a_matrix_product_without_copies() -> None:
     assert convolution(images(64, 28), 128, 64, 1, 1) == "direct convolution"
-    # 14 · 14 pixels are no multiple of 8; a stride leaves pixels out; a larger kernel needs channels as neighbours.
+    # 14 · 14 pixels are no multiple of 8; a stride skips pixels; a larger kernel needs channels last.
     assert convolution(images(64, 14), 128, 64, 1, 1) == "convolution"
     assert convolution(images(64, 28), 128, 64, 1, 1, stride=2) == "convolution"
     assert convolution(images(64, 28), 128, 64, 3, 3) == "convolution"
     assert convolution(images(64, 14, last=True), 128, 64, 3, 3) == "direct convolution"
 
 
-def test_convolutions_of_groups_and_of_few_channels() -> None:
+def test_grouped_and_few_channel_convolutions() -> None:
     assert convolution(images(64, 28), 64, 8, 3, 3, groups=8) == "grouped convolution"
     assert convolution(images(3, 28), 64, 3, 7, 7, stride=2) == "few-channel convolution"
     for dtype in (HALF, torch.float32):
         assert convolution(images(32, 28, dtype), 32, 1, 3, 3, groups=32) == "depthwise convolution"
-    # cuDNN has kernels of its own for one layout, in half precision.
+    # cuDNN has depthwise kernels for channels last in half precision.
     assert convolution(images(32, 28, last=True), 32, 1, 7, 7, groups=32) == "depthwise convolution, channels last"
     assert convolution(images(32, 28, torch.float32, last=True), 32, 1, 7, 7, groups=32) == "depthwise convolution"
 
@@ -72,52 +72,52 @@ def test_convolutions_of_groups_and_of_few_channels() -> None:
         ("scatter_add", "gather or scatter"),
     ],
 )
-def test_names_that_hold_parts_of_others_are_told_apart(name: str, expected: str) -> None:
+def test_names_that_contain_others_are_distinguished(name: str, expected: str) -> None:
     x = torch.zeros(4, 8)
-    assert kind(name, (x,), x) == expected
+    assert op_class(name, (x,), x) == expected
 
 
-def test_an_operation_on_tensors_that_lie_alike_is_elementwise_and_any_other_strided() -> None:
+def test_operands_of_the_same_layout_are_elementwise_and_others_strided() -> None:
     x = torch.zeros(4, 6, 8)
-    assert kind("add", (x, x), x) == kind("mul", (x, torch.zeros(())), x) == kind("mul", (x, 2.0), x) == "elementwise"
+    assert op_class("add", (x, x), x) == op_class("mul", (x, torch.zeros(())), x) == op_class("mul", (x, 2.0), x) == "elementwise"
     across = x.transpose(1, 2)
-    # What is turned alike lies alike; a tensor turned, one that is spread over another, or one with gaps does not.
-    assert kind("add", (across, across), across) == "elementwise"
-    assert kind("add", (across, across), across.contiguous()) == "strided"
-    assert kind("add", (x, torch.zeros(8)), x) == kind("where", (x[:, :1] > 0, x, x), x) == "strided"
-    assert kind("div", (x[:, :1].expand(4, 6, 8), 2.0), x) == "strided"
+    # Tensors transposed alike have the same layout; one transposed, broadcast or with gaps does not.
+    assert op_class("add", (across, across), across) == "elementwise"
+    assert op_class("add", (across, across), across.contiguous()) == "strided"
+    assert op_class("add", (x, torch.zeros(8)), x) == op_class("where", (x[:, :1] > 0, x, x), x) == "strided"
+    assert op_class("div", (x[:, :1].expand(4, 6, 8), 2.0), x) == "strided"
     wide = torch.zeros(4, 6, 16)[..., :8]
-    assert kind("silu", (wide,), x) == kind("silu_", (wide,), wide) == "strided"
-    # No operand of an elementwise operation: what is looked up by it.
-    assert kind("nll_loss_backward", (torch.zeros(()), torch.zeros(5, 7), torch.zeros(5)), torch.zeros(5, 7)) == "elementwise"
+    assert op_class("silu", (wide,), x) == op_class("silu_", (wide,), wide) == "strided"
+    # The labels are no operand of an elementwise operation: they are looked up.
+    assert op_class("nll_loss_backward", (torch.zeros(()), torch.zeros(5, 7), torch.zeros(5)), torch.zeros(5, 7)) == "elementwise"
 
 
-def test_a_copy_turns_elements_rows_or_nothing() -> None:
+def test_a_copy_may_transpose_or_move_rows() -> None:
     x = torch.zeros(4, 6, 8)
-    assert kind("_to_copy", (x,), x.half()) == kind("clone", (x.mT,), x.mT) == "copy"
-    assert kind("clone", (x.transpose(0, 1),), torch.zeros(6, 4, 8)) == "strided"
-    assert kind("clone", (x.mT,), torch.zeros(4, 8, 6)) == "transpose"
-    # A dimension of one element is next to nothing.
-    assert kind("clone", (torch.zeros(4, 1, 8).mT,), torch.zeros(4, 8, 1)) == "copy"
-    assert kind("cat", ([x, x],), torch.zeros(8, 6, 8)) == "copy"
-    assert kind("stack", ([x.transpose(0, 1)] * 2,), torch.zeros(2, 6, 4, 8)) == "strided"
+    assert op_class("_to_copy", (x,), x.half()) == op_class("clone", (x.mT,), x.mT) == "copy"
+    assert op_class("clone", (x.transpose(0, 1),), torch.zeros(6, 4, 8)) == "strided"
+    assert op_class("clone", (x.mT,), torch.zeros(4, 8, 6)) == "transpose"
+    # A dimension of size one does not change the layout.
+    assert op_class("clone", (torch.zeros(4, 1, 8).mT,), torch.zeros(4, 8, 1)) == "copy"
+    assert op_class("cat", ([x, x],), torch.zeros(8, 6, 8)) == "copy"
+    assert op_class("stack", ([x.transpose(0, 1)] * 2,), torch.zeros(2, 6, 4, 8)) == "strided"
 
 
-def test_rows_of_a_norm_are_narrow_or_not() -> None:
+def test_normalisation_of_narrow_rows_has_a_class() -> None:
     for width, expected in ((512, "narrow normalisation"), (768, "normalisation")):
         x = torch.zeros(4, width)
-        assert kind("native_layer_norm", (x, [width], None, None, 1e-5), x) == expected
-        assert kind("native_layer_norm_backward", (x, x, [width]), x) == expected
-        assert kind("_fused_rms_norm", (x, [width], None, None), x) == expected
+        assert op_class("native_layer_norm", (x, [width], None, None, 1e-5), x) == expected
+        assert op_class("native_layer_norm_backward", (x, x, [width]), x) == expected
+        assert op_class("_fused_rms_norm", (x, [width], None, None), x) == expected
 
 
-def test_blocks_tiles_and_words_that_go_partly_empty() -> None:
+def test_utilization_of_blocks_tiles_and_words() -> None:
     x = torch.zeros(4, 8)
-    # One element at a time: half a word of halves, a word of floats, and the half of them where both are written.
+    # One element at a time: half a word in bf16, a word in fp32, three quarters for a cast between them.
     assert utilization_of("strided", (x.bfloat16(),), x.bfloat16()) == 0.5
     assert utilization_of("transpose", (x,), x) == utilization_of("strided", (x.long(),), x) == 1.0
     assert utilization_of("strided", (x.bfloat16(),), x) == 0.75
-    # 200 channels keep all multiprocessors busy; with channels as neighbours, blocks are cut otherwise.
+    # 200 channels keep all multiprocessors busy; with channels last, blocks are divided otherwise.
     for channels, utilization in ((50, 0.25), (200, 1.0), (512, 1.0)):
         assert utilization_of("half batch norm", (images(channels, 4), torch.zeros(channels)), ()) == utilization
     assert utilization_of("batch norm", (images(50, 4, last=True),), ()) == 1.0
@@ -129,8 +129,8 @@ def test_blocks_tiles_and_words_that_go_partly_empty() -> None:
     assert utilization_of("matmul", (torch.zeros(7, 7),), ()) == 1.0
 
 
-class Turned(nn.Module):
-    """A norm of what is turned, as in an MLP-Mixer."""
+class TransposedNorm(nn.Module):
+    """A layer norm of a transposed tensor, as in an MLP-Mixer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,11 +140,11 @@ class Turned(nn.Module):
         return self.norm(self.linear(x).mT).square()
 
 
-def test_a_norm_of_turned_rows_copies_them_into_order_first() -> None:
+def test_a_norm_of_transposed_rows_copies_them_first() -> None:
     def implicit(costs: Pass) -> list[tuple[str, float, float]]:
         return [(call.op_class, call.times * call.bytes, call.utilization) for call in costs.calls if call.implicit]
 
-    work = count_work(Turned(), lambda rows: torch.zeros(rows, 8, 16))
-    # 8 · 32 numbers of 4 bytes are read and written: of the input forward, and of it again backward.
+    work = count_work(TransposedNorm(), lambda rows: torch.zeros(rows, 8, 16))
+    # 8 · 32 elements of 4 bytes are read and written: the input in forward, and again in backward.
     assert implicit(work.forward) == implicit(work.backward) == [("transpose", 2 * 4 * 8 * 32, 1.0)]
     assert not implicit(count_work(nn.Sequential(nn.Linear(16, 8), nn.LayerNorm(8)), lambda rows: torch.zeros(rows, 16)).forward)

@@ -1,4 +1,4 @@
-"""Memory predicted without the device: against the profiler's real peak on a CPU, steps measured on a GPU, arithmetic by hand."""
+"""Predicted memory, compared with the profiler on a CPU, with steps measured on a GPU, and with arithmetic by hand."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ON_CPU = Setup(device="cpu")
 
 
 class Block(nn.Module):
-    """A layer of a transformer, with attention as torch computes it."""
+    """A layer of a transformer with scaled_dot_product_attention."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def deep_cnn() -> nn.Module:
 
 
 def profiled_peak(build: Callable[[], nn.Module], inputs: Callable[[int], Tensor], rows: int, checkpointing: bool = False) -> int:
-    """The highest sum of what the CPU's allocator gave out and took back over two real training steps, the model included."""
+    """Return the peak of what the CPU's allocator handed out in two real training steps, including the model."""
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         model = build()
@@ -100,14 +100,14 @@ def profiled_peak(build: Callable[[], nn.Module], inputs: Callable[[int], Tensor
 
 
 @pytest.mark.parametrize(("rows", "checkpointing"), [(16, False), (4, False), (16, True)])
-def test_a_transformer_takes_on_a_cpu_what_the_profiler_sees(rows: int, checkpointing: bool) -> None:
+def test_a_transformer_on_a_cpu_agrees_with_the_profiler(rows: int, checkpointing: bool) -> None:
     setup = Setup(device="cpu", checkpointing=checkpointing)
     predicted = predict_memory(Transformer, sequences, rows, setup).peak_bytes
     assert predicted == pytest.approx(profiled_peak(Transformer, sequences, rows, checkpointing), rel=0.01)
 
 
-def test_a_convolutional_network_takes_on_a_cpu_what_the_profiler_sees() -> None:
-    # The kernels' own copies of one layer's operands are not predicted for a CPU: a few percent of twelve layers.
+def test_a_convolutional_network_on_a_cpu_agrees_with_the_profiler() -> None:
+    # Copies that CPU kernels make of one layer's operands are not predicted: a few percent of twelve layers.
     predicted = predict_memory(deep_cnn, images, 16, ON_CPU).peak_bytes
     assert predicted == pytest.approx(profiled_peak(deep_cnn, images, 16), rel=0.04)
 
@@ -119,21 +119,21 @@ def two_matrices() -> nn.Module:
 @pytest.mark.parametrize(
     ("optimizer", "state", "temporary"),
     [
-        # Bytes a parameter: of the state, and of foreach's copy on the way (AdamW: the root of the second moment).
+        # Bytes per parameter: of the state, and of foreach's temporaries (AdamW: the root of the second moment).
         ("sgd", 0, 0),
         ("sgd-momentum", 4, 0),
         ("adam", 8, 4),
         ("adamw", 8, 4),
-        # Two bytes, and two scales of 4 bytes for every 256.
+        # Two bytes, and two scales of 4 bytes for every 256 elements.
         ("adamw-8bit", 2 + 2 * 4 / 256, 0),
         (torch.optim.RMSprop, 4, 4),
     ],
 )
-def test_weights_gradients_and_state_are_what_arithmetic_says(optimizer: Any, state: float, temporary: float) -> None:
+def test_weights_gradients_and_state_agree_with_arithmetic(optimizer: Any, state: float, temporary: float) -> None:
     predicted = predict_memory(two_matrices, lambda rows: torch.zeros(rows, 1024), 4, Setup(optimizer=optimizer))
     parameters = 2 * 1024 * 1024
     step = predicted.phases["optimizer step"] if temporary else predicted.peak_bytes
-    # Weights and gradients take 4 bytes each; cuBLAS 32 MiB for each of two threads, cuBLASLt one; rounding adds a few blocks.
+    # Weights and gradients take 4 bytes each; cuBLAS 32 MiB for each of two threads, cuBLASLt one; rounding adds a little.
     expected = (4 + 4 + state + temporary) * parameters + 65 * MIB
     assert expected <= step <= expected + 200_000
     if predicted.parts.get("gradients") == 4 * parameters:
@@ -141,7 +141,7 @@ def test_weights_gradients_and_state_are_what_arithmetic_says(optimizer: Any, st
         assert predicted.parts.get("optimizer", 0) == pytest.approx(state * parameters, abs=4096)
 
 
-def test_the_fused_optimizer_saves_the_copy_that_lists_of_tensors_take() -> None:
+def test_the_fused_optimizer_saves_the_temporaries_of_foreach() -> None:
     def at_step(fused: bool | None) -> int:
         predicted = predict_memory(two_matrices, lambda rows: torch.zeros(rows, 1024), 4, Setup(fused=fused))
         return predicted.phases.get("optimizer step", predicted.peak_bytes)
@@ -159,7 +159,7 @@ def chunk_of_64() -> Any:
         lambda rows: torch.empty(rows, 3, 224, 224, dtype=torch.uint8),
         lambda rows: torch.empty(rows, 77, dtype=torch.int64),
     )
-    # The towers hold bf16 autocast themselves.
+    # The towers enter bf16 autocast themselves.
     return trace_step(build, inputs, 512, Setup(objective="clip", chunk=64, fused=True), None)
 
 
@@ -169,16 +169,16 @@ def measured_rows() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("row", measured_rows(), ids=lambda row: f"keep {row['kept']}")
-def test_clip_vit_l_14_takes_what_was_measured_on_an_h200(chunk_of_64: Any, row: dict[str, Any]) -> None:
+def test_clip_vit_l_14_agrees_with_measurements_on_an_h200(chunk_of_64: Any, row: dict[str, Any]) -> None:
     kept = {"x": row["kept"]["image"], "y": row["kept"]["text"]}
     predicted = summarize(chunk_of_64, ComposedStep(chunk_of_64, row["pairs"], kept))
-    # The bounds that the whole table has to meet are 5 % and 10 %; these are what bf16 towers with caching reach.
+    # The bounds for the whole benchmark are 5 % and 10 %; bf16 towers with gradient caching are closer.
     assert predicted.peak_bytes / MIB == pytest.approx(row["peak_allocated_mib"], rel=0.005)
     assert predicted.reserved_bytes / MIB == pytest.approx(row["peak_reserved_mib"], rel=0.03)
 
 
 @pytest.mark.parametrize(("attention", "megabytes"), [("sdpa", 832), ("eager", 1737)])
-def test_a_layer_of_bert_base_keeps_what_was_measured(attention: str, megabytes: int) -> None:
+def test_the_activations_of_a_layer_of_bert_base_agree_with_measurements(attention: str, megabytes: int) -> None:
     transformers = pytest.importorskip("transformers")
 
     def activations(layers: int) -> int:
@@ -193,7 +193,7 @@ def test_a_layer_of_bert_base_keeps_what_was_measured(attention: str, megabytes:
     assert (activations(3) - activations(2)) / 1e6 == pytest.approx(megabytes, rel=0.005)
 
 
-def test_autocast_does_what_it_does_on_cuda_and_is_itself_again_afterwards() -> None:
+def test_autocast_follows_cuda_inside_the_context_only() -> None:
     half, weight = torch.zeros(4, 8, dtype=torch.bfloat16), torch.ones(8)
 
     def dtypes() -> list[torch.dtype]:
@@ -218,7 +218,7 @@ def test_autocast_does_what_it_does_on_cuda_and_is_itself_again_afterwards() -> 
     assert dtypes() == before and before[0] == torch.bfloat16
 
 
-def test_dropout_keeps_a_mask_of_bytes_and_attention_no_matrix() -> None:
+def test_dropout_keeps_a_mask_of_bytes_and_attention_no_score_matrix() -> None:
     class Drop(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -230,7 +230,7 @@ def test_dropout_keeps_a_mask_of_bytes_and_attention_no_matrix() -> None:
     def kept(setup: Setup) -> int:
         return predict_memory(Drop, lambda rows: torch.zeros(rows, MIB), 1, setup).parts["activations"]
 
-    # Input and output of dropout, and the mask: a byte an element on CUDA, a float on a CPU.
+    # Input and output of dropout, and the mask: one byte per element on CUDA, a float on a CPU.
     assert kept(Setup()) == pytest.approx(MIB * (4 + 4 + 1), rel=0.01)
     assert kept(ON_CPU) == pytest.approx(MIB * (4 + 4 + 4), rel=0.01)
 
@@ -238,8 +238,8 @@ def test_dropout_keeps_a_mask_of_bytes_and_attention_no_matrix() -> None:
         setup = Setup(**options)
         return predict_memory(Block, lambda rows: torch.zeros(rows, length, 64), 4, setup, loss=Tensor.sum).peak_bytes
 
-    # Twice the length takes about twice the memory: there is no matrix of lengths, in either precision, which would make it four
-    # times. Partial sums and rests of blocks do not grow evenly.
+    # Twice the length takes about twice the memory, in either precision: a score matrix would make it four times. Partial sums and
+    # remainders of blocks do not grow evenly.
     for precision in ("fp32", "bf16"):
         once, twice, four = (matrix_bytes(length, precision=precision) for length in (1024, 2048, 4096))
         assert four - twice == pytest.approx(2 * (twice - once), rel=0.08)
@@ -271,7 +271,7 @@ def test_tied_weights_count_once_and_frozen_ones_have_no_gradient() -> None:
     assert part.parts["weights"] == untied.parts["weights"]
 
 
-def test_parts_add_up_to_the_peak_at_a_moment_that_has_a_name() -> None:
+def test_parts_add_up_to_the_peak_and_its_moment_is_named() -> None:
     predicted = predict_memory(Transformer, sequences, 64)
     assert sum(predicted.parts.values()) == predicted.peak_bytes == max(predicted.phases.values())
     assert predicted.moment.startswith("backward of blocks.2")
@@ -281,14 +281,14 @@ def test_parts_add_up_to_the_peak_at_a_moment_that_has_a_name() -> None:
 
 def test_checkpointing_keeps_inputs_of_blocks_and_recomputes_one() -> None:
     plain, again = (predict_memory(lambda: Transformer(6), sequences, 256, Setup(checkpointing=c)) for c in (False, True))
-    # Of six blocks, the first has the input itself.
+    # Six blocks; the input of the first is the input of the model.
     assert again.parts["activations"] == pytest.approx(5 * 256 * 48 * 64 * 4, rel=0.01)
     assert again.parts["temporaries"] < plain.parts["activations"] / 6 + plain.parts["temporaries"]
     with pytest.raises(ValueError, match="has no switch"):
         predict_memory(two_matrices, lambda rows: torch.zeros(rows, 1024), 4, Setup(checkpointing=True))
 
 
-def test_ranks_add_buckets_or_shard_weights_and_state() -> None:
+def test_ddp_adds_buckets_and_fsdp_shards_weights_and_state() -> None:
     def build() -> nn.Module:
         return Transformer(6, 256)
 
@@ -302,7 +302,7 @@ def test_ranks_add_buckets_or_shard_weights_and_state() -> None:
     assert ddp.parts["gradient buckets"] == pytest.approx(weights, rel=0.01)
     assert sharded.parts["weights"] == pytest.approx(weights / 8, rel=0.02)
     assert sharded.parts["optimizer"] == pytest.approx(2 * weights / 8, rel=0.05)
-    # One block of six, while its copy arrives and the next is on its way.
+    # One of six blocks, its receive buffer, and the next block in flight.
     assert sharded.parts["gathered weights"] < weights * 3 / 6 * 1.05
     assert sharded.peak_bytes < alone.peak_bytes < ddp.peak_bytes
 
@@ -315,27 +315,28 @@ def contrastive(rows: int, **options: Any) -> Prediction:
     return predict_memory(pair, (sequences, sequences), rows, Setup(**{"objective": "clip", **options}))
 
 
-def test_a_chunk_decides_about_activations_and_rows_about_embeddings() -> None:
+def test_activations_follow_the_chunk_and_embeddings_the_rows() -> None:
     small, large, wider = (contrastive(rows, chunk=chunk, workspace=MIB) for rows, chunk in ((512, 128), (8192, 128), (8192, 256)))
     assert small.parts["activations"] == large.parts["activations"]
     assert wider.parts["activations"] == pytest.approx(2 * large.parts["activations"], rel=0.01)
-    # Two sides, embeddings and gradients, fp32: 16 bytes an element.
+    # Two sides, embeddings and gradients, fp32: 16 bytes per element.
     assert large.parts["embeddings"] == pytest.approx(16 * 8192 * 32, rel=0.05)
 
 
-def test_kept_chunks_add_a_graph_each_and_the_first_is_free() -> None:
+def test_each_kept_chunk_after_the_first_adds_a_graph() -> None:
     line = memory_curve(pair, (sequences, sequences), Setup(objective="clip", chunk=64))
     peaks = [line.peak(512, keep).peak_bytes for keep in (0, 1, 2, 3)]
     graph = peaks[3] - peaks[2]
     assert abs(peaks[1] - peaks[0]) < 0.5 * graph
     assert peaks[2] - peaks[1] == pytest.approx(graph, rel=0.3)
-    # All of eight kept have the activations of the whole batch at once when the loss begins; what backward works on is an eighth.
+    # With all eight chunks kept, the activations of the whole batch exist when the loss begins; backward's temporaries are an
+    # eighth.
     whole, kept = contrastive(512), line.peak(512, keep=8)
     assert kept.phases["loss"] == pytest.approx(whole.phases["loss"], rel=0.02)
     assert kept.parts["temporaries"] == pytest.approx(whole.parts["temporaries"] / 8, rel=0.01)
 
 
-def test_tiles_stay_within_their_memory_and_rings_add_blocks() -> None:
+def test_tiles_stay_within_the_workspace_and_a_ring_adds_buffers() -> None:
     rows = 65536
     alone = contrastive(rows, chunk=1, workspace=64 * MIB)
     assert alone.moment == "backward of the loss" and alone.parts["loss tiles"] == 64 * MIB
@@ -346,7 +347,7 @@ def test_tiles_stay_within_their_memory_and_rings_add_blocks() -> None:
     assert sigmoid.peak_bytes > alone.peak_bytes - 64 * MIB
 
 
-def test_what_the_loss_keeps_for_its_gradient_is_held_from_forward_on() -> None:
+def test_saved_exponentials_are_allocated_from_forward_to_backward() -> None:
     class Ledger:
         def __init__(self) -> None:
             self.held: dict[int, tuple[int, str]] = {}
@@ -373,17 +374,17 @@ def test_what_the_loss_keeps_for_its_gradient_is_held_from_forward_on() -> None:
         assert len(ledger.held) == len(gradients) == 2 and not ledger.tiles()
         return highest, between, ledger.highest
 
-    # 4,096² exponentials in bf16; sums of every 128 rows and columns, two kinds of 8 bytes, beside them.
+    # 4,096² exponentials in bf16, and the partial sums of every 128 rows and columns, twice 8 bytes each.
     assert held(4096, 512) == (36 * MIB, 32 * MIB, 36 * MIB)
-    # At most the working memory and a quarter of it.
+    # At most the workspace and a quarter of it.
     assert held(65536, 512) == (640 * MIB, 512 * MIB, 640 * MIB)
     assert held(65536, 512, workspace=64 * MIB) == (80 * MIB, 64 * MIB, 80 * MIB)
-    # Narrow embeddings are multiplied again, and so are all on a CPU, whose tiles are small.
+    # For narrow embeddings, and on a CPU, backward computes the similarities again.
     assert held(4096, 256) == (4 * MIB, 0, 32 * MIB)
     assert held(4096, 512, device="cpu")[1] == 0
 
 
-def test_one_tower_for_both_sides_is_counted_once() -> None:
+def test_a_shared_tower_is_counted_once() -> None:
     one = predict_memory(lambda: (Transformer(2, 64, 32), None), (sequences, sequences), 256, Setup(objective="clip", chunk=64))
     two = predict_memory(
         lambda: (Transformer(2, 64, 32), Transformer(2, 64, 32)), (sequences, sequences), 256, Setup(objective="clip", chunk=64)
@@ -392,7 +393,7 @@ def test_one_tower_for_both_sides_is_counted_once() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 100, 1000])
-def test_a_line_from_two_traces_says_what_a_trace_would(rows: int) -> None:
+def test_a_curve_from_two_traces_agrees_with_a_direct_trace(rows: int) -> None:
     line = _line()
     direct = predict_memory(Transformer, sequences, rows)
     assert line.peak(rows).peak_bytes == pytest.approx(direct.peak_bytes, rel=0.01)
@@ -401,22 +402,22 @@ def test_a_line_from_two_traces_says_what_a_trace_would(rows: int) -> None:
     assert sum(line.peak(rows).parts.values()) == line.peak(rows).peak_bytes
 
 
-def test_a_small_batch_is_ruled_by_the_optimizers_step() -> None:
+def test_the_optimizers_step_dominates_at_small_batches() -> None:
     line = memory_curve(two_matrices, lambda rows: torch.zeros(rows, 1024))
     assert line.peak(1).moment == "optimizer step" and line.peak(100_000).moment != "optimizer step"
 
 
-def test_curves_of_chunked_steps_need_no_further_trace() -> None:
+def test_curves_of_chunked_steps_agree_with_direct_predictions() -> None:
     line = memory_curve(pair, (sequences, sequences), Setup(objective="clip", chunk=64))
     assert line.peak(8192).peak_bytes == contrastive(8192, chunk=64).peak_bytes
     assert line.peak(512, keep=2).peak_bytes == contrastive(512, chunk=64, keep=2).peak_bytes
     accumulated = memory_curve(Transformer, sequences, Setup(chunk=32))
     assert accumulated.peak(64) == accumulated.peak(4096)
-    # The second chunk finds the gradients of the first.
+    # The second chunk runs while the gradients of the first exist.
     assert accumulated.peak(64).peak_bytes > accumulated.peak(32).peak_bytes
 
 
-def test_the_allocator_rounds_splits_and_joins_by_its_rules() -> None:
+def test_the_allocator_rounds_splits_and_merges_blocks() -> None:
     allocator = CachingAllocator()
     small = allocator.allocate(512)
     assert allocator.reserved == 2 * MIB
@@ -425,23 +426,23 @@ def test_the_allocator_rounds_splits_and_joins_by_its_rules() -> None:
     medium = allocator.allocate(5 * MIB)
     assert allocator.reserved == 22 * MIB
     beside = allocator.allocate(12 * MIB)
-    assert allocator.reserved == 22 * MIB, "the rest of 20 MiB holds 12"
+    assert allocator.reserved == 22 * MIB, "the remainder of 20 MiB holds 12"
     large = allocator.allocate(11 * MIB + 512)
     assert allocator.reserved == 34 * MIB, "rounded up to 2 MiB"
     allocator.release(medium, 5 * MIB)
     allocator.release(large, 11 * MIB + 512)
     allocator.allocate(6 * MIB)
-    assert allocator.reserved == 34 * MIB, "5 MiB are too few, the large one is split"
+    assert allocator.reserved == 34 * MIB, "5 MiB do not suffice, the large block is split"
     allocator.allocate(7 * MIB)
     assert allocator.reserved == 54 * MIB
     allocator.release(beside, 12 * MIB)
     allocator.allocate(18 * MIB)
-    assert allocator.reserved == 54 * MIB, "free neighbours have become 20 MiB again"
+    assert allocator.reserved == 54 * MIB, "free neighbours are merged to 20 MiB"
     allocator.release(small, 512)
     assert allocator.allocate(512).address == small.address
 
 
-def test_what_follows_from_numbers_in_tensors_is_refused_by_name() -> None:
+def test_operations_that_depend_on_values_are_refused_by_name() -> None:
     class Picks(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -454,7 +455,7 @@ def test_what_follows_from_numbers_in_tensors_is_refused_by_name() -> None:
         predict_memory(Picks, lambda rows: torch.zeros(rows, 8), 4)
 
 
-def test_a_model_whose_making_reads_numbers_is_made_for_real() -> None:
+def test_a_constructor_that_reads_values_runs_on_the_cpu() -> None:
     def build() -> nn.Module:
         width = int(torch.linspace(1, 16, 4)[-1].item())
         return nn.Linear(8, width)
@@ -473,12 +474,12 @@ def test_a_model_whose_making_reads_numbers_is_made_for_real() -> None:
         ({"objective": "triplet"}, "objective is 'triplet'"),
     ],
 )
-def test_nonsense_is_answered_with_the_rule(options: dict[str, Any], message: str) -> None:
+def test_invalid_setups_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Setup(**options)
 
 
-def test_wrong_rows_models_and_losses_are_named() -> None:
+def test_invalid_rows_models_and_losses_are_refused() -> None:
     with pytest.raises(ValueError, match="rows is 0"):
         predict_memory(Transformer, sequences, 0)
     with pytest.raises(ValueError, match="build returns a tuple"):

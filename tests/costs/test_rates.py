@@ -1,4 +1,4 @@
-"""Rates of the device at hand: that they can be true, that they come back from their file, and that a plan takes them."""
+"""Measured rates: plausible on this machine, restored from their file, used by a plan."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from small_works import RUN, TOOLS
 from megabatch.costs.counting import count_work
 from megabatch.costs.hardware import find_machine
 from megabatch.costs.rates import Rates, as_text, read_rates, write_rates
-from megabatch.measuring import rates
+from megabatch.measuring import rates, timing
 from megabatch.measuring.rates import measure_here, measure_rates
 from megabatch.planning.planner import plan
 from megabatch.planning.problem import choose_precision
@@ -23,7 +23,7 @@ H200 = Rates("NVIDIA H200", "cuda", 139 * 2**30, 8, {"fp32": 5e13, "bf16": 8e14}
 KEPT = Path(__file__).parents[2] / "benchmarks" / "results" / "rates-cuda.json"
 
 
-def test_rates_of_this_machine_can_be_true():
+def test_rates_of_this_machine_are_plausible():
     found = measure_here(seconds=0.02)
     assert found.kind == "cpu" and found.device and found.memory > 2**30
     # From a slow core to a large server.
@@ -31,27 +31,28 @@ def test_rates_of_this_machine_can_be_true():
     assert 1e8 < found.bandwidth < 1e13
     assert (found.copy, found.link, found.ranks) == (None, None, 1)
     assert "fp32" in as_text(found) and "GB/s" in as_text(found)
-    # Some operations of Python's and PyTorch's own: no fewer than a few hundred instructions, on a core that others may want too.
+    # A launch takes at least a few hundred instructions, on a core that may be shared.
     assert found.host is not None and 1e-7 < found.host < 5e-3
     assert f"{1e6 * found.host:,.3g} µs per launched operation" in as_text(found)
 
 
-def test_a_precision_that_is_slow_is_measured_in_time(monkeypatch):
-    # A product of which even the smallest takes longer than there is time for.
+def test_a_slow_precision_is_measured_within_the_time_limit(monkeypatch):
+    # Even the smallest matrix product takes longer than the time limit.
     sizes = []
 
     def slow(work, device, times):
         sizes.append(work().shape[0])
         return 1.0
 
-    monkeypatch.setattr(rates, "_seconds_of", slow)
+    for module in (rates, timing):
+        monkeypatch.setattr(module, "seconds_of", slow)
     assert rates._product(torch.device("cpu"), torch.float32, 0.25) == 2 * 64**3
     assert max(sizes) == 64
 
 
-def test_the_host_takes_its_time_for_every_operation_that_is_counted(monkeypatch):
+def test_the_host_time_is_per_counted_operation(monkeypatch):
     # A layer of a transformer, forward and backward, in one second.
-    monkeypatch.setattr(rates, "_seconds_each", lambda work, device, seconds: 1.0)
+    monkeypatch.setattr(rates, "seconds_each", lambda work, device, seconds: 1.0)
     calls = round(1 / rates._host(torch.device("cpu"), 0.25))
     assert 40 < calls < 200
     model = torch.nn.TransformerEncoderLayer(16, 2, 16, batch_first=True)
@@ -66,24 +67,24 @@ def rates_of_rank(rank, size):
         return measure_rates(here.device, here.group, 0.02)
 
 
-def test_ranks_measure_what_they_send_each_other(world):
+def test_ranks_measure_their_link(world):
     for found in world.run(2, rates_of_rank):
         assert found.ranks == 2 and 1e6 < found.link < 1e12
         assert "sent by each of 2 ranks" in as_text(found)
 
 
-def test_rates_come_back_from_their_file(tmp_path):
+def test_rates_are_restored_from_their_file(tmp_path):
     known = dataclasses.replace(H200, host=3e-5)
     assert read_rates(write_rates(known, tmp_path / "new" / "rates.json")) == known
 
 
-def test_a_file_that_does_not_know_the_host_is_still_read(tmp_path):
+def test_a_file_without_the_host_time_can_be_read(tmp_path):
     table = {"measured": "rates", **dataclasses.asdict(H200)}
     del table["host"]
     (tmp_path / "rates.json").write_text(json.dumps(table))
     assert read_rates(tmp_path / "rates.json") == H200 and H200.host is None
     assert "per launched operation" not in as_text(H200)
-    # A step then takes the host's time by assumption.
+    # The host's time is then assumed.
     assert find_machine(rates=tmp_path / "rates.json").device.efficiency.host_s == 42e-6
 
 
@@ -96,7 +97,7 @@ def test_a_file_that_does_not_know_the_host_is_still_read(tmp_path):
         *(json.dumps({"measured": "rates", **dataclasses.asdict(H200), name: 0}) for name in ("bandwidth", "host")),
     ],
 )
-def test_a_file_without_rates_is_named(text, tmp_path):
+def test_a_file_without_rates_is_refused(text, tmp_path):
     (tmp_path / "file.json").write_text(text)
     with pytest.raises(ValueError, match=r"file.json: holds no rates .*megabatch env --measure"):
         find_machine(rates=tmp_path / "file.json")
@@ -104,23 +105,23 @@ def test_a_file_without_rates_is_named(text, tmp_path):
         find_machine(rates=tmp_path / "nowhere.json")
 
 
-def test_a_machine_of_measured_rates():
+def test_a_machine_with_measured_rates():
     machine = find_machine(rates=H200)
     assert (machine.gpus, machine.device.name, machine.device.memory) == (8, "NVIDIA H200", 139 * 2**30)
     assert machine.device.source == "measured on NVIDIA H200, 2026-11-15"
-    # Of a peak, large products reach 0.75 and those of a step 0.72, copies that are measured 0.88 and elementwise operations 0.8.
+    # Shares of the peak: large matrix products 0.75, those of a step 0.72; measured copies 0.88, elementwise operations 0.8.
     assert machine.device.flops_per_second("bf16") == pytest.approx(0.96 * 8e14)
     assert machine.device.flops_per_second("bf16", "attention") == pytest.approx(0.2 / 0.75 * 8e14)
     assert machine.device.bytes_per_second("elementwise") == pytest.approx(0.8 / 0.88 * 4e12)
-    # Of a link it is all that was measured.
+    # A measured link is used in full.
     assert machine.link == pytest.approx(3e11)
-    # What was not measured is the data sheet's.
+    # Rates that were not measured come from the data sheet.
     assert machine.device.rates["tf32"] == find_machine("H200").device.rates["tf32"]
     assert find_machine("4xH200", rates=H200).gpus == 4
     assert find_machine(memory="80GiB", rates=H200).device.memory == 80 * 2**30
 
 
-def test_a_plan_waits_for_the_host_that_was_measured():
+def test_a_plan_uses_the_measured_host_time():
     def with_host(host):
         return plan(RUN, tools=TOOLS, batch=1024, gpus=1, rates=dataclasses.replace(H200, host=host))
 
@@ -131,7 +132,7 @@ def test_a_plan_waits_for_the_host_that_was_measured():
     assert find_machine(rates=dataclasses.replace(H200, host=10e-3)).device.efficiency.host_s == 10e-3
 
 
-def test_rates_measured_on_an_h200_say_what_its_data_sheet_and_the_shares_say():
+def test_rates_measured_on_an_h200_agree_with_its_data_sheet_and_efficiency():
     measured, known = find_machine(rates=KEPT).device, find_machine("H200").device
     assert measured.efficiency.host_s == pytest.approx(known.efficiency.host_s, rel=0.2)
     for precision in ("fp32", "bf16"):
@@ -145,11 +146,11 @@ def test_rates_of_another_device_are_refused():
         find_machine("A100", rates=H200)
 
 
-def test_a_cpu_with_a_slow_half_precision_trains_in_full():
+def test_a_cpu_trains_in_fp32_by_default():
     cpu = dataclasses.replace(H200, device="some CPU", kind="cpu", gpus=1, products={"fp32": 1e11, "bf16": 1e12}, copy=None)
     machine = find_machine(rates=cpu)
     assert machine.device.name == "cpu" and machine.device.flops_per_second("fp32") == pytest.approx(0.75e11)
-    # Its kernels are not those that the shares of kinds are of.
+    # The efficiencies by class are those of CUDA kernels, not of a CPU's.
     assert machine.device.flops_per_second("fp32", "depthwise convolution") == pytest.approx(0.75e11)
     assert machine.device.bytes_per_second("gather or scatter") == pytest.approx(0.88 * 4e12)
     assert (machine.device.efficiency.host_s, machine.device.efficiency.step_s) == (5e-6, 0.0)

@@ -27,7 +27,7 @@ BROKEN = "{"
 
 
 def write_broken(path, broken, count=40, **more):
-    """Pairs as JSON lines, the broken ones (counted from 0) being no JSON."""
+    """Write pairs as JSON lines; those with an index in `broken` are not valid JSON."""
     write_pairs(path, PAIRS[:count], **more)
     lines = path.read_text().splitlines()
     path.write_text("".join((BROKEN if number in broken else line) + "\n" for number, line in enumerate(lines)))
@@ -39,12 +39,12 @@ def result_of(out):
 
 
 def in_step(number, size, count=40, window=30):
-    """The samples of a step, counted from 0, of a run on one file with nothing held out."""
+    """Return the indices of the samples of a step, for a run on one file with nothing held out."""
     order = Order([count], window, 0)
     return {order.at(position)[1] for position in range(number * size, (number + 1) * size)}
 
 
-def test_a_sample_counts_once_however_many_epochs_meet_it(tmp_path):
+def test_a_bad_sample_counts_once_over_all_epochs(tmp_path):
     pairs = write_broken(tmp_path / "pairs.jsonl", {3, 14, 15, 29})
     options = ["data.held_out=0", "schedule.epochs=4"]
     out = train(run_of(pairs, tmp_path / "run", *options, "data.max_bad=4"))
@@ -55,7 +55,7 @@ def test_a_sample_counts_once_however_many_epochs_meet_it(tmp_path):
     assert stopped.value.status == 1
 
 
-def test_equal_names_of_samples_in_different_folders_are_different_samples(tmp_path):
+def test_samples_with_equal_names_in_different_folders_are_counted_separately(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         write_broken(tmp_path / name / "pairs.jsonl", {5}, count=20)
@@ -63,16 +63,16 @@ def test_equal_names_of_samples_in_different_folders_are_different_samples(tmp_p
     assert result_of(out)["bad"] == len(log_of(out, "bad")) == 2
 
 
-def test_what_was_counted_survives_a_resumption(tmp_path, monkeypatch):
+def test_the_count_of_bad_samples_survives_a_resume(tmp_path, monkeypatch):
     pairs = write_broken(tmp_path / "pairs.jsonl", {3, 14, 15, 29})
-    # 24 of 40 samples a step: the first two steps meet all of them.
+    # 24 of 40 samples per step: the first two steps include all bad ones.
     options = ["data.held_out=0", "data.max_bad=4", "checkpoint.every=1"]
     train(run_of(pairs, tmp_path / "whole", *options))
     stopping(monkeypatch, after=3)
     with pytest.raises(Stopped, match="after step 3"):
         train(run_of(pairs, tmp_path / "parts", *options))
     monkeypatch.undo()
-    facts = checkpoint.read_facts(checkpoint.newest(tmp_path / "parts" / "checkpoints"))
+    facts = checkpoint.read_metadata(checkpoint.newest(tmp_path / "parts" / "checkpoints"))
     assert facts["unread"] == [[0, 3], [0, 14], [0, 15], [0, 29]]
     train(run_of(pairs, tmp_path / "parts", *options))
     assert result_of(tmp_path / "parts")["bad"] == len(log_of(tmp_path / "parts", "bad")) == 4
@@ -102,7 +102,7 @@ CONSTANT = ["data.held_out=0", "batch.size=8", "schedule.shape=constant", "sched
 
 
 @pytest.mark.parametrize("objective", ["clip", "classify"])
-def test_a_batch_of_which_nothing_can_be_read_is_a_step_without_an_update(tmp_path, objective, monkeypatch, capsys):
+def test_a_batch_without_readable_samples_is_a_step_without_an_update(tmp_path, objective, monkeypatch, capsys):
     broken = in_step(1, 8)
     labels = [pair[0].split()[0] for pair in PAIRS]
     pairs = write_broken(tmp_path / "pairs.jsonl", broken, label=labels)
@@ -127,15 +127,15 @@ def test_a_batch_of_which_nothing_can_be_read_is_a_step_without_an_update(tmp_pa
     assert_equal(final(out), final(tmp_path / "parts"))
 
 
-def test_a_batch_of_which_nothing_can_be_read_counts_against_the_limit(tmp_path):
+def test_a_batch_without_readable_samples_counts_against_the_limit(tmp_path):
     pairs = write_broken(tmp_path / "pairs.jsonl", in_step(1, 8))
     with pytest.raises(Stopped, match=r"8 training samples cannot be read, data\.max_bad allows 7"):
         train(run_of(pairs, tmp_path / "run", *CONSTANT, "data.max_bad=7", steps=4))
     assert len(log_of(tmp_path / "run", "bad")) == 8
 
 
-def test_measurements_go_on_after_a_batch_of_which_nothing_can_be_read(tmp_path):
-    """The first probe lies behind the samples of the run, the first branch behind its checkpoint: one batch of each is broken."""
+def test_measurements_continue_after_a_batch_without_readable_samples(tmp_path):
+    """The first probe reads samples after those of the run, the first branch those after its checkpoint; both get a bad batch."""
     write_broken(tmp_path / "test.jsonl", set())
     pairs = write_broken(tmp_path / "pairs.jsonl", in_step(1, 8) | in_step(6, 8))
     options = [*CONSTANT, f"data.held_out={tmp_path / 'test.jsonl'}"]
@@ -147,14 +147,14 @@ def test_measurements_go_on_after_a_batch_of_which_nothing_can_be_read(tmp_path)
         with Probes(training, window=8, last=2) as probes:
             for training.number in (1, 2):
                 probes(None)
-            # The second probe reads its own batches, not those that the first one left.
+            # The second probe reads new batches, not the rest of those of the first one.
             assert len(probes.steps) == 1 and all(map(math.isfinite, probes.steps[0]))
         found = branch(training, begin, BranchOptions((8,), updates=3, repeats=1))
     assert [math.isfinite(each.loss) for each in found] == [True]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_data_of_which_nothing_can_be_read_ends_the_run_with_its_samples_in_the_log(tmp_path, workers):
+def test_data_without_readable_samples_ends_the_run_and_names_them_in_the_log(tmp_path, workers):
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(json.dumps({"query": f"q{i}", "positive": ""}) + "\n" for i in range(20)))
     with pytest.raises(Stopped, match="none of the 20 training samples can be read"):
@@ -190,7 +190,7 @@ def test_held_out_samples_that_cannot_be_read_are_counted_and_named(tmp_path, ob
 
 
 @pytest.mark.parametrize("objective", ["clip", "classify"])
-def test_held_out_data_of_which_nothing_can_be_read_does_not_cost_the_training(tmp_path, objective, capsys):
+def test_held_out_data_without_readable_samples_does_not_end_the_training(tmp_path, objective, capsys):
     labels = [pair[0].split()[0] for pair in PAIRS]
     pairs = write_broken(tmp_path / "pairs.jsonl", set(), label=labels)
     held_out = tmp_path / "test.jsonl"
@@ -213,7 +213,7 @@ def write_shard(path, numbers, broken=None):
                 info.size = len(text)
                 tar.addfile(info, io.BytesIO(text.encode()))
     if broken is not None:
-        # Each member is a block of header and a block of data.
+        # Each member is one block of header and one block of data.
         data = bytearray(path.read_bytes())
         data[broken * 4 * 512] ^= 1
         path.write_bytes(data)
@@ -234,7 +234,7 @@ def test_a_damaged_shard_is_reported_whatever_is_held_out(tmp_path, held_out, ca
     (damage,) = log_of(out, "damage")
     assert (damage["file"], damage["read"], damage["lost"]) == ("a.tar", 2, 38)
     assert result_of(out)["bad"] == 38 and len(result_of(out)["damage"]) == 1
-    # Lost samples count, from the start.
+    # Lost samples count from the start.
     with pytest.raises(Stopped, match=r"38 training samples cannot be read, data\.max_bad allows 37; damaged: a\.tar"):
         train(run_of(tmp_path / "*.tar", tmp_path / "strict", *SHARDS, f"data.held_out={held_out}", "data.max_bad=37", steps=2))
     assert log_of(tmp_path / "strict", "damage") and not log_of(tmp_path / "strict", "step")
@@ -249,7 +249,7 @@ def test_many_damaged_shards_take_few_lines_on_the_terminal_and_all_are_in_the_l
     assert len(log_of(out, "damage")) == 13
 
 
-def test_damage_of_a_held_out_source_is_said_and_does_not_count(tmp_path, capsys):
+def test_damage_of_a_held_out_source_is_reported_and_does_not_count(tmp_path, capsys):
     write_shard(tmp_path / "train.tar", range(40))
     write_shard(tmp_path / "test.tar", range(40, 60), broken=10)
     options = [*SHARDS, f"data.held_out={tmp_path / 'test.tar'}", "data.max_bad=0"]
@@ -260,7 +260,7 @@ def test_damage_of_a_held_out_source_is_said_and_does_not_count(tmp_path, capsys
     assert "damaged: test.tar" in capsys.readouterr().out
 
 
-def test_a_run_from_before_hard_negatives_had_to_be_named_goes_on_and_is_evaluated(tmp_path, monkeypatch):
+def test_a_run_can_be_evaluated_and_resumed_after_columns_of_negatives_were_added(tmp_path, monkeypatch):
     negatives = [["something else"]] * len(PAIRS)
     pairs = write_pairs(tmp_path / "pairs.jsonl", PAIRS)
     stopping(monkeypatch, after=2)

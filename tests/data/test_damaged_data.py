@@ -1,4 +1,4 @@
-"""Files of data that are cut off, flipped, unreadable or half used: always said, never a crash, never less data than meant."""
+"""Data files that are truncated, corrupted or unreadable: always reported, never a crash, never silently less data."""
 
 import io
 import json
@@ -31,7 +31,7 @@ def shard(path, numbers, options="w"):
 
 
 def readable(source):
-    """How many samples can be read; all others are bad samples."""
+    """Return how many samples can be read; all others must be bad samples."""
     count = 0
     for place, length in enumerate(source.lengths):
         for index in range(length):
@@ -53,7 +53,7 @@ def test_samples_behind_a_broken_header_are_counted_as_lost(tmp_path):
     path = shard(tmp_path / "a.tar", range(40))
     data = bytearray(path.read_bytes())
     data[2 * SAMPLE + 5] ^= 0xFF
-    # The data of a lost sample says that it is a header, and is none.
+    # The data of a lost sample contains the magic word of a header.
     data[20 * SAMPLE + 512 + 257 : 20 * SAMPLE + 512 + 262] = b"ustar"
     path.write_bytes(data)
     shard(tmp_path / "b.tar", range(100, 130))
@@ -68,7 +68,7 @@ def test_several_broken_places_are_counted_together(tmp_path):
     path = shard(tmp_path / "a.tar", range(40))
     data = bytearray(path.read_bytes())
     for sample in (10, 20, 30):
-        # Both headers of the sample: nothing tells its name any more.
+        # Both headers of the sample: its name is lost.
         data[sample * SAMPLE] ^= 1
         data[sample * SAMPLE + 1024] ^= 1
     path.write_bytes(data)
@@ -76,7 +76,7 @@ def test_several_broken_places_are_counted_together(tmp_path):
     assert (damage.read, damage.lost) == (10, 27)
 
 
-def test_a_cut_shard_names_the_sample_that_is_cut_and_says_what_others_hold(tmp_path):
+def test_a_truncated_shard_names_the_cut_sample_and_the_size_of_other_shards(tmp_path):
     path = shard(tmp_path / "a.tar", range(40))
     path.write_bytes(path.read_bytes()[: 3 * SAMPLE + 520])
     for name in "bcd":
@@ -86,7 +86,7 @@ def test_a_cut_shard_names_the_sample_that_is_cut_and_says_what_others_hold(tmp_
     assert "undamaged files hold 20" in str(damage)
 
 
-def test_damage_belongs_to_both_parts_of_a_split(tmp_path):
+def test_both_parts_of_a_split_report_the_damage(tmp_path):
     path = shard(tmp_path / "a.tar", range(20))
     path.write_bytes(path.read_bytes()[: 15 * SAMPLE])
     for part in split(open_source(Data(source=str(path))), 0.3):
@@ -148,7 +148,7 @@ def rows_of(count):
 
 
 def saved(folder, table, rows):
-    """A data set as Dataset.save_to_disk writes it, in record batches of so many rows."""
+    """Write a dataset like Dataset.save_to_disk, with the given number of rows per record batch."""
     from pyarrow import ipc
 
     folder.mkdir()
@@ -166,12 +166,12 @@ TEXTS = {"x": "query", "y": "positive", "negatives": "no", "label": "kind"}
 
 
 def in_child(work):
-    """The exit status of a process that does the work, or less than zero: the signal that ended it."""
+    """Return the exit status of a process that does the work; a negative number is the signal that ended it."""
     child = os.fork()
     if not child:
         status = 1
         try:
-            # Crashes are expected of the code before: they need not be printed.
+            # A crash fails the test by its status; its traceback need not be printed.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
             signal.alarm(120)
             work()
@@ -182,7 +182,7 @@ def in_child(work):
 
 
 def flips(path, source, every, **options):
-    """Reads the source with a byte of the file flipped, for every so many bytes of it. Only a ValueError may come of that."""
+    """Read the source with one byte of the file flipped, for every n-th byte. Only a ValueError may be raised."""
     whole = path.read_bytes()
     for place in range(0, len(whole), every):
         data = bytearray(whole)
@@ -196,7 +196,7 @@ def flips(path, source, every, **options):
             continue
 
 
-# The long ones flip every byte.
+# The slow cases flip every byte.
 EVERY = [17, pytest.param(1, marks=pytest.mark.soak)]
 
 
@@ -217,10 +217,10 @@ def test_a_flipped_byte_of_a_parquet_file_does_not_end_the_process(tmp_path, cod
     assert in_child(lambda: flips(tmp_path / "t.parquet", tmp_path / "t.parquet", every, **TEXTS)) == 0
 
 
-def test_damaged_offsets_spoil_few_rows_and_only_when_they_are_read(tmp_path):
+def test_damaged_offsets_affect_few_rows_and_only_when_they_are_read(tmp_path):
     path, _ = saved(tmp_path / "set", rows_of(20), 10)
     data = path.read_bytes()
-    # The offsets of "positive" in the second batch: int32, from 0 up, seven letters each.
+    # The offsets of "positive" in the second batch: int32, starting at 0, with seven letters per text.
     at = data.rindex(b"".join((7 * i).to_bytes(4, "little") for i in range(11)))
     path.write_bytes(data[: at + 4 * 4] + (2**30).to_bytes(4, "little") + data[at + 5 * 4 :])
     source = open_source(Data(source=str(tmp_path / "set"), **TEXTS), x="text")
@@ -232,7 +232,7 @@ def test_damaged_offsets_spoil_few_rows_and_only_when_they_are_read(tmp_path):
         source.read(0, 13)
 
 
-def test_one_text_that_is_no_utf8_is_one_bad_sample_of_an_arrow_file(tmp_path):
+def test_one_text_that_is_not_utf8_is_one_bad_sample_of_an_arrow_file(tmp_path):
     path, _ = saved(tmp_path / "set", rows_of(20), 10)
     path.write_bytes(path.read_bytes().replace(b"text 13", b"text \xff\xfe"))
     source = open_source(Data(source=str(tmp_path / "set"), **TEXTS), x="text")
@@ -241,7 +241,7 @@ def test_one_text_that_is_no_utf8_is_one_bad_sample_of_an_arrow_file(tmp_path):
         source.read(0, 13)
 
 
-def test_an_arrow_file_cut_between_its_batches_is_damage(tmp_path):
+def test_an_arrow_file_truncated_between_batches_is_damage(tmp_path):
     path, ends = saved(tmp_path / "set", rows_of(30), 10)
     data = path.read_bytes()
     for cut, reason, rows in [(ends[0], "the end mark is missing", 10), (ends[1] + 40, "cut off", 20)]:
@@ -271,7 +271,7 @@ def test_an_arrow_file_that_shrinks_while_it_is_used_makes_bad_samples(tmp_path)
 
 
 def unreadable(monkeypatch, folder):
-    """Makes the folder impossible to list; permissions would not keep root out."""
+    """Make the folder impossible to list; permissions would not stop root."""
     plain = os.scandir
 
     def scandir(path="."):
@@ -306,7 +306,7 @@ def test_a_glob_over_a_folder_that_cannot_be_listed_is_an_error_that_names_it(tm
         open_source(Data(source=str(tmp_path / pattern)))
 
 
-def test_linked_folders_that_are_not_followed_are_said(tmp_path):
+def test_linked_folders_that_are_not_followed_are_reported(tmp_path):
     home, other = tmp_path / "home", tmp_path / "other"
     for folder in (home / "inside", other):
         folder.mkdir(parents=True)
@@ -354,7 +354,7 @@ def negatives_file(folder, kind, columns):
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
 @pytest.mark.parametrize("columns", [["negatives"], ["Negative"], ["neg"], ["hard_negatives"], ["negative_1", "negative_2"]])
-def test_hard_negatives_are_taken_or_left_out_only_when_the_run_says_so(tmp_path, kind, columns):
+def test_columns_of_hard_negatives_need_a_decision_of_the_run(tmp_path, kind, columns):
     path = negatives_file(tmp_path, kind, columns)
     joined = ";".join(columns)
     with pytest.raises(ValueError, match=rf'data\.negatives="{joined}" to train with .* or data\.negatives=false'):
@@ -363,7 +363,7 @@ def test_hard_negatives_are_taken_or_left_out_only_when_the_run_says_so(tmp_path
     assert open_source(Data(source=path, negatives=joined), x="text").read(0, 0).negatives == ("n",) * len(columns)
 
 
-def test_columns_in_use_and_other_names_are_no_hard_negatives(tmp_path):
+def test_columns_in_use_and_other_names_are_not_hard_negatives(tmp_path):
     path = negatives_file(tmp_path, "jsonl", ["negation", "negative_score"])
     assert open_source(Data(source=path), x="text").lengths == [3]
     path = negatives_file(tmp_path, "csv", ["negative"])

@@ -1,4 +1,4 @@
-"""Images and texts from outside: limits before work, and a reason for everything that is refused."""
+"""Decoding of untrusted images and texts: limits are checked first, and every refusal has a reason."""
 
 import io
 import os
@@ -21,7 +21,7 @@ def encoded(image, kind="PNG", **options):
 
 
 def png_claiming(width, height):
-    """A valid header, and next to nothing behind it."""
+    """Return a PNG with a valid header and almost no data."""
 
     def chunk(name, data):
         return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
@@ -49,15 +49,15 @@ def test_a_claimed_size_is_refused_before_anything_is_decoded(monkeypatch):
 
 
 @pytest.mark.parametrize("size", [(9_460, 9_460), (30_000, 30_000), (2**31 - 1, 2**31 - 1)])
-def test_a_bomb_neither_warns_nor_passes_with_any_limit(size):
-    # Pillow would warn of the first and refuse the others by itself.
+def test_a_decompression_bomb_is_refused_without_a_warning_at_any_limit(size):
+    # Pillow itself would warn about the first and refuse the others.
     with pytest.raises(BadSample, match=r"data\.max_pixels"):
         decode_image(png_claiming(*size), "bomb", 50_000_000)
     with pytest.raises(BadSample, match=r"cannot be decoded|limit is below"):
         decode_image(png_claiming(*size), "bomb", 2**63)
 
 
-def test_a_compressed_bomb_is_refused_by_its_pixels_not_by_its_bytes():
+def test_a_decompression_bomb_is_refused_by_its_pixels_not_its_bytes():
     data = encoded(Image.new("L", (1200, 1001)))
     assert len(data) < 5_000
     with pytest.raises(BadSample, match="1200 × 1001"):
@@ -65,7 +65,7 @@ def test_a_compressed_bomb_is_refused_by_its_pixels_not_by_its_bytes():
     assert decode_image(data, "bomb", 1200 * 1001).size == (1200, 1001)
 
 
-def test_what_is_no_image_has_its_reason(tmp_path):
+def test_data_that_is_not_an_image_is_refused_with_a_reason(tmp_path):
     whole = encoded(Image.effect_noise((30, 30), 80), "JPEG")
     os.mkfifo(tmp_path / "pipe.png")
     (tmp_path / "folder.png").mkdir()
@@ -85,19 +85,19 @@ def test_what_is_no_image_has_its_reason(tmp_path):
         assert caught.value.key == "the key"
 
 
-def test_an_image_is_turned_upright_as_its_metadata_says():
+def test_exif_orientation_is_applied():
     image = Image.new("RGB", (4, 2))
     exif = Image.Exif()
     exif[0x0112] = 6
     assert decode_image(encoded(image, "JPEG", exif=exif), "a", LIMIT).size == (2, 4)
 
 
-def test_broken_metadata_does_not_cost_the_image():
+def test_an_image_with_broken_metadata_is_decoded():
     data = encoded(Image.new("RGB", (4, 2)), "JPEG", exif=b"Exif\0\0II*\0\xff\xff\xff\xff garbage")
     assert decode_image(data, "a", LIMIT).size == (4, 2)
 
 
-def test_other_depths_become_grey_or_colours_without_a_warning():
+def test_other_bit_depths_become_grey_or_rgb_without_a_warning():
     deep = Image.new("I;16", (2, 2), 40_000)
     assert decode_image(encoded(deep), "a", LIMIT).getpixel((0, 0)) == 40_000 // 256
     palette = encoded(Image.new("P", (2, 2), 1), transparency=b"\x00\x80")
@@ -119,7 +119,7 @@ def test_other_depths_become_grey_or_colours_without_a_warning():
         ("two\nlines", "two\nlines"),
     ],
 )
-def test_texts_are_kept_as_they_are_but_for_space_around_them(value, wanted):
+def test_texts_are_unchanged_except_for_surrounding_space(value, wanted):
     assert as_text(value, "a", "caption") == wanted
 
 
@@ -138,6 +138,6 @@ def test_texts_are_kept_as_they_are_but_for_space_around_them(value, wanted):
         (b"x" * (2**20 + 1), "1048577 bytes"),
     ],
 )
-def test_what_is_no_text_has_its_reason(value, reason):
+def test_values_that_are_not_texts_are_refused_with_a_reason(value, reason):
     with pytest.raises(BadSample, match=reason):
         as_text(value, "a", "caption")

@@ -1,4 +1,4 @@
-"""The embedded pairs: what they count, what they show, and that characters stay together."""
+"""The built-in pairs: their number, their images, and that styles of a character are held out together."""
 
 import pickle
 import time
@@ -25,7 +25,7 @@ def find(glyphs, character, style):
 
 
 def ink(sample):
-    """(left, top, right, bottom) of what is not white."""
+    """Return (left, top, right, bottom) of the pixels that are not white."""
     return sample.x.point(lambda value: 255 - value).getbbox()
 
 
@@ -33,7 +33,7 @@ def test_every_style_has_its_thousands_of_characters(glyphs):
     assert len(glyphs.lengths) == 12
     assert min(glyphs.lengths) > 2500
     characters = {glyphs.group(shard, i) for shard, length in enumerate(glyphs.lengths) for i in range(length)}
-    # As many as DejaVu 2.37 holds; another version of the fonts may move them a little.
+    # The numbers of DejaVu 2.37; other versions of the fonts may differ a little.
     assert 46_000 < sum(glyphs.lengths) < 48_000
     assert 6_500 < len(characters) < 6_900
     assert all(unicodedata.name(character) for character in characters)
@@ -53,13 +53,13 @@ def test_a_caption_belongs_to_one_image_only(glyphs):
 
 
 def test_no_image_is_blank_and_none_is_cut_off(glyphs):
-    # The widest, tallest and deepest, and some of all others.
+    # The widest, tallest and deepest characters, and a sample of all others.
     special = {"ᙱ", "҉", "Ẳ", "Ổ", "ຸ", "\u031e", "ﷲ", "j", "🀶"}
     for shard, length in enumerate(glyphs.lengths):
         characters = [glyphs.group(shard, index) for index in range(length)]
         for index in {characters.index(c) for c in special & set(characters)} | set(range(0, length, 97)):
             left, top, right, bottom = ink(glyphs.read(shard, index))
-            # On a page with room for it, the whole character has the same extent at some size.
+            # On a larger canvas, the whole character has the same extent at some font size.
             sizes = (extent(glyphs._fonts[shard], characters[index], size) for size in range(24, 11, -1))
             assert (right - left, bottom - top) in sizes, glyphs.read(shard, index).key
 
@@ -72,7 +72,7 @@ def extent(path, character, size):
     return right - left, bottom - top
 
 
-def test_size_and_height_tell_characters_apart(glyphs):
+def test_characters_that_differ_in_size_or_height_have_different_images(glyphs):
     small, capital = ink(find(glyphs, "c", "sans")), ink(find(glyphs, "C", "sans"))
     assert small[3] - small[1] < capital[3] - capital[1]
     assert ink(find(glyphs, ",", "sans"))[1] > ink(find(glyphs, "'", "sans"))[3]

@@ -1,4 +1,4 @@
-"""Batches of ranks: every sample once an epoch, the same bits for any number of workers, and nothing left behind."""
+"""Batches of ranks: every sample once per epoch, identical for any number of workers, and no process left behind."""
 
 import multiprocessing
 import os
@@ -26,7 +26,7 @@ CLASSES = {"even": 0, "odd": 1}
 
 
 class Shelves:
-    """A source of numbered texts: some cannot be read, some fail, captions come in pairs, and every third sample has negatives."""
+    """A source of numbered texts: some are bad, some raise, captions come in pairs, and every third sample has negatives."""
 
     def __init__(self, lengths, bad=(), breaks=()):
         self.lengths = lengths
@@ -50,7 +50,7 @@ class Shelves:
 
 
 def noisy(raw, seed):
-    """Bytes of the text and, if there is a seed, noise."""
+    """Return the bytes of the text, with noise if there is a seed."""
     noise = torch.zeros(4) if seed is None else torch.rand(4, generator=torch.Generator().manual_seed(seed))
     return torch.cat([torch.tensor(list(raw.encode().ljust(20)[:20]), dtype=torch.float32), noise])
 
@@ -98,7 +98,7 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(loader_module, "PIECE_ROWS", 4)
 
 
-# Processes of other tests, such as those of the session's world, are none of ours.
+# Processes of other tests, such as those of the session's world, do not count.
 others = set()
 
 
@@ -120,7 +120,7 @@ def load(source, order=None, x=noisy, y=tokens, **options):
 
 
 def leaves(batch):
-    """All that a batch holds, flat, as things that can be compared."""
+    """Return everything in a batch as a flat list of comparable values."""
     flat = {}
     for name, value in batch._asdict().items():
         parts = value.items() if isinstance(value, dict) else [("", value)]
@@ -136,7 +136,7 @@ def all_leaves(batches):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("workers", [0, 1, 2])
-def test_every_sample_is_seen_once_an_epoch_over_ranks_and_workers(ranks, workers):
+def test_every_sample_is_seen_once_per_epoch_over_ranks_and_workers(ranks, workers):
     source = Shelves([11, 0, 23, 6])
     seen = [
         [list(batch.keys) for batch in load(source, rank=rank, ranks=ranks, workers=workers).batches(RAGGED)]
@@ -155,7 +155,7 @@ def test_every_sample_is_seen_once_an_epoch_over_ranks_and_workers(ranks, worker
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_batches_are_the_same_bits_for_any_number_of_workers(workers):
+def test_batches_are_bitwise_equal_for_any_number_of_workers(workers):
     source = Shelves([11, 0, 23, 6], bad={"0/3", "2/20"})
     options = {"negatives": True, "classes": CLASSES, "rank": 1, "ranks": 2}
     expected = all_leaves(load(source, **options).batches(RAGGED))
@@ -177,7 +177,7 @@ def test_a_run_that_starts_at_a_position_sees_exactly_the_rest(workers):
     assert all_leaves(load(source, workers=workers).batches(RAGGED[4:])) == whole[4:]
 
 
-def test_how_the_stream_is_cut_into_steps_changes_no_row():
+def test_rows_do_not_depend_on_the_sizes_of_the_steps():
     source = Shelves([11, 0, 23, 6])
     (whole,) = load(source).batches([(0, 80)])
     parts = list(load(source).batches(RAGGED))
@@ -207,7 +207,7 @@ def test_a_batch_larger_than_the_data_crosses_epochs():
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_bad_samples_are_left_out_and_named_by_the_rank_that_met_them(workers):
+def test_bad_samples_are_skipped_and_named_by_the_rank_that_read_them(workers):
     source = Shelves([8, 8], bad={"0/2", "1/7"})
     order = InOrder(source.lengths)
     first, second = (next(load(source, order, rank=rank, ranks=2, workers=workers).batches([(0, 16)])) for rank in range(2))
@@ -217,7 +217,7 @@ def test_bad_samples_are_left_out_and_named_by_the_rank_that_met_them(workers):
     assert len(first.x) == len(first.y["tokens"]) == len(first.ids) == 7
 
 
-def test_a_sample_that_prepare_refuses_is_bad_under_its_own_name():
+def test_a_sample_that_prepare_refuses_is_a_bad_sample_with_its_key():
     (batch,) = load(Shelves([4]), InOrder([4]), x=refuses_odd).batches([(0, 4)])
     assert batch.bad == [("0/1", "odd", 0, 1), ("0/3", "odd", 0, 3)]
     assert batch.keys == ["0/0", "0/2"]
@@ -226,11 +226,11 @@ def test_a_sample_that_prepare_refuses_is_bad_under_its_own_name():
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("bad", [(), [f"0/{index}" for index in range(30)]], ids=["no share", "all bad"])
-def test_a_share_without_rows_has_tensors_of_the_right_form(workers, bad):
+def test_a_rank_without_rows_gets_tensors_of_the_right_shape_and_dtype(workers, bad):
     source = Shelves([30, 30], bad=bad)
     order = InOrder(source.lengths)
     options = {"ranks": 4, "workers": workers, "negatives": True, "classes": CLASSES}
-    # Rank 3 has no row of the first step, and the other steps lie in the shard that may be bad.
+    # Rank 3 has no row in the first step, and the other steps read the shard that may be bad.
     empty, *_ = load(source, order, rank=3, **options).batches([(0, 3), (3, 9)])
     (full,) = load(source, order, rank=0, **options).batches([(30, 40)])
     assert empty.keys == []
@@ -244,14 +244,14 @@ def test_a_share_without_rows_has_tensors_of_the_right_form(workers, bad):
     assert empty.ids.dtype == empty.labels.dtype == torch.int64
 
 
-def test_all_samples_of_a_share_bad_leaves_a_batch_without_rows_that_names_them():
+def test_a_rank_with_only_bad_samples_gets_a_batch_without_rows_that_names_them():
     source = Shelves([6, 6], bad=[f"0/{index}" for index in range(6)])
     (batch,) = load(source, InOrder(source.lengths)).batches([(0, 6)])
     assert batch.x.shape == (0, 24)
     assert [bad.key for bad in batch.bad] == [f"0/{index}" for index in range(6)]
 
 
-def test_a_source_of_which_nothing_can_be_read_has_batches_without_tensors_that_name_its_samples():
+def test_a_source_without_readable_samples_gives_batches_without_tensors_that_name_them():
     source = Shelves([3], bad={"0/0", "0/1", "0/2"})
     (batch,) = load(source, InOrder([3])).batches([(0, 3)])
     assert batch.x is None and batch.y is None
@@ -259,7 +259,7 @@ def test_a_source_of_which_nothing_can_be_read_has_batches_without_tensors_that_
     assert batch.bad == [(f"0/{index}", "torn", 0, index) for index in range(3)]
 
 
-def test_batches_lie_in_ordinary_memory_unless_they_are_to_be_pinned(monkeypatch):
+def test_batches_are_pinned_only_on_request(monkeypatch):
     asked = []
 
     def empty(shape, *, dtype, pin_memory):
@@ -270,7 +270,7 @@ def test_batches_lie_in_ordinary_memory_unless_they_are_to_be_pinned(monkeypatch
     (plain,) = load(Shelves([8])).batches([(0, 8)])
     assert {shape for shape, _ in asked} >= {(8, 24)} and not any(pinned for _, pinned in asked)
     asked.clear()
-    # 8 rows of 24 numbers are 768 bytes in fp32 and 1,536 in int64; a mask has 192.
+    # 8 rows of 24 numbers have 768 bytes in fp32 and 1,536 in int64; a mask has 192.
     monkeypatch.setattr(collate, "MOST_PINNED", 768)
     (batch,) = load(Shelves([8]), pinned=True).batches([(0, 8)])
     assert leaves(batch) == leaves(plain)
@@ -288,16 +288,16 @@ def test_negatives_of_all_rows_follow_each_other_with_their_ids():
     assert len(set(batch.negatives["seed"].tolist())) == len(expected)
 
 
-def test_negatives_are_none_unless_asked_for_whatever_the_samples_have():
+def test_negatives_are_none_unless_requested():
     (without,) = load(Shelves([8])).batches([(0, 8)])
     assert without.negatives is None
     assert len(without.ids) == 8
-    # Sample 0/1 has none: rows are missing then, and not the tensors, so that all ranks compute the same loss.
+    # Sample 0/1 has none: the tensor has zero rows and is not None, so that all ranks compute the same loss.
     (asked,) = load(Shelves([8]), InOrder([8]), negatives=True).batches([(1, 1)])
     assert asked.negatives["tokens"].shape == (0, 24)
 
 
-def test_ids_tell_equal_texts_and_are_those_of_every_process():
+def test_ids_are_equal_for_equal_texts_and_in_every_process():
     source = Shelves([8, 8])
     (batch,) = load(source, InOrder(source.lengths)).batches([(0, 16)])
     ids = batch.ids.tolist()
@@ -310,18 +310,18 @@ def test_ids_tell_equal_texts_and_are_those_of_every_process():
 
 
 class Images(Shelves):
-    """Both sides are no texts."""
+    """A source whose sides are not texts."""
 
     def read(self, shard, index):
         return super().read(shard, index)._replace(y=object())
 
 
-def test_images_are_told_by_their_keys():
+def test_ids_of_images_come_from_their_keys():
     (batch,) = load(Images([8, 8]), y=None).batches([(0, 32)])
     assert len(set(zip(batch.keys, batch.ids.tolist(), strict=True))) == len(set(batch.ids.tolist())) == 16
 
 
-def test_labels_are_numbers_of_classes_and_other_labels_are_bad():
+def test_labels_are_class_numbers_and_unknown_labels_are_bad_samples():
     (batch,) = load(Shelves([4]), InOrder([4]), classes=CLASSES).batches([(0, 4)])
     assert batch.labels.tolist() == [0, 1, 0, 1]
     (batch,) = load(Shelves([4]), InOrder([4]), classes={"odd": 5}).batches([(0, 4)])
@@ -355,7 +355,7 @@ def test_one_pass_in_order_sees_each_sample_once_as_stored():
     assert list(one_pass(6, 3)) == [StepRange(0, 3), StepRange(3, 3)]
 
 
-def test_shares_cover_the_batch_in_order():
+def test_rows_of_the_ranks_cover_the_batch_in_order():
     for pairs in range(12):
         for ranks in range(1, 6):
             assert [row for rank in range(ranks) for row in rank_rows(pairs, rank, ranks)] == list(range(pairs))
@@ -379,7 +379,7 @@ def test_a_failure_names_the_sample_and_ends_the_workers(workers):
         (changes_dtype, r"1/1: was prepared to .*float64"),
     ],
 )
-def test_what_cannot_be_stacked_is_refused_by_name(prepare, message):
+def test_samples_that_cannot_be_stacked_are_refused_by_name(prepare, message):
     with pytest.raises((RuntimeError, ValueError), match=message):
         list(load(Shelves([2, 2]), InOrder([2, 2]), x=prepare).batches([(0, 4)]))
 
@@ -391,14 +391,14 @@ def test_pieces_that_do_not_fit_each_other_are_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_random_generators_of_the_run_are_not_touched(workers):
+def test_global_random_generators_are_not_used(workers):
     before = torch.get_rng_state(), random.getstate()
     list(load(Shelves([8, 8]), workers=workers).batches([(0, 8), (8, 8)]))
     assert torch.get_rng_state().equal(before[0])
     assert random.getstate() == before[1]
 
 
-def test_steps_are_asked_for_one_batch_and_a_few_pieces_ahead():
+def test_steps_are_consumed_one_batch_and_a_few_pieces_ahead():
     asked = []
 
     def steps():
@@ -409,7 +409,7 @@ def test_steps_are_asked_for_one_batch_and_a_few_pieces_ahead():
     batches = load(Shelves([40]), workers=2).batches(steps())
     for taken in range(3):
         next(batches)
-        # Ten pieces a batch: of the one after the next, the four that two workers hold.
+        # Ten pieces per batch; of the batch after the next, two workers hold four pieces.
         while asked[-1] < taken + 2:
             time.sleep(0.01)
     time.sleep(1)
@@ -421,8 +421,8 @@ def test_steps_are_asked_for_one_batch_and_a_few_pieces_ahead():
     assert asked == [0]
 
 
-def test_pieces_do_not_stay_open_as_files():
-    """What workers send lies in shared memory behind a file descriptor each, of which a process may have some hundred."""
+def test_file_descriptors_of_pieces_are_closed():
+    """Each tensor from a worker is shared memory with a file descriptor, of which a process may have a few hundred."""
     before = len(os.listdir("/proc/self/fd"))
     batches = load(Shelves([400]), workers=1, negatives=True).batches([(0, 400)])
     batch = next(batches)
@@ -443,7 +443,7 @@ def test_closing_early_ends_the_workers_at_the_next_piece():
     assert children() == []
 
 
-def test_a_killed_worker_is_an_error_and_not_a_wait_for_ever():
+def test_a_killed_worker_raises_instead_of_blocking():
     with pytest.raises(RuntimeError, match="DataLoader worker"):
         for _ in load(Shelves([100]), x=slow, workers=1).batches((step * 8, 8) for step in range(100)):
             os.kill(children()[0].pid, signal.SIGKILL)
@@ -474,7 +474,7 @@ def test_a_process_that_fails_in_the_middle_ends_quickly_and_quietly():
     assert time.monotonic() - start < 90
 
 
-def test_what_goes_to_workers_can_be_pickled_as_it_must_where_they_are_not_forked(monkeypatch):
+def test_everything_sent_to_spawned_workers_can_be_pickled(monkeypatch):
     source = Shelves([11], bad={"0/3"})
     expected = all_leaves(load(source, negatives=True).batches([(0, 11)]))
     whole = loader_module._workers
@@ -504,6 +504,6 @@ def test_batches_of_an_endless_run_can_be_taken_one_by_one():
         ({"negatives": True, "y": None}, "prepare_y"),
     ],
 )
-def test_what_cannot_be_is_refused(options, message):
+def test_invalid_arguments_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         load(Shelves([3]), **options)

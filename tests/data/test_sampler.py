@@ -1,4 +1,4 @@
-"""Which sample is next, and what is held out: every sample once an epoch, the same in every process."""
+"""Order and held-out split: every sample once per epoch, the same in every process."""
 
 import pickle
 import subprocess
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megabatch.data.sampler import InOrder, Order, split, stable_hash
 from megabatch.data.source import Sample
 
-# A busy machine is not a failure, and a failure is one every time.
+# No deadline, because the machine may be busy; derandomized, so that a failure repeats.
 steadily = settings(deadline=None, derandomize=True)
 lengths_of_shards = st.lists(st.integers(0, 30), min_size=1, max_size=8).filter(any)
 
@@ -35,7 +35,7 @@ def test_every_epoch_is_a_permutation_of_all_samples(lengths, window, seed, epoc
 
 @steadily
 @given(lengths_of_shards, st.integers(1, 250), st.integers(), st.data())
-def test_a_position_does_not_depend_on_what_was_asked_before(lengths, window, seed, data):
+def test_a_position_does_not_depend_on_earlier_calls(lengths, window, seed, data):
     order = Order(lengths, window, seed)
     positions = data.draw(st.lists(st.integers(0, 4 * order.total), max_size=30))
     assert [order.at(position) for position in positions] == [Order(lengths, window, seed).at(p) for p in positions]
@@ -46,14 +46,14 @@ def test_a_position_does_not_depend_on_what_was_asked_before(lengths, window, se
 def test_a_sample_stays_within_its_window_of_the_sequence_of_shards(lengths, window, seed, epoch):
     order = Order(lengths, window, seed)
     epochs_stream = stream(order, epoch * order.total, order.total)
-    # Where each sample lies before windows are shuffled: a window of one shuffles the shards alone.
+    # The place of each sample before windows are shuffled: a window of 1 shuffles only the shards.
     unshuffled = {place: offset for offset, place in enumerate(stream(Order(lengths, 1, seed), epoch * order.total, order.total))}
     assert all(unshuffled[place] // window == offset // window for offset, place in enumerate(epochs_stream))
 
 
 @steadily
 @given(lengths_of_shards, st.integers(), st.integers(0, 5))
-def test_shards_are_whole_where_samples_are_not_shuffled(lengths, seed, epoch):
+def test_shards_stay_whole_if_samples_are_not_shuffled(lengths, seed, epoch):
     order = Order(lengths, 1, seed)
     places = stream(order, epoch * order.total, order.total)
     assert all(index == 0 or before == (shard, index - 1) for before, (shard, index) in zip([None, *places], places, strict=False))
@@ -69,7 +69,7 @@ def test_epochs_seeds_windows_and_shards_are_shuffled_differently():
     assert stream(one_shard, 0, 50) != stream(one_shard, 50, 50)
     assert stream(Order([1] * 50, 1, 0), 0, 50) != stream(Order([1] * 50, 1, 1), 0, 50)
     assert list(dict.fromkeys(shard for shard, _ in first)) != sorted(range(20))
-    # Each window in terms of the samples as they would come unshuffled.
+    # Each window as indices into the unshuffled sequence.
     unshuffled = {place: offset for offset, place in enumerate(stream(Order([50] * 20, 1, 0), 0, 1000))}
     windows = [tuple(unshuffled[place] % 100 for place in first[start : start + 100]) for start in range(0, 1000, 100)]
     assert len(set(windows)) == 10
@@ -78,7 +78,7 @@ def test_epochs_seeds_windows_and_shards_are_shuffled_differently():
 
 def test_each_sample_is_first_equally_often():
     firsts = Counter(Order([2, 3, 1], 6, seed).at(0) for seed in range(3000))
-    # 500 each are expected; five standard deviations of a binomial are 102.
+    # 500 each are expected; five standard deviations of the binomial are 102.
     assert len(firsts) == 6
     assert all(398 < count < 602 for count in firsts.values())
 
@@ -91,15 +91,15 @@ def test_another_process_sees_the_same_stream():
     assert result.stdout.strip() == str(stream(Order([9, 0, 4, 7], 8, 3), 0, 50))
 
 
-def test_the_stream_and_the_hashes_are_the_ones_of_earlier_runs():
-    """Numbers written down: a change of these would continue a run with other samples, and hold out others."""
+def test_the_stream_and_the_hashes_do_not_change_between_versions():
+    """A change of these numbers would resume a run with other samples, and hold out others."""
     assert stable_hash("a caption") == 6990820347259226789
     assert stable_hash(7, "x") == stable_hash("7", "x")
     assert stable_hash("\udcff") != stable_hash("?")
     assert stream(Order([3, 0, 4], 4, 5), 7, 7) == [(0, 1), (2, 0), (0, 0), (0, 2), (2, 3), (2, 2), (2, 1)]
 
 
-def test_a_pickled_order_goes_on_alike_and_leaves_its_windows_behind():
+def test_a_pickled_order_is_equal_and_does_not_contain_its_caches():
     order = Order([1000] * 50, 40_000, 7)
     before = stream(order, 39_990, 20)
     pickled = pickle.dumps(order)
@@ -107,7 +107,7 @@ def test_a_pickled_order_goes_on_alike_and_leaves_its_windows_behind():
     assert len(pickled) < 2000
 
 
-def test_a_thousand_million_samples_in_thirty_thousand_shards_are_in_reach():
+def test_a_billion_samples_in_thirty_thousand_shards_are_supported():
     lengths = [33_000 + shard % 1000 for shard in range(30_000)]
     order = Order(lengths, 1000, 0)
     assert order.total > 10**9
@@ -119,7 +119,7 @@ def test_a_thousand_million_samples_in_thirty_thousand_shards_are_in_reach():
 
 @steadily
 @given(lengths_of_shards, st.integers(0, 3))
-def test_in_order_is_as_it_is_stored_epoch_after_epoch(lengths, epoch):
+def test_in_order_repeats_the_stored_order(lengths, epoch):
     order = InOrder(lengths)
     assert stream(order, epoch * order.total, order.total) == everything(lengths)
     assert order.epoch(epoch * order.total) == epoch
@@ -132,17 +132,17 @@ def test_lengths_without_samples_are_refused(make, lengths, message):
         make(lengths)
 
 
-def test_a_window_of_nothing_is_refused():
+def test_a_window_of_zero_is_refused():
     with pytest.raises(ValueError, match="window is 0"):
         Order([3], 0, 0)
 
 
-# A name whose hash is so high that no fraction of these tests holds it out.
+# A name with such a high hash that no fraction in these tests holds it out.
 TRAINED = next(name for name in map(str, range(1000)) if stable_hash(name) > 0.99 * 2**63)
 
 
 class Groups:
-    """A source that has nothing but groups, and counts how often it is asked for one."""
+    """A source with groups only, which counts the calls of `group`."""
 
     def __init__(self, shards):
         self.shards = shards
@@ -187,7 +187,7 @@ def test_the_parts_are_disjoint_and_complete_and_keep_groups_together(shards, fr
 
 @steadily
 @given(groups, groups, st.floats(0.1, 0.9), st.randoms())
-def test_what_is_held_out_depends_on_nothing_but_the_group(shards, others, fraction, random):
+def test_only_the_group_decides_what_is_held_out(shards, others, fraction, random):
     shards = [[TRAINED, "a", "b"], *shards]
     shuffled = random.sample(shards + others, len(shards + others))
     held_out = set(texts(split(Groups(shards), fraction)[1]))
@@ -198,13 +198,13 @@ def test_what_is_held_out_depends_on_nothing_but_the_group(shards, others, fract
 def test_the_fraction_is_about_that_of_the_groups_and_a_larger_one_holds_out_more():
     source = Groups([[f"group {number}" for number in range(start, start + 1000)] for start in range(0, 10_000, 1000)])
     tenth, fifth = (set(texts(split(source, fraction)[1])) for fraction in (0.1, 0.2))
-    # Six standard deviations of a binomial of 10,000.
+    # Six standard deviations of the binomial with 10,000 trials.
     assert abs(len(tenth) - 1000) < 180
     assert abs(len(fifth) - 2000) < 240
     assert tenth < fifth
 
 
-def test_views_read_the_samples_they_name_and_travel_between_processes():
+def test_subsets_read_their_samples_and_can_be_pickled():
     source = Groups([["a", TRAINED], [], ["c", "d", TRAINED]])
     for part in split(source, 0.5):
         part = pickle.loads(pickle.dumps(part))
@@ -214,12 +214,12 @@ def test_views_read_the_samples_they_name_and_travel_between_processes():
             assert part.label(shard, index) == sample.y[0]
 
 
-def test_a_view_costs_eight_bytes_a_sample():
+def test_a_subset_takes_eight_bytes_per_sample():
     training, _ = split(Groups([[TRAINED] * 100] * 5), 0.3)
     assert [indices.itemsize * len(indices) for indices in training.indices] == [800] * 5
 
 
-def test_nothing_is_held_out_by_a_fraction_of_zero_and_no_group_is_asked_for():
+def test_a_fraction_of_zero_holds_nothing_out_and_reads_no_group():
     source = Groups([["a", "b"], ["c"]])
     training, held_out = split(source, 0.0)
     assert keys(training) == keys(source)

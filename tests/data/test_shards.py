@@ -1,4 +1,4 @@
-"""WebDataset shards: every member found, nothing unpacked, and damage said instead of lost."""
+"""WebDataset shards: every member is found, nothing is unpacked, and damage is reported."""
 
 import io
 import json
@@ -19,7 +19,7 @@ def image(shade=0):
 
 
 def write(path, members, **options):
-    """A tar file of (name, bytes); a TarInfo in the place of a name is written as it is."""
+    """Write a tar file of (name, bytes); a TarInfo instead of a name is written unchanged."""
     with tarfile.open(path, "w", **options) as tar:
         for name, data in members:
             info = name if isinstance(name, tarfile.TarInfo) else tarfile.TarInfo(name)
@@ -39,7 +39,7 @@ def link(name, kind):
 
 
 def captions(source):
-    """Of every sample in order: its y, or the reason why it is bad."""
+    """Return y of every sample in order, or its BadSample."""
     found = []
     for shard, length in enumerate(source.lengths):
         for index in range(length):
@@ -88,7 +88,7 @@ def test_globs_and_braces_name_shards(tmp_path):
             open_source(Data(source=str(tmp_path / pattern)))
 
 
-def test_a_file_whose_name_holds_braces_is_itself(tmp_path):
+def test_a_file_with_braces_in_its_name_is_found(tmp_path):
     path = write(tmp_path / "a{1,2}[x].tar", pairs(["1"]))
     assert captions(open_source(Data(source=path))) == ["text 1"]
 
@@ -148,9 +148,9 @@ def test_a_name_used_twice_is_two_samples(tmp_path):
     assert captions(open_source(Data(source=write(tmp_path / "a.tar", members)))) == ["one", "other"]
 
 
-# Each member is a block of header and a block of data. Cuts: between samples, in a header, in data, between a sample's members.
+# Each member is one block of header and one block of data. Cuts: between samples, in a header, in data, between members.
 @pytest.mark.parametrize(("cut", "bad"), [(2048, 0), (2048 + 100, 0), (2048 + 512 + 3, 0), (3072, 1)])
-def test_samples_before_a_cut_are_used_and_the_cut_is_damage(tmp_path, cut, bad):
+def test_samples_before_a_truncation_are_used_and_the_truncation_is_damage(tmp_path, cut, bad):
     path = tmp_path / "a.tar"
     write(path, pairs(["1", "2"]))
     path.write_bytes(path.read_bytes()[:cut])
@@ -177,7 +177,7 @@ def test_a_broken_header_is_damage_and_not_a_silent_end(tmp_path):
     assert "the header at byte 4096 is broken" in damage.reason
 
 
-def test_joined_archives_are_said(tmp_path):
+def test_joined_archives_are_reported(tmp_path):
     write(tmp_path / "1.tar", pairs(["1"]))
     write(tmp_path / "2.tar", pairs(["2"]))
     joined = tmp_path / "joined.tar"
@@ -189,7 +189,7 @@ def test_joined_archives_are_said(tmp_path):
 
 
 def with_size(name, field):
-    """The header of a member whose size is written so."""
+    """Return the header of a member with this size field."""
     header = bytearray(tarfile.TarInfo(name).tobuf())
     header[124:136] = field
     header[148:156] = b" " * 8

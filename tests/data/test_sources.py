@@ -1,4 +1,4 @@
-"""Pairs in tables, lines, folders and saved datasets: what is read, what is refused, and that nothing is lost unsaid."""
+"""Pairs in tables, JSON lines, folders and saved datasets: what is read, what is refused, and that nothing is lost silently."""
 
 import io
 import json
@@ -15,7 +15,7 @@ from megabatch.data import BadSample, open_source
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder with images red.png and deep/blue.png."""
+    """Return a folder with images red.png and deep/blue.png."""
     (tmp_path / "deep").mkdir()
     Image.new("RGB", (3, 2), "red").save(tmp_path / "red.png")
     Image.new("RGB", (3, 2), "blue").save(tmp_path / "deep" / "blue.png")
@@ -28,7 +28,7 @@ def put(path, content):
 
 
 def colours(source):
-    """Of every sample in order: the colour of x, or x, and y; or why it is bad."""
+    """Return (colour of x or x itself, y) of every sample in order, or its BadSample."""
     found = []
     for shard, length in enumerate(source.lengths):
         for index in range(length):
@@ -46,7 +46,7 @@ RED, BLUE = (255, 0, 0), (0, 0, 255)
 
 
 def table(path, rows):
-    """The rows, the first of which names the columns, as a table of the kind that the path ends in."""
+    """Write rows, the first of which names the columns, in the format of the path's suffix."""
     if path.suffix == ".parquet":
         import pyarrow
         from pyarrow import parquet
@@ -218,7 +218,7 @@ def test_broken_lines_are_bad_samples_with_their_number(tmp_path):
         else:
             assert entry.key == f"a.jsonl:{number}"
             assert reason in entry.reason
-        # What is held out is told by a hash of this text.
+        # A hash of this text decides what is held out.
         assert source.group(0, number - 1).encode("utf-8")
         assert source.label(0, number - 1) is None
 
@@ -268,7 +268,7 @@ def test_folders_name_what_is_missing_unreadable_or_elsewhere(folder):
 
 
 def test_saved_datasets_are_read_without_their_library(folder, monkeypatch):
-    # Written by the library, so that a change of its layout shows here.
+    # Written by the library, so that a change of its layout is noticed.
     datasets = pytest.importorskip("datasets")
     datasets.disable_progress_bars()
     data = (folder / "red.png").read_bytes()
@@ -296,7 +296,7 @@ def test_saved_datasets_are_read_without_their_library(folder, monkeypatch):
     assert source.label(1, 0) == "cat"
     assert source.group(0, 0) != source.group(1, 0)
     assert source.read(0, 0).x.getpixel((0, 0)) == RED
-    # Other processes map the files; the data itself does not travel.
+    # Other processes map the files; the data itself is not pickled.
     assert data not in pickle.dumps(source)
     copy = pickle.loads(pickle.dumps(source))
     for opened in (source, copy, open_source(Data(source=str(folder / "some")))):
@@ -379,7 +379,7 @@ def test_a_missing_package_is_named_with_what_installs_it(folder, monkeypatch):
         open_source(Data())
 
 
-def test_a_home_folder_may_be_written_short(folder, monkeypatch):
+def test_a_tilde_is_expanded(folder, monkeypatch):
     monkeypatch.setenv("HOME", str(folder))
     put(folder / "red.txt", "red")
     table(folder / "t.csv", [("path", "text"), ("red.png", "a")])
@@ -387,7 +387,7 @@ def test_a_home_folder_may_be_written_short(folder, monkeypatch):
     assert open_source(Data(source="~")).lengths == [2]
 
 
-def test_a_pipe_in_the_place_of_a_text_is_not_waited_for(folder):
+def test_a_named_pipe_instead_of_a_text_does_not_block(folder):
     os.mkfifo(folder / "red.txt")
     put(folder / "deep" / "blue.txt", "blue")
     first, second = colours(open_source(Data(source=str(folder))))
@@ -395,7 +395,7 @@ def test_a_pipe_in_the_place_of_a_text_is_not_waited_for(folder):
     assert "there is no file 'red.txt'" in second.reason
 
 
-def test_bytes_of_an_image_in_a_column_of_texts_are_no_path(tmp_path):
+def test_bytes_in_a_column_are_an_image_and_not_a_path(tmp_path):
     file = io.BytesIO()
     Image.new("L", (2, 2)).save(file, "PNG")
     rows = [("image", "caption"), (file.getvalue(), b"text in bytes")]

@@ -1,4 +1,4 @@
-"""`python -m fuzz`: run the fuzzer long, print what broke and how to replay it, and keep a summary."""
+"""`python -m fuzz`: run the fuzzer for long, print failures and how to replay them, and write a summary."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def main() -> int:
 
 
 def describe(failure: Failure, seed: int) -> str:
-    """What broke, its smallest known input, and the command that runs it again."""
+    """Return the failure, its smallest known input, and the command that runs it again."""
     return (
         f"FAILED {failure.target}: {failure.kind} at {failure.where}, {failure.times:,} times\n"
         f"  replay: python -m fuzz --seed {seed} --replay '{failure.target}/{failure.index}'\n"

@@ -1,7 +1,7 @@
-"""Targets that are command lines: every verb with its options, parsed and checked; the work behind them is replaced.
+"""Targets that are command lines: every verb with its options, parsed and checked, with fakes for the work that follows.
 
-The options come from the parser itself, so that one that is added is tried too. What is replaced is what comes after the last
-check: building models, taking steps, starting processes.
+The options come from the parser itself, so that new ones are covered. Fakes replace what comes after the last check: building
+models, taking steps, starting processes.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ WORDS = (
 
 @cache
 def verbs() -> dict[str, list[argparse.Action]]:
-    """The verbs of the command and what each takes."""
+    """Return the verbs of the command line and the arguments of each."""
     build = getattr(cli, "build_parser", None) or cli._parser
     (subparsers,) = [action for action in build()._actions if isinstance(action, argparse._SubParsersAction)]
     return {name: parser._actions for name, parser in subparsers.choices.items()}
@@ -107,7 +107,7 @@ def _command_line(rng: random.Random) -> list[str]:
     name = rng.choice(list(verbs())) if rng.random() < 0.97 else text(rng)
     parts = []
     for action in verbs().get(name, []):
-        # Help ends a command before anything else is looked at.
+        # --help ends a command before anything else is checked.
         if isinstance(action, argparse._HelpAction):
             continue
         if not action.option_strings:
@@ -124,13 +124,13 @@ def _command_line(rng: random.Random) -> list[str]:
 
 
 def _case(rng: random.Random) -> tuple[list[str], bytes]:
-    """A command line and the run's file that it may name."""
+    """A command line, and the configuration file that it may name."""
     table = run_table(rng) if rng.random() < 0.2 else {"schedule": {"samples": 1000}, "batch": {"size": 64}}
     return _command_line(rng), as_toml(table, rng)
 
 
 def _write_files(content: bytes, folder: Path) -> None:
-    """What a command line may name."""
+    """Write the files that a command line may name."""
     (folder / FILE).write_bytes(content)
     (folder / TRAINED / "checkpoints" / "step-00000001").mkdir(parents=True)
     (folder / TRAINED / FILE).write_bytes(content)
@@ -163,7 +163,7 @@ def _run(case: tuple[list[str], bytes], folder: Path) -> None:
 
 @cache
 def _replace_work() -> None:
-    """Put stand-ins in the place of what would compute; once in a process."""
+    """Replace everything that computes by fakes; once per process."""
 
     def reached(*_: Any, **__: Any) -> Any:
         raise Reached
@@ -188,7 +188,7 @@ def _replace_work() -> None:
         (measuring_rates, "measure_here", lambda: _RATES),
     ):
         if not hasattr(module, name):
-            raise AttributeError(f"{module} has no {name}: say here what stands between checks and work now")
+            raise AttributeError(f"{module} has no {name}: name here what now separates checks from work")
         setattr(module, name, instead)
     # Pages with figures take long, and nothing in them comes from arguments alone.
     plan_report.write = lambda plan, path: path  # type: ignore[assignment]
@@ -198,7 +198,7 @@ class _FitBench:
     rows = 64
 
     def __init__(self, run: config.Run, here: Any, folder: Path) -> None:
-        self.here, self.largest = here, Step(0, 64, 1.0)
+        self.ranks, self.largest = here, Step(0, 64, 1.0)
         self.state = [nn.Linear(1, 1)]
 
     def step(self, chunk: int) -> None:
@@ -231,7 +231,7 @@ class _Training:
 
     def __init__(self, run: config.Run, folder: Path) -> None:
         self.run, self.folder = run, folder
-        self.course = [Step(64 * number, 64, 1.0) for number in range(100)]
+        self.schedule = [Step(64 * number, 64, 1.0) for number in range(100)]
         self.parts = SimpleNamespace(held_out=SimpleNamespace(lengths=[10]), objective=None)
 
     def load(self, path: Path) -> None:
@@ -244,7 +244,7 @@ _WORK = small_work(1e9, 1e6, 1e6, 100, 10**7)
 
 
 def _tools(made: Any) -> Any:
-    """Tools of a plan that build and trace nothing."""
+    """Fakes for a plan, which build and trace nothing."""
 
     def workload(question: Any, run: config.Run, precision: Any, machine: Any) -> Workload:
         return Workload((_WORK, _WORK) if question.pairs else (_WORK,), (), ())

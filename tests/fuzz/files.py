@@ -1,4 +1,4 @@
-"""Targets that are files: data of every format, checkpoints, weights, and what measurements leave."""
+"""Targets that are files: data of every format, checkpoints, weights, and results of measurements."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from .mutations import mutated
 from .values import as_json, scalar, spoiled, text, value
 
 FILES = (ValueError, OSError)
-# Samples that are read of each source.
+# Samples to read from each source.
 READ = 12
 RUN = config.build(config.EMBEDDED)
 
@@ -48,7 +48,7 @@ def _image(size: int = 4) -> bytes:
 
 
 def _read(source: Source) -> None:
-    """Reads as training does: order, groups and labels of all samples, and some of them whole."""
+    """Read a source as training does: groups and labels of all samples, and some samples completely."""
     places = [(shard, index) for shard, length in enumerate(source.lengths) for index in range(min(length, READ))][:READ]
     for place in places:
         source.group(*place)
@@ -127,7 +127,7 @@ def _tars() -> tuple[bytes, ...]:
 def _tar(rng: random.Random) -> bytes:
     data = rng.choice(_tars())
     if rng.random() < 0.5:
-        # Damage behind the checksum of a header is found by it: the header is changed and summed again.
+        # The checksum of a header would reveal any change: change the header and recompute it.
         at = 512 * rng.randrange(len(data) // 512)
         header = bytearray(data[at : at + 512])
         field, width = rng.choice(((0, 100), (124, 12), (156, 1), (157, 100), (257, 8), (345, 155), (100, 8)))
@@ -228,7 +228,7 @@ def _patterns(rng: random.Random) -> str:
 
 
 def _open_pattern(source: str, folder: Path) -> None:
-    # Nothing above the empty folder is looked at: a pattern may match the whole disk.
+    # Nothing above the empty folder is searched: a pattern may match the whole disk.
     if "/" in source or "~" in source or ".." in source.replace("{0..3}", "").replace("{000..999999999}", ""):
         source = source.replace("/", "").replace("~", "").replace("..", ".")
     (folder / "a").mkdir()
@@ -252,7 +252,7 @@ def _checkpoints(rng: random.Random) -> dict[str, bytes]:
     files = dict(_checkpoint())
     kind = rng.random()
     if kind < 0.4:
-        # Values of the manifest change and its checksum with them: what the checksum would find is not all.
+        # Change values of the manifest together with its checksum, which would reveal them.
         table = json.loads(files["checkpoint.json"])
         spot: Any = table["content"]
         while isinstance(spot, (dict, list)) and spot:
@@ -281,7 +281,7 @@ def _load_checkpoint(files: dict[str, bytes], folder: Path) -> None:
     path.mkdir()
     for name, content in files.items():
         (path / name).write_bytes(content)
-    checkpoint.read_facts(path)
+    checkpoint.read_metadata(path)
     checkpoint.load(path, _state())
 
 

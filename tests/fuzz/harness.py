@@ -1,8 +1,8 @@
-"""Runs targets on inputs that a seed decides, in processes that may die: what breaks the rule is attributed to its input.
+"""Run targets on inputs that a seed determines, in processes that may die: every failure is attributed to its input.
 
-An input is a function of (seed, target, index) alone, so that a failure can be replayed. Children do the work in ranges of indices;
-in shared memory each says which input it is at and since when. One that takes too long is killed, one that dies is replaced, and
-the range goes on behind the input that did it.
+An input depends only on (seed, target, index), so that a failure can be replayed. Child processes work on ranges of indices, and
+each writes to shared memory which input it works on and since when. One that takes too long is killed, one that dies is replaced,
+and the range continues after the input that caused it.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
-# Nothing may take longer, nor need more memory beyond what the process has at its start.
+# Limits of one input: CPU time, and memory beyond what the process has at its start.
 LIMIT_S, LIMIT_BYTES = 5.0, 3 * 2**30
 RANGE = 250
-# Trials and seconds that making a failure smaller may take.
+# Attempts and seconds for shrinking a failure.
 TRIALS, SHRINKING_S = 400, 20.0
-# Which input a child is at, since when, and the CPU time that it had used by then.
+# The input that a child works on, when it began, and the CPU time used until then.
 STATE = struct.Struct("qdd")
 
 
 class Reached(BaseException):
-    """All input was checked, and the work that follows is not done here. No `except Exception` catches it."""
+    """Raised when all input was checked, instead of the work that follows. Not caught by `except Exception`."""
 
 
 class Forbidden(BaseException):
@@ -50,7 +50,7 @@ class Forbidden(BaseException):
 
 @dataclass(frozen=True)
 class Target:
-    """One way in. make: an input from a random generator; run: takes it, in an empty folder of its own, as the program does.
+    """One kind of input. make: creates an input from a random generator. run: processes it like the program, in an empty folder.
 
     share: of all inputs, relative to the others'. allowed: what it may raise.
     """
@@ -64,7 +64,7 @@ class Target:
 
 @dataclass
 class Failure:
-    """An input that broke the rule. where: the innermost place in the package, or the last one known."""
+    """An input that broke a rule. where: the innermost line in the package, or the last one known."""
 
     target: str
     index: int
@@ -81,7 +81,7 @@ class Failure:
 
 @dataclass
 class Report:
-    """What became of the inputs of one target. Seconds are of CPU time: others may use the machine too."""
+    """The results of one target. Seconds are CPU time, because the machine may be busy."""
 
     inputs: int = 0
     seconds: float = 0.0
@@ -105,12 +105,12 @@ class Report:
 
 
 def case_of(target: Target, seed: int, index: int) -> Any:
-    """The input of an index, always the same one."""
+    """Return the input with this index, always the same one."""
     return target.make(random.Random(f"{seed}/{target.name}/{index}"))
 
 
 def ranges(targets: Sequence[Target], inputs: int, seed: int) -> list[tuple[int, int, int]]:
-    """(number of the target, first index, end) of all work, in an order that mixes targets."""
+    """Return (number of the target, first index, end) of all work, with targets interleaved."""
     shares = [target.share for target in targets]
     counts = [int(inputs * share / sum(shares)) for share in shares]
     counts[0] += inputs - sum(counts)
@@ -131,7 +131,7 @@ def fuzz(
     shrinking: bool = True,
     find: Callable[[], Sequence[Target]] | None = None,
 ) -> dict[str, Report]:
-    """Run so many inputs over all targets and return what became of them, by target; failures with their smallest known input.
+    """Run this many inputs over all targets and return the results by target; failures with their smallest known input.
 
     find: gives the same targets in a process that was not forked from this one; a function that can be pickled.
     """
@@ -193,7 +193,7 @@ class _Pool:
         return _Child(self)
 
     def fails_alike(self, child: _Child, target: Target, failure: Failure, case: Any) -> bool:
-        """Whether another input fails at the same place in the same way."""
+        """Return whether another input fails at the same place in the same way."""
         child.give((self.targets.index(target), 0, 1), case)
         while child.range is not None:
             wait([child.pipe, child.process.sentinel], 0.25)
@@ -204,7 +204,7 @@ class _Pool:
 
 
 class _Child:
-    """A process that works on one range at a time; started anew when it dies."""
+    """A process that works on one range at a time; restarted when it dies."""
 
     def __init__(self, pool: _Pool) -> None:
         self._pool = pool
@@ -229,7 +229,7 @@ class _Child:
         self.pipe.send((work, [] if case is None else [case]))
 
     def look(self) -> tuple[Report | None, int | None]:
-        """A report and, where the range is not done, the index to go on at."""
+        """Return a report and, if the range is not finished, the index to continue at."""
         assert self.range is not None
         if self.pipe.poll():
             try:
@@ -242,11 +242,11 @@ class _Child:
             return self._died()
         _, since, spent = STATE.unpack(self._state[:])
         waited = time.monotonic() - since if since else 0.0
-        # On a busy machine a process may get no time: what it has used itself counts, and much longer where it only waits.
+        # On a busy machine a process may get no time: its own CPU time counts, and a much longer limit if it only waits.
         if waited > self._pool.limit_s and (
             _cpu_seconds(self.process.pid) - spent > self._pool.limit_s / 2 or waited > 4 * self._pool.limit_s
         ):
-            # It says where it is before it is killed.
+            # It writes its stack before it is killed.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.process.pid, signal.SIGUSR1)
             time.sleep(0.2)
@@ -263,9 +263,9 @@ class _Child:
             why = f"killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
         index, _, _ = STATE.unpack(self._state[:])
         trace = (self._folder / "stack").read_text("utf-8", "replace")
-        # The innermost calls come first.
+        # faulthandler writes the innermost calls first.
         failure = Failure(self._pool.targets[number].name, index, why, _native_place(trace), "\n".join(trace.splitlines()[:12]))
-        # What it had counted of this range is lost; the inputs were run.
+        # Its counts for this range are lost, but the inputs were run.
         report = Report(index - first + 1, 0.0, 0.0, -1, Counter({"not counted": index - first, why: 1}), [failure])
         self.pipe.close()
         self.range = None
@@ -289,7 +289,7 @@ def _work(find: Callable[[], Sequence[Target]], seed: int, pipe: Connection, fol
         faulthandler.enable(stack)
         faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
         place = Path(folder) / "input"
-        # The one before may have died and left its files.
+        # The previous one may have died and left files.
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir()
         os.chdir(place)
@@ -297,7 +297,7 @@ def _work(find: Callable[[], Sequence[Target]], seed: int, pipe: Connection, fol
         guard = _Guard(folder)
         sys.addaudithook(guard)
         sys.stdin = open(os.devnull)  # noqa: SIM115
-        # As Python opens them: standard error writes what it cannot encode as escapes.
+        # Like Python: standard error escapes what it cannot encode.
         with (
             open(os.devnull, "w") as out,
             open(os.devnull, "w", errors="backslashreplace") as err,
@@ -335,7 +335,7 @@ def _run_one(target: Target, case: Any, index: int, place: Path, guard: _Guard, 
 
 
 def outcome_of(target: Target, case: Any, index: int, place: Path, guard: _Guard | None = None) -> tuple[str, Failure | None]:
-    """What an input leads to: "accepted", the name of what it raised, and a failure if that is not allowed."""
+    """Run an input. Return "accepted" or the name of what it raised, and a failure if that is not allowed."""
     try:
         with guard or contextlib.nullcontext():
             target.run(case, place)
@@ -359,7 +359,7 @@ def outcome_of(target: Target, case: Any, index: int, place: Path, guard: _Guard
 
 
 class _Guard:
-    """An audit hook: while an input is run, nothing outside its folder is written, no process is started, nothing is connected."""
+    """An audit hook: while an input runs, nothing outside its folder is written, no process started, no connection opened."""
 
     FORBIDDEN = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "socket.connect", "os.startfile")
     WRITING = (
@@ -406,7 +406,7 @@ class _Guard:
 
 
 def _cpu_seconds(process: int) -> float:
-    """CPU time that a process has used so far."""
+    """Return the CPU time that a process has used so far."""
     try:
         with open(f"/proc/{process}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
@@ -416,7 +416,7 @@ def _cpu_seconds(process: int) -> float:
 
 
 def _limit_memory() -> None:
-    """More than LIMIT_BYTES beyond what the process has mapped now is a MemoryError."""
+    """Make allocations of more than LIMIT_BYTES beyond the current size raise MemoryError."""
     with open("/proc/self/statm") as file:
         mapped = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (mapped + LIMIT_BYTES, resource.RLIM_INFINITY))
@@ -424,7 +424,7 @@ def _limit_memory() -> None:
 
 
 def _place(error: BaseException) -> str:
-    """The innermost line in the package that an exception passed, or its innermost line anywhere."""
+    """Return the innermost line in the package in the traceback of an exception, or its innermost line anywhere."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [frame for frame in frames if "megabatch" in frame.filename and "fuzz" not in frame.filename]
     if not frames:
@@ -434,7 +434,7 @@ def _place(error: BaseException) -> str:
 
 
 def _native_place(trace: str) -> str:
-    """The same, of what faulthandler wrote."""
+    """Return the same from the output of faulthandler."""
     frames = re.findall(r'File "([^"]+)", line \d+ in (\S+)', trace)
     ours = [frame for frame in frames if "megabatch" in frame[0] and "/fuzz/" not in frame[0]]
     file, function = (ours or frames or [("?", "?")])[0]
@@ -442,7 +442,7 @@ def _native_place(trace: str) -> str:
 
 
 def shrunk(case: Any, fails: Callable[[Any], bool]) -> Any:
-    """A smaller input that still fails, found by leaving parts out and by simpler values; the input itself where none is found."""
+    """Return a smaller input that still fails, found by omitting parts and simplifying values, or the input itself."""
     end, trials = time.monotonic() + SHRINKING_S, 0
     progress = True
     while progress:
@@ -458,7 +458,7 @@ def shrunk(case: Any, fails: Callable[[Any], bool]) -> Any:
 
 
 def _smaller(case: Any) -> Iterator[Any]:
-    """Inputs that are simpler than this one, the simplest first."""
+    """Yield inputs that are simpler than this one, the simplest first."""
     if isinstance(case, (bytes, str, list, tuple)):
         length = len(case)
         size = length // 2
@@ -483,7 +483,7 @@ def _smaller(case: Any) -> Iterator[Any]:
 
 
 def replayed(target: Target, seed: int, index: int) -> tuple[Any, str, Failure | None]:
-    """The input of an index, what it led to in this process, and the failure if it was one."""
+    """Return the input with this index, its result in this process, and the failure if it was one."""
     case = case_of(target, seed, index)
     with tempfile.TemporaryDirectory(prefix="megabatch-fuzz-") as folder:
         place, before = Path(folder) / "input", os.getcwd()

@@ -1,4 +1,4 @@
-"""Bytes changed as damage and malice change them: flipped, cut, repeated, joined with others, with tokens put in."""
+"""Mutations of bytes, as by damage or malice: flipped, cut, repeated, joined with others, with tokens inserted."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ Mutation = Callable[[bytes, random.Random, Sequence[bytes]], bytes]
 
 
 def mutated(data: bytes, rng: random.Random, others: Sequence[bytes] = ()) -> bytes:
-    """The data after one to four changes; `others` are what it may be joined with."""
+    """Return the data after one to four mutations; `others` are what it may be joined with."""
     for _ in range(rng.choice((1, 1, 1, 2, 3, 4))):
         data = rng.choice(MUTATIONS)(data, rng, others or (data,))
     return data

@@ -14,7 +14,7 @@ from megabatch import config, trust
 from megabatch.audit import audit, audit_together, read_any
 from megabatch.audit.readers import open_clip as command_line
 from megabatch.audit.readers import transformers
-from megabatch.training.schedules import course
+from megabatch.training.schedules import step_schedule
 
 from .harness import Target
 from .mutations import mutated
@@ -52,7 +52,7 @@ ARGUMENTS = transformers.DEFAULTS | {
     "average_tokens_across_devices": True,
     "output_dir": "out",
 }
-# Values of each fact that make sense, some of them mistakes that a rule finds.
+# Sensible values of each fact, some of them mistakes that a rule finds.
 FACTS: dict[str, tuple[Any, ...]] = {
     "objective": ("clip", "siglip", "supervised", "lm"),
     "batch": (1, 64, 4096, 10**6, 10**15),
@@ -103,7 +103,7 @@ COMMANDS = (
 
 
 def run_table(rng: random.Random) -> dict[str, Any]:
-    """A run's table: parts of a valid one, some keys with other values of the right type, and mostly something hostile."""
+    """Return a run's table: parts of a valid one, some values replaced by others of the right type, and often a hostile one."""
     table = {key: dict(entry) if isinstance(entry, dict) else entry for key, entry in VALID.items() if rng.random() < 0.6}
     table["schedule"] = {rng.choice(config.LENGTHS): rng.choice((1, 10, 1000, 10**6))}
     for _ in range(rng.choice((0, 0, 1, 2, 4))):
@@ -114,7 +114,7 @@ def run_table(rng: random.Random) -> dict[str, Any]:
 
 
 def settled(valid: dict[str, Any], rng: random.Random) -> dict[str, Any]:
-    """A copy of a valid table with hostile values at none to three of its keys, wherever they are."""
+    """Return a copy of a valid table with hostile values at zero to three of its keys, at any depth."""
     table = copy.deepcopy({key: entry for key, entry in valid.items() if rng.random() < 0.8})
     return table if rng.random() < 0.3 else spoiled(table, rng)
 
@@ -137,9 +137,9 @@ def _overrides(rng: random.Random) -> list[str]:
 
 
 def _check_run(run: config.Run) -> None:
-    """What every accepted run must bear: it is written and read back equal, and asked for the code that it names."""
+    """Check what holds for every accepted run: written and read back it is equal, and the code that it names can be listed."""
     trust.callables(run)
-    # NaN is equal to nothing, so that texts are compared.
+    # Texts are compared, because NaN is not equal to itself.
     again = config.build(_loads(config.as_toml(run)))
     assert config.as_toml(again) == config.as_toml(run), "a run that was written is read back as another one"
 
@@ -192,7 +192,7 @@ def _command(rng: random.Random) -> bytes:
 
 
 def _known(rng: random.Random) -> dict[str, Any]:
-    """Facts that the command line adds: parsed there, so that they are numbers."""
+    """Return facts that the command line adds, which it has parsed to numbers."""
     known: dict[str, Any] = {}
     if rng.random() < 0.5:
         known["data"] = rng.choice((1, 100, 10**6, 10**15))
@@ -231,9 +231,9 @@ def _build_overrides(overrides: list[str], folder: Path) -> None:
 
 
 def _schedule(case: tuple[dict[str, Any], int], folder: Path) -> None:
-    """The steps of a run are known before the first is taken, however many they are."""
+    """The steps of a run can be computed before it starts, whatever their number."""
     table, samples = case
-    steps = course(config.build(table), samples)
+    steps = step_schedule(config.build(table), samples)
     first, last = steps[0], steps[-1]
     assert first.first == 0 and first.pairs >= 1 and last.pairs >= 1 and len(steps) >= 1
     assert last.first >= first.first and 0 <= last.rate < math.inf

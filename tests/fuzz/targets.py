@@ -11,5 +11,5 @@ TARGETS: tuple[Target, ...] = (*SETTINGS, *ARGUMENTS, *FILES)
 
 
 def all_targets() -> tuple[Target, ...]:
-    """Return TARGETS, in a process that has only this function's name."""
+    """Return TARGETS. Child processes import this function by name."""
     return TARGETS

@@ -1,4 +1,4 @@
-"""Values at the boundaries of types, tables of a schema with some of them in it, and such tables written as TOML."""
+"""Values at the boundaries of types, tables of a schema that contain some of them, and such tables as TOML."""
 
 from __future__ import annotations
 
@@ -136,12 +136,12 @@ def text(rng: random.Random) -> str:
 
 
 def scalar(rng: random.Random) -> Any:
-    """A number, a text, a truth value or nothing."""
+    """Return a number, a text, a boolean or None."""
     return rng.choice((integer, integer, text, text, lambda r: r.choice(FLOATS), lambda r: r.random() < 0.5, lambda r: None))(rng)
 
 
 def value(rng: random.Random, depth: int = 2) -> Any:
-    """Any value that JSON can say, rarely a very deep one."""
+    """Return any value that JSON can express, rarely a very deep one."""
     kind = rng.random()
     if kind < 0.7 or depth == 0:
         return scalar(rng)
@@ -153,7 +153,7 @@ def value(rng: random.Random, depth: int = 2) -> Any:
 
 
 def nested(rng: random.Random) -> Any:
-    """A list or table in a list or table, hundreds of times."""
+    """Return lists and tables nested hundreds of times."""
     found: Any = scalar(rng)
     for _ in range(rng.choice((50, 200, 600))):
         found = [found] if rng.random() < 0.5 else {"a": found}
@@ -161,7 +161,7 @@ def nested(rng: random.Random) -> Any:
 
 
 def like(hint: Any, rng: random.Random) -> Any:
-    """A value that an annotation allows, mostly a sensible one."""
+    """Return a value that an annotation allows, mostly a sensible one."""
     origin, choices = typing.get_origin(hint), typing.get_args(hint)
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return table_of(hint, rng)
@@ -193,13 +193,13 @@ def hints_of(kind: type) -> dict[str, Any]:
 
 
 def table_of(kind: type, rng: random.Random, share: float = 0.4) -> dict[str, Any]:
-    """Some keys of a dataclass with values that fit."""
+    """Return some keys of a dataclass with valid values."""
     hints = hints_of(kind)
     return {key: like(hint, rng) for key, hint in hints.items() if rng.random() < share}
 
 
 def spoiled(table: dict[str, Any], rng: random.Random) -> dict[str, Any]:
-    """The table with hostile values at one to three places, or a key too many."""
+    """Return the table with hostile values at one to three places, or with an extra key."""
     places = [(table, key) for key in table]
     for entry in table.values():
         if isinstance(entry, dict):
@@ -215,7 +215,7 @@ def spoiled(table: dict[str, Any], rng: random.Random) -> dict[str, Any]:
 
 
 def as_toml(table: Mapping[str, Any], rng: random.Random) -> bytes:
-    """The table as TOML, now and then with keys twice, dotted keys, or arrays of tables."""
+    """Return the table as TOML, sometimes with duplicate keys, dotted keys, or arrays of tables."""
     lines = [f"{_key(key)} = {_literal(entry)}" for key, entry in table.items() if not isinstance(entry, dict)]
     for name, section in table.items():
         if not isinstance(section, dict):
@@ -236,7 +236,7 @@ def as_toml(table: Mapping[str, Any], rng: random.Random) -> bytes:
 
 
 def as_json(table: Any, rng: random.Random) -> bytes:
-    """The value as JSON, indented or not, with NaN and Infinity as Python writes them."""
+    """Return the value as JSON, indented or not, with NaN and Infinity as Python writes them."""
     try:
         return json.dumps(table, indent=rng.choice((None, 1, 4)), ensure_ascii=rng.random() < 0.5).encode("utf-8", "surrogatepass")
     except RecursionError:
@@ -248,7 +248,7 @@ def _key(key: str) -> str:
 
 
 def _literal(entry: Any) -> str:
-    # Deep values are written without recursion that would fail here: the reader is what is tried.
+    # Deep values are written without recursion, which would fail here: the test is for the reader.
     if isinstance(entry, (Mapping, list, tuple)) and _depth(entry) > 100:
         return "[" * 300 + "]" * 300
     if isinstance(entry, Mapping):

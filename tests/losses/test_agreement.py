@@ -1,4 +1,4 @@
-"""Ranks that do not ask for the same thing all raise the same ValueError, before anything is exchanged that could hang or abort."""
+"""Ranks with different arguments all raise the same ValueError, before an exchange that could hang or abort."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def siglip(x, y, scale=4.0, bias=-1.0, **options):
     return megabatch.siglip_loss(x, y, scale, bias, group=dist.group.WORLD, **options)
 
 
-# For each difference: the call on ranks 0 and 2, that on rank 1, and words of the error on every rank.
+# For each difference: the call on ranks 0 and 2, the call on rank 1, and a part of the error on every rank.
 DIFFERENCES = {
     "loss": (clip, siglip, "loss is clip_loss on ranks 0, 2 and siglip_loss on rank 1"),
     "dtype of ids": (
@@ -94,7 +94,7 @@ def differ(rank: int, size: int) -> dict[str, str]:
     for name, (most, one, _) in DIFFERENCES.items():
         x, y = embeddings(5, width=4, seed=rank)
         found[name] = error_of(lambda call=one if rank == 1 else most, x=x, y=y: call(x, y))
-    # After all these errors, the ranks still meet.
+    # After all these errors, the ranks can still communicate.
     x, y = embeddings(5, width=4, seed=rank)
     found["fine"] = clip(x, y).item()
     return found
@@ -118,7 +118,7 @@ def test_errors_leave_the_group_usable(found):
 
 
 def agree_all_the_same(rank: int, size: int) -> list[float]:
-    """Calls whose differences do not matter."""
+    """Make calls that differ between ranks in allowed ways."""
     x, y = embeddings(5, width=4, seed=rank)
     rounded = torch.tensor(4.0).double() * (1 + 1e-7 * rank)
     return [
@@ -131,7 +131,7 @@ def agree_all_the_same(rank: int, size: int) -> list[float]:
     ]
 
 
-def test_differences_that_change_nothing_are_no_error(world):
+def test_differences_that_do_not_matter_are_accepted(world):
     for values in world.run(2, agree_all_the_same):
         *losses, is_nan = values
         assert losses == pytest.approx(losses[:1] * len(losses), rel=1e-6) and is_nan
@@ -164,7 +164,7 @@ def state_equal_shards(rank: int, size: int, name: str) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize("name", UNEQUAL)
-def test_the_statement_of_equal_shards_is_checked_at_the_first_call_on_a_group_and_costs_nothing_later(world, name):
+def test_equal_shards_is_checked_in_the_first_call_on_a_group_and_costs_nothing_later(world, name):
     results = world.run(2, state_equal_shards, name)
     assert results[0] == results[1]
     message, exchanges = results[0]

@@ -120,7 +120,7 @@ def test_embeddings_need_not_be_contiguous_and_are_not_changed(loss):
     assert torch.allclose(a.grad, b.grad) and torch.equal(strided, before)
 
 
-def test_a_change_in_place_between_forward_and_backward_is_noticed():
+def test_a_change_in_place_between_forward_and_backward_raises():
     x, y = embeddings(6)
     x.requires_grad_()
     scaled = x * 1
@@ -137,7 +137,7 @@ def test_nan_embeddings_give_a_nan_loss():
 
 
 def test_a_grad_scaler_reaches_through_fp16_gradients():
-    """Gradients that fp16 cannot hold survive when the loss is scaled, as a GradScaler does."""
+    """Gradients too small for fp16 survive if the loss is scaled, as by a GradScaler."""
     x, y = embeddings(200, width=16, norm=1e-2)
     x, y = x.half().requires_grad_(), y.half()
     (megabatch.clip_loss(x, y, 1e-3) * 2.0**20).backward()
@@ -146,7 +146,7 @@ def test_a_grad_scaler_reaches_through_fp16_gradients():
     assert torch.allclose(x.grad.double() / 2**20, wide.grad, rtol=2e-3, atol=1e-12)
 
 
-# Dynamo looks at .grad of whatever tensor outlives a graph break.
+# Dynamo reads .grad of tensors that exist after a graph break.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_torch_compile_of_a_training_step_breaks_the_graph_cleanly():
     from torch._dynamo.utils import counters
@@ -171,7 +171,7 @@ def test_torch_compile_of_a_training_step_breaks_the_graph_cleanly():
     counters.clear()
     compiled = gradients(torch.compile(step, backend="aot_eager"))
     assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(expected, compiled, strict=True))
-    # The towers, nothing between the losses but their sum, and what follows: none of the losses' own operations is in a graph.
+    # The graphs hold the towers, the sum of the losses and what follows, but no operation of the losses themselves.
     assert counters["stats"]["unique_graphs"] <= 3 and counters["stats"]["calls_captured"] < 20
 
 

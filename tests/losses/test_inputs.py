@@ -83,7 +83,7 @@ def test_the_bias_is_checked_like_the_scale():
         megabatch.siglip_loss(X, Y, 1.0, math.nan)
 
 
-def test_a_module_keeps_the_options_and_knows_its_own():
+def test_a_module_stores_its_options_and_refuses_others():
     x, y, ids = torch.randn(6, 4), torch.randn(6, 4), torch.arange(6) // 2
     module = megabatch.ClipLoss(label_smoothing=0.1, duplicates="positive", workspace=2000)
     assert torch.equal(

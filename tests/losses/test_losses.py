@@ -1,4 +1,4 @@
-"""Value and every gradient against the formula: any input, any option, any tile."""
+"""Value and all gradients equal those of the formula, for any input, option and tile size."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import given, settings
 import megabatch
 from megabatch import reference
 
-# Arithmetic is tested with scales that nobody would train with.
+# The arithmetic is tested with scales that are unusual in training.
 pytestmark = pytest.mark.filterwarnings("ignore:scale=")
 TILES = (64, 500, 4000, None)
 
@@ -82,16 +82,16 @@ def test_any_case_is_the_formula_in_fp64(case, workspace):
 def test_any_case_is_as_exact_as_fp32_sums_allow(case, workspace, dtype):
     case = case.rounded(dtype)
     true, found = formula(case), ours(case, dtype, workspace=workspace)
-    # A logit of size S is rounded by up to S·eps/2 in each of the few sums it passes through, and moves what follows by as much;
+    # A logit of size S is rounded by up to S·eps/2 in each of its few sums, and shifts all later results by as much;
     # sums of up to 50 terms add their own rounding. A gradient is then rounded once to the dtype of its input.
     sums = 32 * torch.finfo(torch.float32).eps * (1 + largest_logit(case))
     for name, e in errors(case, found, true).items():
-        # Of a gradient that its dtype cannot hold, being too large or too small for fp16's range, nothing is asked.
+        # Gradients outside of the range of fp16 are not compared.
         largest = true[name].abs().max()
         fits = name not in ("x", "y") or largest == 0 or torch.finfo(dtype).tiny <= largest < torch.finfo(dtype).max
-        # The gradient in the scale is summed up from those in x, whose products may read bf16 operands.
+        # The gradient of the scale is a sum of those of x, whose products may read bf16 operands.
         rounding = torch.finfo(dtype).eps if name in ("x", "y") or (name, dtype) == ("scale", torch.bfloat16) else 0
-        # Beyond logits of some 1e5 fp32 holds no difference between them, but every number is still a number.
+        # Beyond logits of about 1e5, fp32 cannot represent their differences, but results are still finite.
         assert not fits or e <= sums + rounding or (sums > 1 and math.isfinite(e)), (name, e)
 
 
@@ -105,7 +105,7 @@ def test_the_error_is_not_larger_than_pytorchs_own(loss, scale, kind, dtype):
     true = formula(case)
     own, theirs = errors(case, ours(case, dtype, workspace=2**17), true), errors(case, formula(case, dtype), true)
     for name in true:
-        # Both round; a factor of 1.5 and a few units of fp32 are luck. A gradient cannot be better than its dtype.
+        # Both round; a factor of 1.5 and a few ulp of fp32 allow for chance. A gradient cannot be better than its dtype.
         slack = 8 * torch.finfo(torch.float32).eps + (torch.finfo(dtype).eps if name in ("x", "y") else 0)
         assert own[name] <= 1.5 * theirs[name] + slack, (name, own[name], theirs[name])
 
@@ -138,7 +138,7 @@ def test_identical_rows_give_log_n_at_any_size_of_logit():
 
 
 def test_a_small_loss_keeps_its_digits():
-    """Where the positive wins by far, 1 - p is small and not the difference of two numbers near one."""
+    """If the positive wins by far, 1 - p is small and must not be computed as a difference of two numbers near one."""
     x = torch.eye(16, dtype=torch.float64)
     for scale in (8.0, 12.0, 16.0, 20.0):
         case = Case("clip_loss", x, x, (scale,))
@@ -199,7 +199,7 @@ def test_diagnostics_rank_every_positive(loss, extra, with_ids, workspace):
     assert torch.allclose(value, getattr(megabatch, loss)(x, y, *scalars, ids=ids, **options))
 
 
-def test_dropping_negatives_does_not_flatter_the_ranks_and_collapse_is_not_a_hit():
+def test_dropping_negatives_does_not_improve_ranks_and_collapse_is_not_a_hit():
     x, y = embeddings(30, width=3)
     plain = megabatch.clip_loss(x, y, 5.0, diagnostics=True)[1]
     dropped = megabatch.clip_loss(x, y, 5.0, drop_above=0.0, diagnostics=True)[1]
@@ -220,7 +220,7 @@ def test_autocast_rounds_the_embeddings_and_nothing_else(loss, scale):
         value.backward()
     assert value.dtype == a.grad.dtype == torch.float32
     assert value.item() == pytest.approx(true["value"].item(), rel=1e-6)
-    # Where a CPU has bf16 units, the products with the gradient use them.
+    # On a CPU with bf16 units, the products with the gradient use them.
     assert (a.grad.double() - true["x"]).norm() < 4e-3 * true["x"].norm()
     assert torch.allclose(found.positive.double(), (case.x * case.y).sum(1), atol=1e-6)
 

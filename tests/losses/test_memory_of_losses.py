@@ -1,4 +1,4 @@
-"""Peak memory, measured in a fresh process: linear in the batch, set by the tile."""
+"""Peak memory, measured in a new process, is linear in the batch and bounded by the workspace."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def work(loss: str, rows: int, workspace: int, options: dict) -> None:
 
 
 def encode(rows: int, chunk: int, keep: int) -> None:
-    """A step through a deep and narrow tower: 64 numbers for each row and layer, 8 for its embedding."""
+    """Run a step of a deep and narrow tower: 64 numbers for each row and layer, 8 for its embedding."""
     torch.manual_seed(0)
     layers = [layer for _ in range(16) for layer in (torch.nn.Linear(64, 64), torch.nn.Tanh())]
     tower = torch.nn.Sequential(*layers, torch.nn.Linear(64, 8))
@@ -44,13 +44,13 @@ def peak(loss: str, rows: int, workspace: int, options: dict | None = None) -> i
 def test_extra_memory_grows_linearly_at_most(loss, options):
     workspace = 4 * MIB
     small, large = peak(loss, 3000, workspace, options), peak(loss, 9000, workspace, options)
-    # Of the linear part: inputs, gradients and fp32 sums are fewer than ten (rows, width) matrices; the matrix would be 309 MiB.
+    # The linear part: inputs, gradients and fp32 sums are fewer than ten (rows, width) matrices; the similarity matrix is 309 MiB.
     assert large - small < 10 * 6000 * WIDTH * 4 + 2 * MIB
-    # Masks and temporaries of a tile with every option stay within about twice the working memory.
+    # Masks and temporaries of a tile with every option stay within about twice the workspace.
     assert large < 2 * workspace + 10 * 9000 * WIDTH * 4 + 4 * MIB
 
 
-def test_the_tile_sets_the_working_memory():
+def test_the_workspace_bounds_the_temporaries():
     assert peak("clip_loss", 6000, 32 * MIB) - peak("clip_loss", 6000, 2 * MIB) > 20 * MIB
 
 
@@ -65,5 +65,5 @@ def test_encoders_take_the_memory_of_a_chunk_and_of_what_is_kept():
 
 def test_at_one_chunk_more_rows_add_their_embeddings_only():
     few, many = (measured(encode, (64, 16, 1), (rows, 1024, 0)) for rows in (8192, 65536))
-    # Input, embedding, its gradient and what comes between: fewer than ten numbers of eight for each row.
+    # Input, embedding, its gradient and temporaries: fewer than ten times eight numbers for each row.
     assert many - few < (65536 - 8192) * 8 * 4 * 10 + 4 * MIB

@@ -1,6 +1,6 @@
 """Silent mistakes that were found in other implementations of these losses: each would fail a test here.
 
-Gradients scaled by the number of ranks, hard negatives taken for positives, shards that must be equal: test_ring.py, under DDP.
+For gradients scaled by the number of ranks, hard negatives used as positives, and unequal shards, see test_ring.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LOSSES = {
 
 @pytest.mark.parametrize("loss, scalars, options", LOSSES.values(), ids=LOSSES.keys())
 def test_the_gradient_is_that_of_the_value_that_is_returned(loss, scalars, options):
-    """A gradient scaled by the batch, or one that leaves out the temperature, does not survive finite differences."""
+    """Finite differences detect a gradient that is scaled by the batch, or that leaves out the temperature."""
     x, y = embeddings(9, width=3)
     f, step = getattr(megabatch, loss), 1e-6
     found = ours(Case(loss, x, y, scalars, options))
@@ -50,7 +50,7 @@ def test_the_gradient_is_that_of_the_value_that_is_returned(loss, scalars, optio
 @pytest.mark.parametrize("options", [{"ids": torch.zeros(9, dtype=torch.int64)}, {"drop_above": -1e3}], ids=["ids", "drop_above"])
 @pytest.mark.parametrize("scale", [0.0, 5.0, 1e4])
 def test_masked_pairs_leave_the_temperatures_gradient_a_number(options, scale):
-    """-inf times a scale, or divided by a temperature, is NaN in the gradient of the scale; here every negative is masked."""
+    """-inf times a scale, or divided by a temperature, gives NaN in the gradient of the scale. Here every negative is masked."""
     x, y = embeddings(9, width=3)
     found = ours(Case("clip_loss", x, y, (scale,), options), torch.float32)
     assert all(t.abs().max() == 0 for t in found.values())
@@ -74,12 +74,12 @@ def ring_peaks(rank: int, size: int, rows: int, width: int) -> int:
 
 
 def test_memory_of_a_rank_does_not_grow_with_the_number_of_ranks():
-    """Gathering all ranks' embeddings would cost two blocks more for every further rank, and their gradients as much."""
+    """Gathering all ranks' embeddings would take two more blocks for every further rank, and their gradients as much."""
     rows, width = 1200, 512
     block = rows * width * 4
     peaks = []
-    # From three ranks on a rank has all its buffers: a block at hand, one leaving, one arriving. New processes each time: what an
-    # allocator has kept from earlier work would hide a part of the peak.
+    # From three ranks on, a rank has all its buffers: a block in use, one being sent, one being received. New processes each time:
+    # memory that an allocator has kept from earlier work would hide a part of the peak.
     for size in (3, 4):
         world = World()
         peaks.append(max(world.run(size, ring_peaks, rows, width)) / block)

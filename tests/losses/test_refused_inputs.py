@@ -1,4 +1,4 @@
-"""The losses compute what PyTorch would, or refuse: nothing that they do not support gives a number without a word."""
+"""The losses compute what PyTorch would compute, or raise: nothing unsupported silently gives a number."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def siglip(x, y, scale=5.0, bias=-2.0, module=megabatch, **options):
 
 losses = pytest.mark.parametrize("loss", [clip, siglip])
 
-# PyTorch compiles decompositions when forward mode is first used, by means that it has deprecated itself.
+# At the first use of forward mode, PyTorch compiles decompositions with functions that it has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 
 
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated
 
 
 def tensors(loss) -> dict[str, torch.Tensor]:
-    """Every tensor argument of a loss; the embeddings and scalars require gradients."""
+    """Return every tensor argument of a loss; the embeddings and scalars require gradients."""
     x, y = embeddings(12, width=6)
     arguments = {"x": x, "y": y, "scale": torch.tensor(5.0).double(), "bias": torch.tensor(-2.0).double()}
     if loss is clip:
@@ -56,7 +56,7 @@ def test_an_argument_overwritten_before_backward_is_named_or_does_not_matter(los
     value = loss(**arguments, duplicates=duplicates)
     with torch.no_grad():
         arguments[name].copy_(arguments[name].flip(0) + 1)
-    # The sigmoid loss has all of its gradient from forward but for the embeddings and the scale, and weights are not read again.
+    # The sigmoid loss computes its gradient in forward, except for the embeddings and the scale; weights are not read again.
     if name == "weights" or (name == "ids" and loss is siglip):
         found = torch.autograd.grad(value, parameters)
         assert all(torch.allclose(a, b, rtol=1e-10, atol=1e-14) for a, b in zip(found, expected, strict=True))
@@ -77,7 +77,7 @@ def test_an_optimizer_step_between_forward_and_backward_is_refused():
 
 
 @losses
-def test_a_second_backward_through_a_freed_graph_says_so_after_a_step_too(loss):
+def test_a_second_backward_through_a_freed_graph_has_the_usual_error_even_after_a_step(loss):
     x, y = embeddings(6)
     scale = nn.Parameter(torch.tensor(5.0).double())
     value = loss(x, y, scale)
@@ -122,7 +122,7 @@ TRANSFORMS = {
 @losses
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 @pytest.mark.parametrize("argument", ["x", "y", "scale"])
-def test_a_transform_of_torch_func_is_refused_with_the_way_round_it(loss, transform, argument):
+def test_a_transform_of_torch_func_is_refused_with_an_alternative(loss, transform, argument):
     x, y = embeddings(5)
     arguments = {"x": x, "y": y, "scale": torch.tensor(5.0).double()}
     words = "is (inside a transform of torch.func.*torch.autograd.grad|a dual tensor of forward-mode AD).*megabatch.reference"
@@ -168,7 +168,7 @@ def test_what_needs_first_derivatives_of_plain_tensors_only_works(loss):
     assert torch.allclose(jacobian, *torch.autograd.grad(loss(x, y, module=reference), x), rtol=1e-10)
 
 
-# --- A temperature in the place of a scale ---
+# --- A temperature passed as the scale ---
 
 
 @pytest.fixture
@@ -181,7 +181,7 @@ def unwarned(monkeypatch):
     "kind", [float, torch.tensor, lambda s: nn.Parameter(torch.tensor([s]))], ids=["float", "tensor", "parameter"]
 )
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_scale_below_one_on_normalised_embeddings_is_said_once(loss, kind, dtype, unwarned):
+def test_a_scale_below_one_with_normalised_embeddings_warns_once(loss, kind, dtype, unwarned):
     x, y = (t.to(dtype) for t in embeddings(5, width=64))
     with pytest.warns(
         UserWarning, match=r"^scale=0.02 with normalised.*1 / temperature: for a temperature of 0.02 pass scale=50"
@@ -191,7 +191,7 @@ def test_a_scale_below_one_on_normalised_embeddings_is_said_once(loss, kind, dty
     assert len(caught) == 1 and caught[0].filename == __file__
 
 
-def test_the_adapter_says_it_too(unwarned):
+def test_the_adapter_warns_too(unwarned):
     x, y = embeddings(5)
     with pytest.warns(UserWarning, match="scale=0.07"):
         adapter.ClipLoss()(x, y, torch.tensor(0.07))
@@ -201,7 +201,7 @@ def test_the_adapter_says_it_too(unwarned):
 
 @losses
 @pytest.mark.parametrize("scale, norm", [(1.0, 1.0), (50.0, 1.0), (0.02, 7.0), (0.5, 1.2)])
-def test_other_scales_and_embeddings_of_other_lengths_are_taken_without_a_word(loss, scale, norm, unwarned):
+def test_other_scales_and_embeddings_of_other_norms_give_no_warning(loss, scale, norm, unwarned):
     x, y = embeddings(5, norm=norm)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -216,8 +216,8 @@ def test_a_warning_that_is_an_error_is_raised_at_every_call(unwarned):
             megabatch.clip_loss(x, y, -0.1)
 
 
-def test_a_scalar_on_a_device_is_not_read_where_that_would_wait():
-    # Reading one without values raises, and so shows that it was read.
+def test_a_scalar_on_a_device_is_not_read_if_that_would_synchronise():
+    # Reading a meta tensor raises, which shows that it was read.
     elsewhere = torch.tensor(5.0, device="meta")
     assert _value(elsewhere, waits=False) is None
     with pytest.raises(RuntimeError, match="meta"):
@@ -225,7 +225,7 @@ def test_a_scalar_on_a_device_is_not_read_where_that_would_wait():
 
 
 @losses
-def test_numbers_that_no_float_holds_are_refused(loss):
+def test_numbers_that_no_float_can_represent_are_refused(loss):
     x, y = embeddings(5)
     with pytest.raises(ValueError, match="scale has more than 308 digits: must be a finite number"):
         loss(x, y, 10**400)
@@ -306,11 +306,11 @@ def test_a_tensor_that_wraps_others_is_refused(loss):
 
 
 class Named(torch.Tensor):
-    """A tensor with behaviour of its own, and nothing else."""
+    """A subclass of Tensor without any wrapped tensor."""
 
 
 @losses
-def test_a_subclass_with_the_values_of_a_tensor_is_taken(loss):
+def test_a_plain_subclass_of_tensor_is_accepted(loss):
     plain, named = X.clone().requires_grad_(), X.clone().as_subclass(Named).requires_grad_()
     loss(plain, X).backward()
     loss(named, X).backward()
@@ -327,13 +327,13 @@ def test_tensors_of_inference_mode_give_a_value_but_no_gradient(loss):
     for arguments, name in (((x, y), "x"), ((y, x), "y"), ((y, y, scale), "scale")):
         with pytest.raises(ValueError, match=rf"^{name} was made in inference mode.*torch.no_grad\(\).*pass {name}.clone\(\)"):
             loss(*arguments)
-    # These are no part of the graph.
+    # These are not part of the graph.
     gradients = [torch.autograd.grad(loss(y, X, ids=i, weights=w), y) for i, w in ((ids, weights), (ids.clone(), weights.clone()))]
     assert torch.equal(*gradients[0], *gradients[1])
 
 
 @losses
-def test_a_view_that_is_to_be_negated_is_read_with_its_sign(loss):
+def test_a_lazily_negated_view_is_read_with_its_sign(loss):
     negated = torch.imag(torch.complex(X, -X).conj())
     assert negated.is_neg() and torch.equal(loss(negated, X), loss(X, X))
 

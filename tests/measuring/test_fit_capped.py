@@ -1,4 +1,4 @@
-"""find_chunk where memory really ends: a process that its kernel gives no more than so much."""
+"""find_chunk in a process whose memory the kernel really limits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from world import fresh_processes
 from megabatch.measuring.fit.finder import find_chunk
 
 MIB = 2**20
-# Numbers of a row, and how often they are taken through a sine, which keeps them: 2 MiB a row.
+# Numbers per row, and how many sines save them for backward: 2 MiB per row.
 WIDTH, DEPTH = MIB // 16, 4
 ROOM = 64 * MIB
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits of a pro
 
 
 class Tower(nn.Module):
-    """Much to keep, little to compute."""
+    """A model that saves much for backward and computes little."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,14 +37,14 @@ class Tower(nn.Module):
 
 
 def data_bytes() -> int:
-    """Private writable memory of this process, touched or not: what the kernel holds against RLIMIT_DATA."""
+    """Return the private writable memory of this process, touched or not, which the kernel compares with RLIMIT_DATA."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(fields["VmData"].split()[0]) * 1024
 
 
 @mapped_blocks()
 def capped(pipe: Any) -> None:
-    """Finds what fits beside ROOM, and goes on training with it, and with twice as much."""
+    """Find what fits within ROOM, then train with that chunk, and with twice as much."""
     torch.set_num_threads(1)
     model = Tower()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -55,7 +55,7 @@ def capped(pipe: Any) -> None:
         optimizer.zero_grad()
 
     step(1)
-    # Allocators ask the kernel for more than they hand out, by up to a GiB on ARM: what lies there is taken, and not touched.
+    # Allocators reserve more of the kernel than they hand out, up to a GiB on ARM: use up what is reserved, without touching it.
     ballast = torch.empty(960 * MIB, dtype=torch.uint8)
     before = [p.detach().clone() for p in model.parameters()]
     moments = [value.clone() for state in optimizer.state.values() for value in state.values()]
@@ -85,7 +85,7 @@ def test_a_real_limit_is_found_and_training_goes_on_below_it():
     found, same, beyond, _ = here.recv()
     process.join()
     assert process.exitcode == 0 and same
-    # A product and a sine are kept of each round; allocators had some more, or need some.
+    # Each round saves a product and a sine; allocators had some memory left, or need some more.
     row = 2 * DEPTH * WIDTH * 4
     assert 0.3 * ROOM / row < found.size < 4 * ROOM / row
     assert any(trial.why == "out of memory" for trial in found.trials) and "memory" in beyond

@@ -1,4 +1,4 @@
-"""find_chunk against a simulated device whose limit is known: wherever memory runs out, what is found ran, and is the largest."""
+"""find_chunk on a simulated device with a known limit: wherever memory runs out, the result is the largest size that ran."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ import megabatch
 from megabatch import host_memory, measurements
 from megabatch.measuring.fit import finder
 from megabatch.measuring.fit.finder import find_chunk
-from megabatch.measuring.fit.memory import PeakResident, limit_of, resident_bytes
+from megabatch.measuring.fit.memory import ResidentTracker, limit_of, resident_bytes
 
 MIB = 2**20
 WORDS = "CUDA out of memory. Tried to allocate 20.00 GiB"
 
 
 class Refusing(torch.autograd.Function):
-    """Does nothing; its backward asks the device."""
+    """The identity; its backward checks the limit of the device."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, device: Any) -> Tensor:
@@ -39,9 +39,9 @@ class Refusing(torch.autograd.Function):
 
 
 class Simulated:
-    """A training on a device that has room for `limit` rows, and refuses more in forward, in backward or in the optimizer's step.
+    """A training on a device with memory for `limit` rows, which raises beyond it in forward, backward or the optimizer's step.
 
-    leak: rows of room that every failure costs for good.
+    leak: rows by which every failure lowers the limit for good.
     """
 
     def __init__(self, limit: int, where: str = "forward", leak: int = 0) -> None:
@@ -76,7 +76,7 @@ class Simulated:
 
 
 class Unmeasured(contextlib.nullcontext):
-    """Stands for a device that does not tell how much memory is in use."""
+    """PeakTracker of a device that does not report its memory."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(self)
@@ -85,7 +85,7 @@ class Unmeasured(contextlib.nullcontext):
 
 @contextlib.contextmanager
 def uncollecting() -> Iterator[None]:
-    """Without collecting garbage after each of many trials, where there is none."""
+    """Skip the garbage collection after every trial, because these trials leave no garbage."""
     with contextlib.ExitStack() as patches:
         for module in ("trial", "memory", "finder"):
             patches.enter_context(mock.patch(f"megabatch.measuring.fit.{module}.release"))
@@ -94,8 +94,8 @@ def uncollecting() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quickly() -> Iterator[None]:
-    """And without looking at this process's memory."""
-    with uncollecting(), mock.patch("megabatch.measuring.fit.trial.PeakMemory", Unmeasured):
+    """Do as `uncollecting`, and do not measure this process's memory."""
+    with uncollecting(), mock.patch("megabatch.measuring.fit.trial.PeakTracker", Unmeasured):
         yield
 
 
@@ -155,7 +155,7 @@ def test_after_a_leak_what_is_found_still_runs(quick, where, leak):
 
 
 def test_a_trial_takes_a_second_step_beside_the_state_of_the_first(quick):
-    # Memory that the optimizer's state takes is missed in the first step, at whose end it is created.
+    # The optimizer's state is created at the end of the first step, so only the second step has its memory.
     device = Simulated(100)
     plain = device.step
 
@@ -171,7 +171,7 @@ def test_the_margin_is_left_free_and_what_is_returned_ran(quick):
     found = device.find(margin=0.1)
     assert found.size == 90 and device.ran[-2:] == [90, 90]
     assert Simulated(1).find(margin=0.5).size == 1
-    # Nothing failed: the cap is the answer, and what lies beyond is nobody's business.
+    # Nothing failed, so the result is the cap, and nothing beyond it was tried.
     assert Simulated(100).find(margin=0.1, cap=95).size == 95
 
 
@@ -222,7 +222,7 @@ def test_bad_arguments_are_named(options, words):
 
 
 def test_encoders_that_help_themselves_have_run_out_of_memory_all_the_same(quick):
-    """`cached` goes on in halves when a forward does not fit; such a size has not run."""
+    """`cached` continues in halves if a forward does not fit; such a size has not run."""
     device = Simulated(12)
 
     class Tower(nn.Linear):
@@ -249,15 +249,15 @@ def test_a_budget_is_measured_and_held():
     held: list[Tensor] = []
 
     def step(rows: int) -> None:
-        # Eight MiB a row, written to, so that they are resident.
+        # Eight MiB per row, written to, so that they are resident.
         held.append(torch.ones(rows, 2 * MIB))
         held.clear()
 
-    with PeakResident() as idle:
+    with ResidentTracker() as idle:
         pass
     budget, state = idle.bytes + 200 * MIB, [nn.Linear(1, 1)]
     exact, spare = (find_chunk(step, state=state, start=20, budget=budget, margin=margin, cap=200) for margin in (0.0, 0.1))
-    # What the process does beside it moves by some MiB, a row is eight: two rows are allowed.
+    # The process's other memory varies by some MiB, and a row is eight: a difference of two rows is allowed.
     assert abs(exact.size - 25) <= 2 and exact.limit_bytes == budget
     assert exact.size - spare.size == pytest.approx(0.1 * budget / (8 * MIB), abs=2) and spare.limit_bytes == int(0.9 * budget)
     for found in (exact, spare):
@@ -271,7 +271,7 @@ def test_a_budget_is_measured_and_held():
 
 def test_copies_of_the_state_do_not_count_to_the_step():
     model = nn.Linear(2048, 4096, bias=False)
-    with PeakResident() as idle:
+    with ResidentTracker() as idle:
         pass
     found = find_chunk(lambda rows: None, state=[model], cap=1)
     # The copy is of 32 MiB.
@@ -288,9 +288,9 @@ def test_without_a_budget_half_of_what_the_host_has_is_one():
 def test_peaks_are_seen_also_where_the_kernels_mark_cannot_be_reset(monkeypatch):
     monkeypatch.setattr(host_memory, "reset_peak", lambda: False)
     torch.ones(64 * MIB)
-    with PeakResident() as seen:
+    with ResidentTracker() as seen:
         before = resident_bytes()
-        # Long enough to be looked at in between.
+        # Long enough to be sampled.
         x = torch.ones(16 * MIB)
         for _ in range(5):
             x.sin_()
@@ -299,7 +299,7 @@ def test_peaks_are_seen_also_where_the_kernels_mark_cannot_be_reset(monkeypatch)
 
 
 def kept(path: Path, device: Simulated, **options: Any) -> tuple[int, int]:
-    """The size found, and how many sizes were tried for it."""
+    """Return the size found, and how many sizes were tried."""
     found = device.find(file=path, **options)
     return found.size, len(found.trials)
 
@@ -310,7 +310,7 @@ def test_a_result_that_is_kept_is_taken_up_after_one_trial(quick, tmp_path):
     assert size == 100 and trials > 5
     assert isinstance(measurements.read(path).found, measurements.Fit) and measurements.read(path).found.chunk == 100
     assert kept(path, Simulated(100)) == (100, 1)
-    # It no longer runs, as on a device that others use: search again, and keep that.
+    # The stored size no longer runs, as on a device that others use too: search again and store the new result.
     assert kept(path, Simulated(70))[0] == 70
     assert kept(path, Simulated(100)) == (70, 1)
 

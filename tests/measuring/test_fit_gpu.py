@@ -1,4 +1,4 @@
-"""What only a CUDA device can show of find_chunk: its own limit, its generator, its allocator, clean after every failure."""
+"""find_chunk on a CUDA device: its memory limit, its generator, and an allocator that is clean after every failure."""
 
 from __future__ import annotations
 
@@ -57,16 +57,16 @@ class Training:
         ]
 
     def find(self, room: int, **options: Any) -> ChunkResult:
-        """What fits beside so many bytes more than the process holds now."""
+        """Return what fits into so many bytes beyond what the process has allocated now."""
         release()
         return find_chunk(self.step, state=self.state, budget=torch.cuda.memory_reserved() + room, **options)
 
 
 @pytest.mark.parametrize("begun", [False, True])
 @pytest.mark.parametrize("dtype", [None, torch.float16])
-def test_the_limit_of_the_device_is_found_and_nothing_is_left_behind(begun, dtype):
+def test_the_limit_of_the_device_is_found_and_nothing_stays_allocated(begun, dtype):
     training = Training(dtype=dtype)
-    # Libraries take their workspaces with the first step.
+    # Libraries allocate their workspaces in the first step.
     training.step(8)
     if not begun:
         training.optimizer.state.clear()
@@ -81,7 +81,7 @@ def test_the_limit_of_the_device_is_found_and_nothing_is_left_behind(begun, dtyp
     failed = [trial for trial in found.trials if not trial.ran]
     assert max(t.size for t in ran) == found.size < min(t.size for t in failed) and all(t.why == "out of memory" for t in failed)
     assert max(trial.peak_bytes for trial in ran) <= found.limit_bytes
-    # Some of the limit may be lost to gaps between blocks, most of it is not.
+    # Fragmentation may lose some of the limit, but not most of it.
     assert max(trial.peak_bytes for trial in ran) > 0.7 * found.limit_bytes
 
 

@@ -1,4 +1,4 @@
-"""How much a step may take of a device, and how that is held: shown on a device that is made up, on a CPU as it is."""
+"""The memory limit of a device and how it is enforced, on a simulated GPU and on the real CPU."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from megabatch.measuring.fit.memory import Limit, PeakMemory, enforced, limit_of
+from megabatch.measuring.fit.memory import Limit, PeakTracker, enforced, limit_of
 
 GPU = torch.device("cuda", 0)
 
 
 class Memory:
-    """The memory functions of a device of 1,000 bytes, 300 of which others use, and 200 this process."""
+    """The memory functions of a device with 1,000 bytes, of which others use 300 and this process 200."""
 
     def __init__(self) -> None:
         self.fraction = 1.0
@@ -74,7 +74,7 @@ def test_the_allocator_refuses_within_and_is_as_before_afterwards(memory):
 
 
 def test_the_peak_begins_anew(memory):
-    with PeakMemory(GPU) as peak:
+    with PeakTracker(GPU) as peak:
         memory.peak = max(memory.peak, 40)
     assert peak.bytes == 40
 
@@ -83,7 +83,7 @@ def test_a_device_that_tells_nothing(monkeypatch):
     monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace())
     apple: Any = torch.device("mps")
     assert limit_of(apple, None, 0.1) == Limit(None, "raised")
-    with PeakMemory(apple) as peak:
+    with PeakTracker(apple) as peak:
         pass
     assert peak.bytes is None
     with pytest.raises(ValueError, match="cannot limit the memory of mps"):

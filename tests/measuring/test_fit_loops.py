@@ -15,7 +15,7 @@ from megabatch.measuring.fit.loops import FittedStep, fitted, micro_batches
 
 
 class Loop:
-    """Training at a batch of 50 on a device that has room for so many rows."""
+    """Training at a batch of 50 on a device with memory for `limit` rows."""
 
     def __init__(self, limit: int, **options: Any) -> None:
         torch.manual_seed(0)
@@ -27,7 +27,7 @@ class Loop:
         self.step: FittedStep[[Tensor, Tensor], Tensor] = fitted(state, margin=0.0, **options)(self.take)
 
     def take(self, chunk: int, inputs: Tensor, labels: Tensor) -> Tensor:
-        """One step over all rows."""
+        """Take one step over all rows."""
         self.chunks.append(chunk)
         mean = torch.zeros(())
         for (x, y), share in micro_batches((inputs, labels), chunk):
@@ -63,14 +63,14 @@ def test_training_is_that_of_the_whole_batch(limit):
 
 
 @quickly()
-def test_it_is_searched_once_and_anew_only_when_asked():
+def test_the_chunk_is_searched_once_and_again_only_after_forget():
     loop = Loop(7)
     for batch in batches():
         loop.step(*batch)
     tried = len(loop.chunks)
     first = loop.step.chunk
     assert loop.chunks[-3:] == [first] * 3 and max(loop.chunks) <= 50
-    # There is more room: the next search begins where the first did, and not at what that found.
+    # There is more memory now: the next search starts where the first did, and not at its result.
     loop.limit = 1000
     loop.step(*batches(1)[0])
     assert loop.step.chunk == first and len(loop.chunks) == tried + 1
@@ -81,7 +81,7 @@ def test_it_is_searched_once_and_anew_only_when_asked():
 
 
 @quickly()
-def test_the_result_outlives_the_process(tmp_path):
+def test_the_stored_result_is_used_by_the_next_process(tmp_path):
     path = tmp_path / "chunk.json"
     first = Loop(7, file=path)
     first.step(*batches(1)[0])
@@ -111,7 +111,7 @@ def test_a_step_that_reads_its_own_rows_names_the_batch():
 def test_bad_batches_are_named():
     with pytest.raises(ValueError, match="batch is 0"):
         fitted([], batch=0)
-    with pytest.raises(ValueError, match="the inputs hold no tensor"):
+    with pytest.raises(ValueError, match="no tensor"):
         fitted([])(lambda chunk, scale: None)(2.0)
 
 

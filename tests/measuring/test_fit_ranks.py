@@ -1,4 +1,4 @@
-"""find_chunk over ranks: one that runs out of memory makes the size fail on all, none is left waiting, and all find the same."""
+"""find_chunk over ranks: a size that fails on one rank fails on all, no rank is left waiting, and all return the same size."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from world import error_of
 import megabatch
 from megabatch.measuring.fit.finder import find_chunk
 from megabatch.measuring.fit.loops import fitted, micro_batches
-from megabatch.measuring.fit.memory import PeakResident
+from megabatch.measuring.fit.memory import ResidentTracker
 
 MIB = 2**20
 
 
 @quickly()
 def limits(rank: int, size: int, own: list[int], where: str) -> Any:
-    """Ranks with different room, and a DDP model whose backward would wait for a rank that has failed."""
+    """Ranks with different memory, and a DDP model whose backward would wait for a rank that has failed."""
     torch.manual_seed(0)
     model = nn.Linear(4, 2)
     ddp = DDP(model)
@@ -47,11 +47,11 @@ def limits(rank: int, size: int, own: list[int], where: str) -> Any:
         optimizer.zero_grad()
 
     before = [p.detach().clone() for p in model.parameters()]
-    # The wrapper is part of the state, or only called. Different starts and caps: the smallest counts.
+    # The DDP wrapper is part of the state, or only called. Starts and caps differ: the smallest counts.
     state = [ddp if where == "backward" else model, optimizer]
     found = find_chunk(step, state=state, start=4 + rank, cap=90 - rank, margin=0.0, group=dist.group.WORLD)
     same = all(map(torch.equal, before, model.parameters())) and not optimizer.state
-    # DDP still exchanges gradients.
+    # Afterwards DDP synchronizes gradients again.
     ddp(torch.full((found.size, 4), float(rank))).sum().backward()
     return found.size, [(trial.size, trial.ran, trial.why) for trial in found.trials], tried, same, model.weight.grad
 
@@ -95,14 +95,14 @@ def test_the_group_has_to_be_named(world):
 
 def unnamed(rank: int, size: int) -> str:
     message = error_of(lambda: find_chunk(lambda rows: None))
-    # A rank that leaves at once would close its connections while the other one still makes them.
+    # A rank that exits at once would close its connections while the other one still opens them.
     dist.barrier()
     return message
 
 
 @quickly()
 def contrastive(rank: int, size: int, limit: int) -> Any:
-    """A contrastive step, whose ranks meet in the loss: encoders in chunks do not leave the others waiting."""
+    """A contrastive step, whose ranks communicate in the loss: a cached encoder does not leave the others waiting."""
     torch.manual_seed(0)
 
     class Tower(nn.Linear):
@@ -131,7 +131,7 @@ def test_ranks_that_meet_in_a_contrastive_loss_agree(world):
 
 @uncollecting()
 def sharded(rank: int, size: int) -> Any:
-    """With FSDP2 a rank cannot fail alone: sizes stay below what is known to fit, here 1 MiB a row of one rank's."""
+    """With FSDP2 a rank cannot fail alone: sizes stay below what is expected to fit, at 1 MiB per row of one rank."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     fully_shard(model)
@@ -148,7 +148,7 @@ def sharded(rank: int, size: int) -> Any:
     step(2)
     tried.clear()
     before = [p.to_local().detach().clone() for p in model.parameters()]
-    with PeakResident() as idle:
+    with ResidentTracker() as idle:
         pass
     budget = idle.bytes + 128 * MIB
     found = find_chunk(step, state=[model, optimizer], start=64, margin=0.0, budget=budget, group=dist.group.WORLD)
@@ -156,11 +156,11 @@ def sharded(rank: int, size: int) -> Any:
     return found.size, tried, same, [trial.ran for trial in found.trials]
 
 
-def test_sharded_models_are_searched_carefully(world):
+def test_the_search_of_sharded_models_never_fails(world):
     first, second = world.run(2, sharded)
     for size, tried, same, _ in (first, second):
         assert size == first[0] and tried == first[1] and same
-        # What the process does beside it moves by many MiB where memory is given back late.
+        # The process's other memory varies by many MiB where allocators return pages late.
         assert 64 <= size <= 140 and max(tried) <= 145 and tried[0] == 16
 
 

@@ -1,4 +1,4 @@
-"""`megabatch fit`: the largest chunk of a run, from the prediction to the file that a plan reads and the figure."""
+"""`megabatch fit`: the largest chunk of a run, from the prediction to the figure and the file that a plan reads."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from megabatch.towers.tower import BuiltTower
 from megabatch.training.distributed import ranks
 from megabatch.training.objective import Classification, Contrastive
 
-# The runs here name towers of the tests: they are trusted.
+# These runs name towers of the tests, which are trusted.
 fit = functools.partial(fitting.fit, trust_code=True)
 
 MIB = 2**20
@@ -39,7 +39,7 @@ ROWS = 48
 
 
 class Wide(Bytes):
-    """Keeps two MiB of a row for its backward, and computes little."""
+    """A tower that saves two MiB per row for backward and computes little."""
 
     def __init__(self, dim: int) -> None:
         super().__init__(dim)
@@ -58,7 +58,7 @@ def wide(dim: int = 8) -> BuiltTower:
 
 
 class Secretive(Bytes):
-    """What it computes depends on the numbers that it is given."""
+    """A tower whose computation depends on values, so that it cannot be traced."""
 
     def forward(self, codes: Tensor) -> Tensor:
         return super().forward(codes) * (1.0 if int(codes.sum()) else 0.0)
@@ -68,8 +68,8 @@ def secretive(dim: int = 8) -> BuiltTower:
     return BuiltTower(Secretive(dim), prepare, "text")
 
 
-def foretold(row: int, constant: int = 0) -> Any:
-    """Stands for predictions: so many bytes a row."""
+def predicting(row: int, constant: int = 0) -> Any:
+    """Return a replacement for `predictions` with so many bytes per row."""
 
     def predictions(*_: Any) -> Any:
         return lambda batch, chunk, keep: fitting.StepPrediction(1.0, constant + row * chunk, constant + row * chunk)
@@ -78,9 +78,15 @@ def foretold(row: int, constant: int = 0) -> Any:
 
 
 @pytest.fixture
-def quick(monkeypatch) -> Iterator[None]:
-    """Without tracing the model and without collecting garbage, which takes longer than the steps themselves."""
-    monkeypatch.setattr(fitting, "predictions", foretold(1))
+def undrawn(monkeypatch) -> None:
+    """Skip the report, whose figures take longer than a small fit."""
+    monkeypatch.setattr(fitting, "write_report", lambda report, out: None)
+
+
+@pytest.fixture
+def quick(undrawn, monkeypatch) -> Iterator[None]:
+    """Skip tracing and garbage collection, which take longer than the steps themselves."""
+    monkeypatch.setattr(fitting, "predictions", predicting(1))
     with uncollecting():
         yield
 
@@ -123,29 +129,32 @@ def test_the_embedded_default_end_to_end(tmp_path):
     with Image.open(tmp_path / "fit.png") as image:
         assert image.width > 1000 and len(image.convert("RGB").getcolors(2**20)) > 5
     said = printed(result)
-    assert "chunk 256 ran" in said and "no larger one was asked for; one trial" in said and "were predicted" in said
+    assert "chunk 256 ran" in said and "no larger one" in said and "The prediction for it was" in said
     assert 'batch.chunk=256 with batch.keep="auto"' in said
 
 
 @mapped_blocks()
 @uncollecting()
 @pytest.mark.parametrize("objective", ["clip", "classify"])
-def test_a_budget_sets_the_chunk(pairs, tmp_path, objective):
+def test_a_budget_sets_the_chunk(undrawn, pairs, tmp_path, objective):
     run = run_of(pairs, f"loss.objective={objective}", tower="test_fit_run:wide")
-    # What the process takes at four rows, and as much more as twenty rows of two MiB take. The first fit of a process loads what
-    # traces and draws, which takes more than the rows.
+    # The budget is the process's memory at four rows, and that of twenty further rows of two MiB. The first fit of a process
+    # imports what traces the model, which takes more memory than the rows.
     for _ in range(2):
         (four,) = fit(run, cap=4, margin=0.0, out=tmp_path).found.trials
     result = fit(run, budget=four["peak_bytes"] + 40 * MIB, margin=0.0, out=tmp_path)
     found = result.found
-    # What is computed on the way takes some, and what the process does beside it moves by some MiB.
+    # Temporaries take some of the budget, and the process's other memory varies by some MiB.
     assert 10 <= found.chunk <= 34 and len(found.trials) <= 12
     assert found.limit_bytes == four["peak_bytes"] + 40 * MIB
     ran = {trial["size"] for trial in found.trials if trial["ran"]}
     failed = {trial["size"] for trial in found.trials if not trial["ran"]}
     assert found.chunk in ran and failed and min(failed) <= found.chunk * 1.1 + 1
     assert all(trial["why"] == "above the limit" for trial in found.trials if not trial["ran"])
-    assert found.trials[0]["predicted_bytes"] == pytest.approx(found.trials[0]["peak_bytes"], rel=0.2)
+    # The smallest, the largest and the chosen size have a prediction.
+    predicted = {trial["size"]: trial for trial in found.trials if trial["predicted_bytes"]}
+    assert set(predicted) == {min(ran | failed), found.chunk, max(ran | failed)}
+    assert all(trial["predicted_bytes"] == pytest.approx(trial["peak_bytes"], rel=0.2) for trial in predicted.values())
     assert "did not" in printed(result)
 
 
@@ -175,7 +184,7 @@ def test_a_trial_that_runs_out_of_memory_ends_there(quick, pairs, tmp_path, monk
     run = run_of(pairs, f"loss.objective={'clip' if objective is Contrastive else 'classify'}")
     found = fit(run, start=40, margin=0.0, out=tmp_path).found
     assert found.chunk == 20
-    # One step for each trial that fails, at its own chunk; those that run take their steps at theirs.
+    # A failing trial takes one step, at its chunk; trials that run take their steps at theirs.
     failed = [trial["size"] for trial in found.trials if not trial["ran"]]
     assert [chunk for chunk in taken if chunk > 20] == failed and len(failed) >= 2
     assert set(taken) == {trial["size"] for trial in found.trials}
@@ -192,19 +201,19 @@ def test_a_run_on_a_cpu_pins_nothing(pairs, tmp_path):
 
 @pytest.mark.parametrize(("constant", "row", "start"), [(2**40, MIB, None), (0, 2**31, None), (0, 64 * MIB, 16), (0, MIB, 40)])
 def test_where_nothing_is_predicted_to_fit_there_is_no_start(pairs, tmp_path, monkeypatch, constant, row, start):
-    monkeypatch.setattr(fitting, "predictions", foretold(row, constant))
+    monkeypatch.setattr(fitting, "predictions", predicting(row, constant))
     monkeypatch.setattr(fitting, "resident_bytes", lambda: 0)
     run = run_of(pairs, "compute.device=cpu")
     with ranks(run.compute) as here:
-        foresight = fitting.PredictedPeaks(run, fitting.FitBench(run, here, tmp_path))
-        # Of a GiB; 16 rows of 64 MiB are one, to an eighth of them, and the weights are nearly nothing.
-        found = foresight.start(40, Limit(2**30, "measured"))
+        predicted = fitting.PredictedPeaks(run, fitting.FitBench(run, here, tmp_path))
+        # The limit is a GiB, which 16 rows of 64 MiB fill; the start is exact to an eighth, and the weights are negligible.
+        found = predicted.start(40, Limit(2**30, "measured"))
         assert found is None if start is None else start * 7 / 8 <= found <= start
-        assert foresight.start(40, Limit(None, "raised")) is None
+        assert predicted.start(40, Limit(None, "raised")) is None
 
 
 def test_a_search_without_a_start_begins_at_the_runs_chunk(quick, pairs, tmp_path, monkeypatch):
-    monkeypatch.setattr(fitting, "predictions", foretold(MIB, 2**50))
+    monkeypatch.setattr(fitting, "predictions", predicting(MIB, 2**50))
     found = fit(run_of(pairs), margin=0.0, out=tmp_path).found
     assert found.trials[0]["size"] == 8 and found.chunk == ROWS
 
@@ -218,7 +227,7 @@ def test_the_cap_and_the_batch_bound_what_is_tried(quick, pairs, tmp_path):
 
 
 @uncollecting()
-def test_where_nothing_can_be_predicted_the_search_begins_at_the_runs_chunk(pairs, tmp_path):
+def test_where_nothing_can_be_predicted_the_search_begins_at_the_runs_chunk(undrawn, pairs, tmp_path):
     with pytest.warns(UserWarning, match="starting the search at batch.chunk"):
         result = fit(run_of(pairs, tower="test_fit_run:secretive"), out=tmp_path)
     assert result.found.trials[0]["size"] == 8 and result.found.chunk == ROWS
@@ -227,12 +236,12 @@ def test_where_nothing_can_be_predicted_the_search_begins_at_the_runs_chunk(pair
 
 
 def test_the_search_begins_where_it_is_predicted_to_end(quick, pairs, tmp_path, monkeypatch):
-    # A prediction of 1 GiB and 10 MiB a row, held to what 30 rows take: the first trial is near them.
-    monkeypatch.setattr(fitting, "predictions", foretold(10 * MIB, 2**30))
+    # The prediction is 1 GiB plus 10 MiB per row, and the budget that of 30 rows: the first trial is near 30.
+    monkeypatch.setattr(fitting, "predictions", predicting(10 * MIB, 2**30))
     monkeypatch.setattr(fitting, "resident_bytes", lambda: 0)
     found = fit(run_of(pairs), budget=2**30 + 300 * MIB, margin=0.0, out=tmp_path).found
     assert 26 <= found.trials[0]["size"] <= 30
-    # Nothing of the kind is true: it goes on to where it ends.
+    # The prediction is wrong: the search continues up to the cap.
     assert found.chunk == ROWS
 
 
@@ -251,7 +260,8 @@ def test_a_step_that_goes_wrong_is_an_error_of_the_user(quick, pairs, tmp_path):
 def on_ranks(rank: int, size: int, pairs: Path, out: Path) -> Any:
     limit = 10 if rank else 1000
     run = run_of(pairs, f'x.options={{"limit": {limit}}}', tower="small_towers:greedy")
-    with warnings.catch_warnings(), mock.patch.object(fitting, "predictions", foretold(1)):
+    predictions, report = mock.patch.object(fitting, "predictions", predicting(1)), mock.patch.object(fitting, "write_report")
+    with warnings.catch_warnings(), predictions, report:
         warnings.simplefilter("error")
         found = fit(run, margin=0.0, out=out).found
     return found.chunk, max(trial["size"] for trial in found.trials)
@@ -262,7 +272,7 @@ def test_ranks_find_the_smallest_and_one_of_them_writes(world, pairs, tmp_path):
     assert measurements.read(tmp_path / "measured.json").found.chunk == 10
 
 
-def test_what_is_said_of_failures_and_margins():
+def test_sentences_name_failures_and_the_limit():
     trials = tuple(
         {"size": size, "ran": size <= 30, "peak_bytes": size * MIB, "seconds": 1.0, "why": None if size <= 30 else "out of memory"}
         for size in (16, 32, 24, 28, 30, 31, 30)

@@ -1,4 +1,4 @@
-"""The search alone: every limit, starts, caps, hints, leaks. Nothing runs here, and every question is counted."""
+"""The search alone, on simulated sizes: every limit, starts, caps, hints and leaks; every trial is counted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STARTS = (1, 3, 64, 300, 1000)
 
 
 class Device:
-    """Runs sizes up to a limit, and remembers what it was asked. leak: rows that each failure takes away for good."""
+    """Runs sizes up to a limit and records what it was asked. leak: rows by which each failure lowers the limit for good."""
 
     def __init__(self, limit: int, leak: int = 0) -> None:
         self.limit, self.leak = limit, leak
@@ -79,7 +79,7 @@ def test_from_too_large_a_start_sizes_are_halved():
 
 
 @pytest.mark.parametrize("within", [0.02, 0.1])
-def test_what_need_not_be_exact_is_cheaper(within):
+def test_an_inexact_result_takes_fewer_trials(within):
     exact, rough = Device(3000), Device(3000)
     found = largest(rough, 64, within=within)
     largest(exact, 64)
@@ -88,7 +88,7 @@ def test_what_need_not_be_exact_is_cheaper(within):
 
 
 def line_through(device: Device, limit: int) -> Callable[[], int | None]:
-    """A hint from peaks of 100 bytes and 7 a row, seen for the sizes that ran."""
+    """Return a hint from peaks of 100 bytes plus 7 per row, for the sizes that ran."""
     return lambda: extrapolated({size: 100 + 7 * size for size in device.asked if size <= device.limit}, 100 + 7 * limit)
 
 
@@ -125,17 +125,17 @@ def test_after_a_leak_the_answer_still_runs(leak):
 
 
 def test_a_leak_shows_in_largest_alone():
-    # Without looking again, the size found would be one that no longer runs: the case above can fail.
+    # Without confirmation the result is a size that no longer runs, so the test above can fail.
     device = Device(100, leak=5)
     assert largest(device, 16) > device.limit
 
 
-def test_the_margin_is_taken_off_the_size():
+def test_the_margin_is_subtracted_from_the_size():
     assert [with_margin(size, 0.1) for size in (1, 5, 10, 99, 100, 1000)] == [1, 4, 9, 89, 90, 900]
     assert with_margin(77, 0.0) == 77
 
 
-def test_a_line_that_does_not_rise_says_nothing():
+def test_peaks_that_do_not_rise_give_no_extrapolation():
     assert extrapolated({}, 100) is extrapolated({4: 10}, 100) is extrapolated({4: 10, 8: 10}, 100) is None
     assert extrapolated({4: 14, 8: 18}, 110) == 100
     assert extrapolated({4: 400, 8: 800}, 100) == 1, "below all sizes that were seen"
@@ -143,7 +143,7 @@ def test_a_line_that_does_not_rise_says_nothing():
 
 
 @pytest.mark.parametrize("start", [1, 8, 64])
-def test_carefully_nothing_too_large_is_tried(start):
+def test_without_failing_nothing_too_large_is_tried(start):
     constant, row = 1000, 7
     for limit in range(2 * start, 301):
         device = Device(limit)
@@ -160,10 +160,10 @@ def test_carefully_nothing_too_large_is_tried(start):
             assert found >= min(cap, limit) * (1 - 1 / 32), (limit, cap)
 
 
-def test_carefully_goes_down_where_the_start_was_too_large():
+def test_without_failing_the_size_is_halved_if_the_start_was_too_large():
     device = Device(5)
     assert largest_without_failing(device, 64, 100, lambda: 0) == 4
     assert largest_without_failing(Device(0), 64, 100, lambda: 0) is None
-    # A ceiling that promised too much: back to what ran, which is looked at again.
+    # The ceiling was too high: the search returns to the size that ran and confirms it.
     device = Device(10)
     assert largest_without_failing(device, 4, 100, lambda: 40) == 8 and device.asked == [4, 8, 16, 8]

@@ -1,4 +1,4 @@
-"""After a trial everything is as it was before, to the bit: weights, gradients, optimizer, generators, modes, place in the data."""
+"""A trial restores everything bit for bit: weights, gradients, optimizer, generators, modes, position in the data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megabatch.measuring.fit.snapshot import Snapshot
 
 
 class Counting(nn.Module):
-    """A layer that changes a buffer in place, puts another tensor in the place of a second, fills a third and adds a fourth."""
+    """A layer that changes a buffer in place, replaces a second one, fills a third and adds a fourth."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class Loop:
             self.optimizer.zero_grad()
 
     def look(self) -> list[Any]:
-        """All of it, copied."""
+        """Return a copy of the whole state."""
         modules = [(m.training, copy.deepcopy(m._buffers)) for m in self.model.modules()]
         parameters = [(p.detach().clone(), None if p.grad is None else p.grad.clone()) for p in self.model.parameters()]
         state = copy.deepcopy(self.optimizer.state_dict())
@@ -165,7 +165,7 @@ def test_a_step_leaves_no_trace(optimizer, begun, stop):
 
 
 @pytest.mark.parametrize("begun", [False, True])
-def test_training_goes_on_as_if_nothing_had_been(begun):
+def test_training_continues_as_if_there_had_been_no_trial(begun):
     plain = Loop("adamw", begun)
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
     for _ in range(3):
@@ -182,7 +182,7 @@ def test_training_goes_on_as_if_nothing_had_been(begun):
     assert same(expected[:3], tried.look()[:3]) and same(expected[4:], tried.look()[4:])
 
 
-def test_state_that_was_created_on_the_way_is_gone():
+def test_state_that_a_trial_created_is_dropped():
     loop = Loop("adamw", begun=False)
     snapshot = Snapshot(loop.state)
     loop.step(5, "keeping gradients")
@@ -195,7 +195,7 @@ def test_state_that_was_created_on_the_way_is_gone():
     assert not loop.optimizer.state
 
 
-def test_gradients_stay_in_their_place_and_are_not_held_when_a_step_lets_them_go():
+def test_gradients_stay_the_same_tensors_and_are_not_kept_alive_when_a_step_frees_them():
     layer = nn.Linear(3, 3)
     layer(torch.ones(2, 3)).sum().backward()
     grad, values = layer.weight.grad, layer.weight.grad.clone()
@@ -217,7 +217,7 @@ def test_the_copies_are_counted():
     assert Snapshot([layer]).bytes == 400
     layer(torch.ones(1, 10)).sum().backward()
     optimizer.step()
-    # The weight once, although two parts have it; its gradient; its momentum.
+    # The weight once, although two parts share it; its gradient; its momentum.
     assert Snapshot([layer, optimizer]).bytes == 1200
 
 
@@ -229,6 +229,6 @@ def test_the_copies_are_counted():
         (iter([1]), r"state_dict\(\)"),
     ],
 )
-def test_what_cannot_be_put_back_is_refused(part, words):
+def test_state_that_cannot_be_restored_is_refused(part, words):
     with pytest.raises(ValueError, match=words):
         Snapshot([part])

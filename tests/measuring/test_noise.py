@@ -1,4 +1,4 @@
-"""The noise scale against problems where it is known: no bias, intervals that hold, and batches that lose nothing."""
+"""The noise scale on problems where it is known: unbiased moments, intervals with their coverage, and batches that lose nothing."""
 
 from __future__ import annotations
 
@@ -55,26 +55,26 @@ def test_equal_sizes_give_the_formulas_of_the_paper():
         ([10, 20, 30], [0.6, 0.3, 0.1]),
     ],
 )
-def test_both_moments_are_without_bias_whatever_sizes_and_shares(sizes, shares):
+def test_both_moments_are_unbiased_for_all_sizes_and_shares(sizes, shares):
     steps = gaussian(seed=1, steps=4000, sizes=sizes, trace=50.0, shares=shares)
     for values, truth in (([s.trace for s in steps], 50.0), ([s.signal for s in steps], 1.0)):
         mean = sum(values) / len(values)
         error = math.sqrt(sum((value - mean) ** 2 for value in values)) / len(values)
         assert abs(mean - truth) < 3.5 * error
-        # So that a bias of some percent would have shown.
+        # A bias of some per cent would have shown.
         assert error < 0.05 * truth
 
 
 @pytest.mark.parametrize(("trace", "steps"), [(20.0, 12), (100.0, 40), (1500.0, 60)])
-def test_intervals_hold_the_truth_as_often_as_they_say(trace, steps):
-    """95 % are promised; 200 runs of them leave 3 % of play, and few steps are not quite normal."""
+def test_intervals_have_their_coverage(trace, steps):
+    """The coverage is 95 %; 200 runs estimate it to 3 %, and the distribution over few steps is not quite normal."""
     found = [estimate(gaussian(seed, steps, [6, 10, 8, 8], trace)) for seed in range(200)]
     held = sum(each.low <= trace <= each.high for each in found)
     assert held >= 0.9 * 200
     finite = sorted(each.critical for each in found)
     assert finite[100] == pytest.approx(trace, rel=0.1 if trace < 1000 else 0.35)
     if trace < 1000:
-        # An interval that holds everything would hold the truth too.
+        # An unbounded interval would contain the truth too.
         assert sum(each.high < 4 * trace for each in found) > 190
 
 
@@ -83,7 +83,7 @@ def test_the_ratio_is_of_means():
     assert found.critical == 5.0 and (found.trace, found.signal, found.steps) == (10.0, 2.0, 2)
 
 
-def test_a_gradient_that_drowns_in_noise_leaves_the_interval_open():
+def test_a_gradient_below_the_noise_leaves_the_interval_open():
     found = estimate(gaussian(seed=0, steps=40, sizes=[4, 4], trace=5000.0))
     assert found.high == math.inf and 0 < found.low < 5000
     assert "without an upper end" in sentence(found.critical, found.low, found.high)
@@ -100,7 +100,7 @@ def test_few_steps_say_nothing():
 
 
 def test_steps_that_depend_on_each_other_widen_the_interval():
-    """A gradient that stays long or short for twenty steps was seen 16 times in 320, not 320 times."""
+    """320 steps of a gradient whose norm changes every twenty steps are 16 observations, not 320."""
     draws = random.Random(0)
     runs = [[Moments(100 + draws.gauss(0, 5), level + draws.gauss(0, 0.05))] * 20 for level in [0.6, 1.4, 0.8, 1.2] * 4]
     together = [step for run in runs for step in run]
@@ -110,7 +110,7 @@ def test_steps_that_depend_on_each_other_widen_the_interval():
     assert a.high - a.low > 3 * (b.high - b.low)
 
 
-def test_no_noise_at_all_is_a_critical_batch_of_nothing():
+def test_without_noise_the_critical_batch_is_zero():
     assert estimate([Moments(0.0, 1.0)] * 8)[:3] == (0.0, 0.0, 0.0)
 
 
@@ -132,7 +132,7 @@ def test_nothing_measured_is_refused():
         estimate([])
 
 
-def test_numbers_as_people_write_them():
+def test_numbers_are_rounded_for_readers():
     assert [number(value) for value in (0.1234, 9.876, 64, 1234567.0)] == ["0.123", "9.88", "64", "1,230,000"]
     assert sentence(96.4, 72.9, 141.0) == "critical batch 96.4 (95 % interval 72.9 to 141)"
 
@@ -160,7 +160,7 @@ def test_noise_is_that_of_the_mean_difference():
 
 
 def test_repeats_are_compared_on_the_same_samples():
-    """What the samples of a repeat do to all batches is no noise of their difference."""
+    """What the samples of a repeat change at all batches is not noise of their difference."""
     found = judge({8: [1.0, 3.0, 2.0], 16: [1.1, 3.1, 2.1]}, tolerance=0.01)
     assert found[1].noise == pytest.approx(0) and not found[1].fine
 

@@ -1,4 +1,4 @@
-"""`megabatch profile`: the arithmetic of a curve by hand, a clock that is not one, and small runs from end to end."""
+"""`megabatch profile`: the arithmetic of a curve by hand, a simulated clock, and small runs from end to end."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from megabatch.measuring.profile.curve import Size, judge, point
 from megabatch.measuring.profile.profile_run import sizes_of, time_sizes
 from megabatch.measuring.profile.quantities import Timed, median_and_spread
 from megabatch.measuring.profile.report import sentences
-from megabatch.measuring.profile.steps import ProfileBench, time_steps
+from megabatch.measuring.profile.steps import ProfileBench
+from megabatch.measuring.timing import time_steps
 from megabatch.reporting.html import as_html
 from megabatch.reporting.terminal import print_report
 from megabatch.training.distributed import Ranks, ranks
 
-# The runs here name towers of the tests: they are trusted.
+# These runs name towers of the tests, which are trusted.
 profile = functools.partial(profile_run.profile, trust_code=True)
 
 WORDS = ["red", "green", "blue", "round", "square", "large", "small", "old", "new", "odd"]
@@ -69,14 +70,14 @@ def test_time_is_that_of_steps_with_the_device_waited_for():
     def advance(seconds):
         now[0] += seconds
 
-    # The device is still busy with what came before, for 100 s that belong to no step.
+    # The device is busy with earlier work for 100 s, which belong to no step.
     waits = iter([100.0, 0.5, 0.5, 0.75])
     seconds = time_steps(lambda: advance(1.0), 3, wait=lambda: advance(next(waits)), clock=lambda: now[0])
     assert seconds == (1.5, 1.5, 1.75)
 
 
 def steps_of(size: Size) -> Timed | None:
-    """A device on which a step takes 0.25 s and 1/64 s a row, and 3,000 rows do not fit."""
+    """Return steps of a device that needs 0.25 s plus 1/64 s per row, and has no memory for 3,000 rows."""
     if size.batch > 3000:
         return None
     seconds = 0.25 + size.batch / 64
@@ -101,7 +102,7 @@ def test_sizes_are_around_the_runs_batch_and_no_larger_than_the_data():
     batch = config.Batch(1024, 256)
     assert [size.batch for size in sizes_of(batch, 10**6, 1, None, None)] == [128, 256, 512, 1024, 2048, 4096]
     assert [size.batch for size in sizes_of(batch, 2000, 1, None, None)] == [128, 256, 512, 1024]
-    # Every rank has rows, all of them equally many; a chunk is no more than those.
+    # All ranks have equally many rows, and a chunk is no larger.
     assert sizes_of(config.Batch(24, 8), 10**6, 6, None, None)[0] == Size(6, 1)
     assert sizes_of(batch, 10**6, 1, None, [512, 64, 4096]) == [Size(1024, 64), Size(1024, 512), Size(1024, 1024)]
     assert [size.chunk for size in sizes_of(batch, 10**6, 1, None, [])] == [32, 64, 128, 256, 512, 1024]
@@ -115,13 +116,13 @@ def test_sizes_are_around_the_runs_batch_and_no_larger_than_the_data():
         (300.0, 0, "75 samples/s, reading included"),
     ],
 )
-def test_slow_reading_is_said(reading, workers, words):
+def test_slow_reading_is_noted(reading, workers, words):
     # 100 samples/s of steps and 300 of reading, one after the other: 1 / (1/100 + 1/300) = 75.
     points = [{"batch": 100, "chunk": 10, "seconds": 1.0, "pairs_per_s": 100.0}]
     assert words in judge(points, "batch", None, reading, workers=workers).notes[0]
 
 
-def test_reading_that_keeps_up_needs_no_word():
+def test_reading_that_keeps_up_has_no_note():
     points = [{"batch": 100, "chunk": 10, "seconds": 1.0, "pairs_per_s": 100.0}]
     assert judge(points, "batch", None, 300.0, workers=1).notes == ()
 
@@ -152,6 +153,12 @@ def run_of(pairs, *overrides):
     return config.build(table, overrides)
 
 
+@pytest.fixture
+def undrawn(monkeypatch) -> None:
+    """Skip the report, whose figures take longer than a small profile."""
+    monkeypatch.setattr(profile_run, "write_report", lambda report, out: None)
+
+
 def test_the_embedded_default_from_end_to_end(tmp_path):
     run = config.build(config.EMBEDDED, ["compute.device=cpu", "compute.threads=1", "batch.size=64", "batch.chunk=32"])
     found = profile(run, batches=[32, 64, 128], steps=2, critical=100.0, out=tmp_path)
@@ -161,7 +168,7 @@ def test_the_embedded_default_from_end_to_end(tmp_path):
     for row in points:
         assert row["pairs_per_s"] == pytest.approx(row["batch"] / row["seconds"])
         assert row["seconds"] > 0 and row["spread"] >= 0 and row["predicted_seconds"] > 0
-        # What tensors took, as the profiler counted them.
+        # The memory of tensors, as counted by the profiler.
         assert row["predicted_bytes"] == pytest.approx(row["peak_bytes"], rel=0.25)
     assert {found.found.best, found.found.enough, found.found.soonest} <= {32, 64, 128}
     assert found.found.reading_per_s > 0 and found.device and found.date
@@ -171,11 +178,11 @@ def test_the_embedded_default_from_end_to_end(tmp_path):
     assert not re.search(r'(src|href)="(?!data:image/png)', text)
 
 
-def test_chunks_vary_at_the_runs_batch_and_memory_grows_with_them(pairs, tmp_path, monkeypatch):
+def test_chunks_vary_at_the_runs_batch_and_memory_grows_with_them(undrawn, pairs, tmp_path, monkeypatch):
     def refuse(*arguments):
         raise ValueError("what comes out depends on numbers")
 
-    # What cannot be predicted is measured all the same.
+    # A model that cannot be predicted is still measured.
     monkeypatch.setattr("megabatch.measuring.profile.profile_run.predictions", refuse)
     run = run_of(pairs, "batch.keep=0", "batch.size=512", "compute.workspace=262144")
     found = profile(run, chunks=[32, 512], steps=1, out=tmp_path).found
@@ -186,7 +193,7 @@ def test_chunks_vary_at_the_runs_batch_and_memory_grows_with_them(pairs, tmp_pat
     assert "No predictions: what comes out depends on numbers" in found.notes
 
 
-def test_a_classifier_is_profiled_too(pairs, tmp_path):
+def test_a_classifier_is_profiled_too(undrawn, pairs, tmp_path):
     run = run_of(pairs, "loss.objective=classify", "data.label=label")
     found = profile(run, batches=[16, 64], steps=1, out=tmp_path).found
     assert [row["keep"] for row in found.points] == [0, 0]
@@ -195,12 +202,12 @@ def test_a_classifier_is_profiled_too(pairs, tmp_path):
 
 @pytest.mark.parametrize("options", [[], ["loss.objective=classify", "data.label=label"]])
 def test_a_chunk_that_does_not_fit_is_none(options, pairs, tmp_path):
-    # The tower has room for 20 rows: at 32 the step would go on in halves, which is not what was asked for.
+    # The tower has memory for 20 rows: at 32 the step would continue in halves, which is another size.
     run = run_of(pairs, "x.name=small_towers:greedy", 'x.options={"limit": 20}', *options)
     bench = ProfileBench(run, Ranks(torch.device("cpu")), tmp_path)
     assert bench.measure(Size(64, 16), 1) is not None
     assert bench.measure(Size(64, 32), 1) is None
-    # What is left of it does not hinder the next one.
+    # The failure does not affect the next size.
     assert bench.measure(Size(64, 16), 1) is not None
 
 
@@ -221,7 +228,7 @@ def measure_as_rank(rank, size, pairs, limit):
 def test_ranks_share_a_batch_and_agree_on_its_time_and_its_end(world, pairs):
     one, other = world.run(2, measure_as_rank, str(pairs), 1000)
     assert one[0].seconds == other[0].seconds and one[1].seconds == other[1].seconds
-    # Where the second rank alone has no memory, there is none on the first one either.
+    # If only the second rank runs out of memory, the size fails on both.
     for found in world.run(2, measure_as_rank, str(pairs), 10):
         assert found[0] is not None and found[1] is None
 
@@ -258,6 +265,6 @@ def test_terminal_and_page_show_what_was_measured_and_escape_it():
         ({"critical": 0}, "critical is 0"),
     ],
 )
-def test_nonsense_is_answered_with_what_is_wrong(asked, complaint, pairs, tmp_path):
+def test_invalid_arguments_are_named(asked, complaint, pairs, tmp_path):
     with pytest.raises(ValueError, match=complaint):
         profile(run_of(pairs), out=tmp_path, **asked)

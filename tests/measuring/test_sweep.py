@@ -1,4 +1,4 @@
-"""The sweep's arithmetic against numbers worked out by hand, and its search on problems whose best batch is known."""
+"""The arithmetic of a sweep against numbers computed by hand, and its search on problems with a known best batch."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from commands import PATIENCE_S
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -52,7 +53,7 @@ EVIL = "</ul><script>document.title='owned'</script>"
 
 @pytest.fixture(autouse=True)
 def undrawn(monkeypatch):
-    """Figures take most of the time of a sweep of known numbers; the test of the files undoes this."""
+    """Skip the figures, which take most of the time of a simulated sweep; the test of the files restores them."""
     monkeypatch.setattr(results, "write_report", lambda report, out: None)
 
 
@@ -118,14 +119,14 @@ def test_one_seed_has_no_spread_and_equal_seeds_have_none_either():
     assert difference([0.3, 0.3], [0.2, 0.2]).half == 0 and difference([0.3, 0.3], [0.2, 0.2]).known
 
 
-# What is run
+# Which runs are needed
 
 
 def test_rates_follow_the_root_of_the_batch_for_adam_and_the_batch_for_sgd():
     assert middle_rate(base_run(), 1024) == 2e-3
     assert middle_rate(base_run("optimizer.name=sgd"), 1024) == 4e-3
     assert middle_rate(base_run("optimizer.lr=0.0012345"), 256) == 0.0012345
-    assert "16 times either way, and not at 8 and 8,192" in rule_in_words(base_run(), (8, 256, 8192))
+    assert "and not at 8 and 8,192" in rule_in_words(base_run(), (8, 256, 8192))
 
 
 def test_every_length_is_what_it_is_called():
@@ -145,10 +146,10 @@ def test_what_follows_from_a_batch_follows():
     assert run.schedule.warmup == 0.1 and run.schedule.samples == 65536 and run.out == "a/runs/1024-0.004-decay0.05-7"
     assert not run.watch.bar and not run.watch.report and run.evaluate.every is None
     run = run_of(base, Case(1024, 4e-3, 0.1, 0), {"samples": 65536}, Path("a"))
-    # The average reaches as far in samples; the ramp starts at the same share.
+    # The EMA covers as many samples; the ramp starts at the same fraction.
     assert run.optimizer.ema == pytest.approx(0.99**4) and run.batch.start == 256
     base = base_run("schedule.warmup=20")
-    # Steps of Adam's warm-up stay, as far as they are a fifth of the run at most: of 64 steps, 12.
+    # The steps of Adam's warm-up stay, but are at most a fifth of the run: 12 of 64 steps.
     assert run_of(base, Case(1024, 4e-3, 0.1, 0), {"samples": 65536}, Path("a")).schedule.warmup == 12
     assert run_of(base, Case(1024, 4e-3, 0.1, 0), {"steps": 256}, Path("a")).schedule.warmup == 20
     assert run_of(base, Case(256, 1e-3, 0.1, 0), {"samples": 65536}, Path("a")).schedule.warmup == 20
@@ -186,7 +187,7 @@ def test_middle_rates_come_first_and_seeds_are_spent_on_the_best_alone():
     ("factor", "found"),
     [
         (1, ChosenRate(1e-3, 0.1, None, 0)),
-        # Twice the rule is best of what is asked for, four times of the next, and eight times shows that it is.
+        # Twice the rule is the best requested rate, four times is better, and eight times shows that four is the best.
         (4, ChosenRate(4e-3, 0.1, None, 2)),
         (0.25, ChosenRate(2.5e-4, 0.1, None, 2)),
         (64, ChosenRate(8e-3, 0.1, "highest", 2)),
@@ -228,7 +229,7 @@ def test_other_decays_are_tried_at_the_best_rate():
     assert len(scores) == 3 + 2 + 1 and Case(64, 1e-3, 0.2, 1) in scores
 
 
-# What is said
+# The verdict
 
 
 def test_the_verdict_has_the_numbers():
@@ -250,7 +251,7 @@ def test_within_the_noise_the_fastest_is_taken_and_nothing_is_claimed():
     assert told.sentences[0] == "Batch 1,024 instead of 256 may lose up to 0.9 points."
     assert "Batch 1,024 does not differ significantly from 256 (0.2 points lower, ± 0.7) and is 2.1× faster." in told.sentences
     assert not re.search("loses|gains", " ".join(told.sentences))
-    # What is slower and no better is not taken.
+    # A batch that is slower and no better is not taken.
     assert verdict([small, of(4.2, *large.qualities, batch=64)], "samples").batch == 256
     # With the same time nothing is faster.
     assert verdict([small, large], "time").batch == 256
@@ -266,10 +267,10 @@ def test_one_seed_says_that_no_spread_is_known():
 def test_a_difference_that_is_claimed_looks_larger_than_its_interval():
     # Means 0.24 points apart, half 2.776 · √(2 · 0.01/3) = 0.2267: one digit would read 0.2 ± 0.2.
     told = verdict([of(1.0, 0.3010, 0.3020, 0.3030), of(1.0, 0.2986, 0.2996, 0.3006, batch=128)], "samples")
-    assert "Batch 128 loses 0.24 ± 0.23 points against 64 and is as fast as far as can be told." in told.sentences
+    assert "Batch 128 loses 0.24 ± 0.23 points against 64 and is not significantly faster or slower." in told.sentences
 
 
-def test_doubts_are_told():
+def test_caveats_are_part_of_the_verdict():
     edge = of(1.0, 0.30, 0.31, edge="highest", extended=2, processes=2, lost=(4096,), apart=False)
     worse = of(1.0, 0.10, batch=128, failed=1)
     words = " ".join(verdict([edge, worse], "samples").sentences)
@@ -279,7 +280,7 @@ def test_doubts_are_told():
     assert "2 runs at a time shared the machine" in words and "the same 500 held-out pairs" in words
 
 
-def test_a_batch_that_seeds_do_not_survive_is_not_taken():
+def test_a_batch_with_failed_seeds_is_not_taken():
     shaky, steady = of(1.0, 0.5, 0.5, failed=1), of(1.0, 0.3, 0.31, batch=128)
     assert verdict([shaky, steady], "samples").batch == 128
     assert verdict([shaky], "samples").batch == 64
@@ -306,7 +307,7 @@ def test_no_difference_is_claimed_that_is_smaller_than_its_interval(found):
     assert taken is best or (not difference(taken.qualities, best.qualities).known and taken.seconds < best.seconds)
 
 
-def test_the_front_holds_what_nothing_beats_in_both():
+def test_the_pareto_front_has_what_nothing_beats_in_both():
     a, b, c, d = of(1, 0.1, batch=8), of(2, 0.3, batch=4), of(3, 0.2, batch=2), of(4, 0.4, batch=1)
     assert pareto([d, c, b, a]) == [a, b, d]
     assert pareto([of(2, 0.1, batch=16), a]) == [a]
@@ -323,7 +324,7 @@ def test_a_summary_comes_back_from_its_row():
 
 
 class Grouped:
-    """Samples in one shard, told apart by their group alone."""
+    """A source of one shard, whose samples differ by their group only."""
 
     def __init__(self, groups: list[str]) -> None:
         self.groups, self.lengths = groups, [len(groups)]
@@ -348,7 +349,7 @@ def test_held_out_pairs_are_halved_in_whole_groups():
     turned = halves(Subset(source, [array("q", reversed(range(200)))]), 200)
     assert {turned[0].group(0, index) for index in range(100)} == names[0]
     assert halves(Grouped(["one"] * 200), 200) is None and halves(Grouped([str(n) for n in range(20)]), 20) is None
-    # A limit holds for both together.
+    # The limit is for both halves together.
     assert sum(sum(part.lengths) for part in halves(source, 50)) == 50
 
 
@@ -360,7 +361,7 @@ def test_the_gap_is_measured_on_pairs_that_were_trained_on():
     few = seen(parts, samples=60, pairs=20)
     assert 20 <= sum(few.lengths) < 25 and {(0, index) for index in few.indices[0]} <= met
     assert {(0, index) for index in seen(parts, samples=60, pairs=500).indices[0]} == met
-    # After an epoch all were met, and groups are whole: five samples each.
+    # After an epoch all samples were seen, and groups are whole: five samples each.
     assert sum(seen(parts, samples=200, pairs=23).lengths) == 25 and sum(seen(parts, samples=999, pairs=500).lengths) == 200
 
 
@@ -372,7 +373,7 @@ def test_the_planted_batch_is_found(best, tmp_path):
     train = Planted(best, factor=2.0)
     result = sweep(base_run(), batches=[64, 256, 1024, 4096], out=tmp_path, train=train, say=lambda line: None)
     assert (result.kind, result.found.batch) == ("sweep", best)
-    # Planted at twice the rule, the edge of what is asked for: one rate more shows that it is not beyond.
+    # The best rate is twice the rule, the highest requested: one further rate shows that it is the best.
     assert result.found.lr == pytest.approx(2e-3 * math.sqrt(best / 256), rel=0.01)
     assert [row["extended"] for row in result.found.rows] == [1, 1, 1, 1]
     assert all(row["edge"] is None and row["tried"] == 4 for row in result.found.rows)
@@ -398,7 +399,7 @@ def test_every_file_is_written_and_read_back(tmp_path, monkeypatch):
     read = measurements.read(tmp_path / "measured.json")
     assert (read.found.batch, read.run) == (256, config.as_table(base_run())) and len(read.found.rows) == 2
     assert shown(read) == shown(result)
-    assert "No run came to its end at batch 4,096" in shown(read) and "Take batch 256 at a learning rate of 0.001" in shown(read)
+    assert "No run finished at batch 4,096" in shown(read) and "Take batch 256 at a learning rate of 0.001" in shown(read)
     html = (tmp_path / "report.html").read_text()
     assert "<script>" not in html and "&lt;script&gt;" in html and "http" not in html.replace("http-equiv", "")
     assert as_html(sweep_report(read, rows)) == html
@@ -414,7 +415,7 @@ def shown(result: measurements.Measured) -> str:
     return console.file.getvalue()
 
 
-def test_where_nothing_came_to_its_end_the_reason_is_told_and_kept(tmp_path):
+def test_if_every_run_failed_the_error_is_raised_and_stored(tmp_path):
     with pytest.raises(ValueError, match=r"every run of the sweep failed; .*rows.jsonl.*RuntimeError: no memory for 64"):
         sweep(base_run(), batches=[64], out=tmp_path, train=Planted(fails=lambda run: True), say=lambda line: None)
     assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 3
@@ -422,7 +423,7 @@ def test_where_nothing_came_to_its_end_the_reason_is_told_and_kept(tmp_path):
 
 def test_rates_are_chosen_on_other_pairs_than_are_reported(tmp_path):
     def train(run):
-        # By choice 0.5 is better than 1 and 2, by report the worst.
+        # On the pairs for choosing, 0.5 is better than 1 and 2; on the reported pairs it is the worst.
         rank = {5e-4: 0, 1e-3: 1, 2e-3: 2}.get(run.optimizer.lr, 9)
         return RunOutcome(quality=0.1 + 0.1 * rank, choosing=0.9 - 0.1 * rank, apart=True, seconds=1.0, steps=1, pairs_per_s=1.0)
 
@@ -450,7 +451,7 @@ def test_the_same_time_is_what_the_pilots_measured(tmp_path):
     (figure,) = sweep_report(result, rows).figures()
     save(figure, drawn)
     assert Image.open(drawn).width == 1920
-    # Pilots are not repeated either: their speed would come out otherwise, and with it the length of every run.
+    # Pilots are not repeated either: another speed would change the length of every run.
     before = len(train.runs)
     sweep(base_run(), batches=[64, 1024], same="time", seeds=1, out=tmp_path, train=train, say=lambda line: None)
     assert len(train.runs) == before
@@ -469,12 +470,12 @@ def test_finished_runs_are_not_repeated_and_failed_ones_are_tried_again(tmp_path
 
 def test_a_folder_of_another_run_is_refused(tmp_path):
     sweep(base_run(), batches=[256], seeds=1, out=tmp_path, train=Planted(), say=lambda line: None)
-    with pytest.raises(ValueError, match=r"256-0.001-0: holds a run with other settings: schedule.samples was 65536, is 1024"):
+    with pytest.raises(ValueError, match=r"256-0.001-0 has a run with other settings: schedule.samples was 65536, is 1024"):
         sweep(base_run("schedule.samples=1024"), batches=[256], seeds=1, out=tmp_path, train=Planted(), say=lambda line: None)
 
 
-def test_places_are_shared_out(tmp_path, monkeypatch):
-    meeting, at_once = threading.Barrier(2, timeout=20), []
+def test_runs_are_distributed_over_worker_slots(tmp_path, monkeypatch):
+    meeting, at_once = threading.Barrier(2, timeout=PATIENCE_S), []
 
     class Train(Planted):
         def __call__(self, run):
@@ -521,7 +522,7 @@ def test_a_signal_stops_the_sweep_and_what_it_runs(tmp_path, monkeypatch):
     ("options", "words"),
     [
         ({"batches": []}, "batches is []"),
-        ({"batches": [64, 64]}, "name each batch once"),
+        ({"batches": [64, 64]}, "must list batches, each once"),
         ({"batches": [0]}, "batches is [0]"),
         ({"rates": (0,)}, "factors above 0"),
         ({"seeds": 0}, "seeds is ()"),
@@ -545,12 +546,12 @@ def test_torchrun_is_refused(tmp_path, monkeypatch):
         sweep(base_run(), batches=[64], out=tmp_path, train=Planted())
 
 
-def test_a_file_that_is_no_outcome_is_named(tmp_path):
+def test_a_damaged_outcome_file_is_named(tmp_path):
     folder = tmp_path / "runs" / "256-0.001-0"
     folder.mkdir(parents=True)
     (folder / "outcome.json").write_text("[]")
     (tmp_path / MARK).touch()
-    with pytest.raises(ValueError, match=r"outcome.json: holds no outcome of a run"):
+    with pytest.raises(ValueError, match=r"outcome.json is not the outcome of a run"):
         sweep(base_run(), batches=[256], out=tmp_path, train=Planted(), say=lambda line: None)
 
 

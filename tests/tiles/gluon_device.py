@@ -1,12 +1,12 @@
-"""A device for Gluon on a CPU: groups of warps, shared memory, barriers, copies by TMA and products. Run by gluon_on_cpu.py.
+"""A simulated device for Gluon on a CPU: warp groups, shared memory, barriers, TMA copies and products. Used by gluon_on_cpu.py.
 
-The groups of warps of a program are threads, of which one goes on at a time; where they could notice each other, a seed draws who
-is next. So any order that a device may choose can come up, the same one again for the same seed, and when nobody can go on, that is
-a deadlock.
+The warp groups of a program are threads, one of which runs at a time. Wherever they could observe each other, a seeded draw decides
+which runs next. So any order that a device may choose can occur, the same one again for the same seed, and if no group can
+continue, that is a deadlock.
 
-What a device does in its own time is done when it hurts most. A load by TMA leaves no number where it is to arrive until it does. A
-product, or a store by TMA, reads shared memory from when it is asked for until it is waited for, and what it reads must not change
-meanwhile. Shared memory that nothing was written to is no number either.
+Asynchronous operations happen at the worst time. The target of a TMA load is NaN until the load arrives. A product or a TMA store
+reads shared memory from its start until it is waited for, and what it reads must not change meanwhile. Uninitialised shared memory
+is NaN too.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from torch import Tensor
 
 
 class Broken(Exception):
-    """What a device would not forgive."""
+    """An error that would be undefined behaviour on a device."""
 
 
 class Deadlock(Broken):
-    """All wait for each other."""
+    """All warp groups wait for each other."""
 
 
 class Stopped(BaseException):
-    """Ends a thread, because another one has failed."""
+    """Ends a thread because another one has failed."""
 
 
 class Group:
-    """Some warps: a thread that goes on when it is its turn, with what it has asked for and not yet waited for."""
+    """A warp group: a thread that runs when it is its turn, and its asynchronous operations that were not waited for."""
 
     def __init__(self, name: str, number: int) -> None:
         self.name, self.number, self.done = name, number, False
@@ -58,7 +58,7 @@ class Group:
 
 @dataclass
 class Flight:
-    """A load by TMA on its way."""
+    """A TMA load that has not arrived."""
 
     speed: float
     land: Callable[[], None]
@@ -89,7 +89,7 @@ class Program:
             Program.now = None
 
     def pause(self, until: Callable[[], bool] = lambda: True, waiting: Callable[[], str] | None = None, slow: bool = False) -> None:
-        """Lets others go on; ends when `until` holds and it is one's turn: if slow, when no other can go on."""
+        """Let other groups run; return when `until` holds and it is this group's turn; if slow, when no other can continue."""
         me = self.running
         me.until, me.waiting, me.slow = until, waiting, slow
         chosen = self._draw()
@@ -100,9 +100,9 @@ class Program:
             raise self.failure if me is self.whole else Stopped
 
     def specialize(self, calls: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) -> Any:
-        """The result of the first of some functions, which run beside each other."""
+        """Run functions concurrently and return the result of the first."""
         if len(self.groups) > 1:
-            raise Broken("groups of warps are formed once")
+            raise Broken("a program may call warp_specialize once")
         results: dict[int, Any] = {}
         for number, (function, arguments) in enumerate(calls, 2):
             group = Group(f"{function.__name__} ({number - 2})", number)
@@ -140,9 +140,9 @@ class Program:
         group.turn.release()
 
     def _draw(self) -> Group:
-        """Who is next, among those who can go on; loads arrive in between. After a failure it is the program as a whole.
+        """Draw the next group among those that can continue; loads arrive in between. After a failure it is the whole program.
 
-        Some are faster than others for a while, so that each comes to be as far ahead, or behind, as it can be.
+        Some groups are faster than others for a while, so that each gets as far ahead, or behind, as possible.
         """
         try:
             while self.failure is None:
@@ -152,7 +152,7 @@ class Program:
                 able = [*(group for group in self.groups if not group.done and group.until()), *self.flights]
                 able = [each for each in able if not each.slow] or able
                 if not able:
-                    raise Deadlock("\n".join(["no group of warps can go on:", *self._report()]))
+                    raise Deadlock("\n".join(["no warp group can continue:", *self._report()]))
                 chosen = self.random.choices(able, [each.speed for each in able])[0]
                 if isinstance(chosen, Group):
                     return chosen
@@ -177,17 +177,17 @@ class Program:
 
 def program() -> Program:
     if Program.now is None:
-        raise Broken("this works in a kernel only")
+        raise Broken("this works only inside a kernel")
     return Program.now
 
 
 def unwritten(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """No numbers, or where there are none such, numbers that stand out."""
+    """Return NaN, or for integers a conspicuous number."""
     return torch.full(tuple(shape), torch.nan if dtype.is_floating_point else torch.iinfo(dtype).min, dtype=dtype)
 
 
 def _reached(pointer: Value, mask: Any, verb: str) -> Tensor:
-    """Where a mask lets pointers through, which then have to stay inside their tensor."""
+    """Check that the unmasked pointers stay inside their tensor, and return them."""
     there = value_of(True if mask is None else mask, INT1)
     as_many_axes(pointer, there)
     reached = there.held.expand(pointer.shape)
@@ -198,7 +198,7 @@ def _reached(pointer: Value, mask: Any, verb: str) -> Tensor:
 
 
 def load(pointer: Value, mask: Any = None, other: Any = None, **hints: Any) -> Value:
-    """What pointers lead to; where the mask is false, `other`, or anything."""
+    """Return the values at pointers; where the mask is false, `other`, or an arbitrary value without it."""
     reached, element = _reached(pointer, mask, "load"), pointer.dtype.element_ty
     found = unwritten(pointer.shape, element.native)
     if other is not None:
@@ -217,7 +217,7 @@ def store(pointer: Value, value: Any, mask: Any = None, **hints: Any) -> None:
 
 
 class Shared:
-    """A place in shared memory. unfenced: the group that has written there, by number, until it shows that to TMA and products."""
+    """A region of shared memory. unfenced: the number of the group that has written to it since its last fence."""
 
     def __init__(self, data: Tensor, unfenced: Tensor, dtype: DType, layout: Any, name: str) -> None:
         self.data, self.unfenced, self.dtype, self.layout, self.name = data, unfenced, dtype, layout, name
@@ -239,7 +239,7 @@ class Shared:
     def slice(self, start: Any, length: int, dim: int = 0) -> Shared:
         start = int(start)
         if not 0 <= start <= start + length <= self.shape[dim]:
-            raise Broken(f"{self.name} has {self.shape[dim]} places, and is asked for {start} to {start + length}")
+            raise Broken(f"{self.name} has {self.shape[dim]} entries, and {start} to {start + length} were asked for")
         return self._view(lambda t: t.narrow(dim, start, length), f"[{start}]" if length == 1 else f"[{start}:{start + length}]")
 
     def permute(self, order: Sequence[int]) -> Shared:
@@ -276,13 +276,13 @@ def fence_async_shared(cluster: bool = False) -> None:
 
 
 class Reading:
-    """What reads shared memory from when it is asked for until it is waited for."""
+    """An operation that reads shared memory from its start until it is waited for."""
 
     def __init__(self, what: str, places: Sequence[Shared], finish: Callable[[], None]) -> None:
         self.what, self.places, self.finish = what, places, finish
         for place in places:
             if place.unfenced.any():
-                raise Broken(f"{what} reads {place.name} before a fence shows it what was written there")
+                raise Broken(f"{what} reads {place.name} before a fence makes the writes visible")
         self.seen = [self._bits(place) for place in places]
 
     def end(self) -> None:
@@ -304,7 +304,7 @@ def _end_but(asked: collections.deque[Reading], left: Any) -> None:
 
 @dataclass
 class Barrier:
-    """A phase ends when all have arrived, and all bytes that they expect. Phases are known by their parity; the first is 0."""
+    """A phase ends when all groups and all expected bytes have arrived. Phases are known by their parity; the first is 0."""
 
     name: str
     count: int
@@ -337,7 +337,7 @@ def init(mbarrier: Shared, count: int) -> None:
 
 
 def expect(mbarrier: Shared, bytes_per_cta: int, pred: Any = True) -> None:
-    """Arrives, and makes the phase last until so many bytes have come."""
+    """Arrive, and extend the phase until so many bytes have come."""
     program().pause()
     if pred:
         _barrier_at(mbarrier).arrive(1, int(bytes_per_cta))
@@ -350,7 +350,7 @@ def arrive(mbarrier: Shared, *, count: int = 1, pred: Any = True) -> None:
 
 
 def wait(mbarrier: Shared, phase: Any, pred: Any = True, deps: Sequence[Any] = ()) -> None:
-    """Waits while a phase of this parity is under way. So for parity 1, a new barrier lets all pass."""
+    """Wait while a phase of this parity is active. A new barrier therefore never blocks for parity 1."""
     if pred:
         barrier, parity = _barrier_at(mbarrier), int(phase) & 1
         program().pause(lambda: barrier.parity != parity, lambda: f"the end of a phase of parity {parity}: {barrier}")
@@ -358,7 +358,7 @@ def wait(mbarrier: Shared, phase: Any, pred: Any = True, deps: Sequence[Any] = (
 
 @dataclass
 class Descriptor:
-    """A matrix that TMA copies blocks of: what Gluon calls a TensorDescriptor."""
+    """A matrix whose blocks TMA copies; Gluon calls it a TensorDescriptor."""
 
     base: Tensor
     shape: Sequence[int]
@@ -369,7 +369,7 @@ class Descriptor:
     def __post_init__(self) -> None:
         size = self.base.element_size()
         if self.base.data_ptr() % 16 or self.strides[-1] != 1 or any(stride * size % 16 for stride in self.strides[:-1]):
-            raise Broken("rows do not begin at multiples of 16 bytes, or have gaps")
+            raise Broken("rows must start at multiples of 16 bytes and have no gaps")
         self.memory = torch.as_strided(self.base.detach(), tuple(self.shape), tuple(self.strides), self.base.storage_offset())
 
     @property
@@ -377,7 +377,7 @@ class Descriptor:
         return OF_TORCH[self.base.dtype]
 
     def inside(self, corner: Sequence[Any], place: Shared) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-        """The part of a block that lies inside the matrix: where it is there, and where in the block's place."""
+        """Return the part of a block that lies inside the matrix, as slices of the matrix and of the block."""
         if place.dtype is not self.dtype or place.shape != tuple(self.block_shape):
             raise Broken(f"{place.name} is {place.dtype.name} {place.shape}, and a block {self.dtype.name} {self.block_shape}")
         bounds = []
@@ -415,7 +415,7 @@ def store_wait(pendings: Any) -> None:
 
 
 class Product:
-    """An accumulator in which a product may still be under way."""
+    """An accumulator of a product that may not have finished."""
 
     def __init__(self, a: Any, b: Shared, before: Any, adds: bool) -> None:
         self.a, self.b, self.before, self.adds = a, b, before, adds
@@ -448,7 +448,7 @@ def warpgroup_mma(a: Any, b: Shared, acc: Any, *, use_acc: Any = True, is_async:
 
 
 def warpgroup_mma_wait(num_outstanding: Any = 0, deps: Sequence[Any] = ()) -> Any:
-    """deps as they are then: values, but for those whose product may be among the outstanding ones."""
+    """Return deps: as values, except those whose product may still be outstanding."""
     _end_but(program().running.products, num_outstanding)
     found = tuple(dep if getattr(dep, "found", None) is None else dep.found for dep in deps)
     return found[0] if len(found) == 1 else found

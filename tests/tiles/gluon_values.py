@@ -1,6 +1,6 @@
-"""Values of Gluon on a CPU, and the functions of the language that make values of values. Run by gluon_on_cpu.py.
+"""Values of Gluon on a CPU, and the functions of the language that compute values from values. Used by gluon_on_cpu.py.
 
-Layouts mean nothing here: which thread holds what, the compiler checks.
+Layouts are ignored here: the compiler checks which thread holds what.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class DType:
-    """native: as memory has it. held: as it is computed with, where PyTorch lacks the arithmetic of unsigned numbers."""
+    """native: the dtype in memory. held: the dtype of arithmetic, which differs for unsigned integers, as PyTorch lacks theirs."""
 
     name: str
     primitive_bitwidth: int
@@ -27,7 +27,7 @@ class DType:
 
     @functools.cached_property
     def kind(self) -> int:
-        """Truth values, whole numbers, others."""
+        """0 for booleans, 1 for integers, 2 for floats."""
         return 2 if self.held.is_floating_point else min(1, self.primitive_bitwidth - 1)
 
     def is_floating(self) -> bool:
@@ -56,7 +56,7 @@ WHOLE = {8: torch.int8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
 
 @dataclass(frozen=True, eq=False)
 class PointerType:
-    """Pointers into a flat tensor: their values are places in it."""
+    """Pointers into a flat tensor: their values are indices."""
 
     memory: Tensor
     element_ty: DType
@@ -65,7 +65,7 @@ class PointerType:
 
 
 class Value:
-    """A scalar, a tensor, or pointers. Methods that are not here are functions of the language."""
+    """A scalar, a tensor, or pointers. Methods that are not defined here are functions of the language."""
 
     def __init__(self, held: Tensor, dtype: DType | PointerType) -> None:
         self.held, self.dtype = held, dtype
@@ -94,12 +94,12 @@ class Value:
     def __getitem__(self, places: Any) -> Value:
         places = places if isinstance(places, tuple) else (places,)
         if any(place is not None and place != slice(None) for place in places):
-            raise TypeError("a tensor can be given further axes, but not be cut")
+            raise TypeError("indexing can add axes to a tensor, but not slice it")
         return Value(self.held[places], self.dtype)
 
     def __getattr__(self, name: str) -> Any:
         if name not in FUNCTIONS:
-            raise AttributeError(f"the interpreter of Gluon has no tensor.{name}")
+            raise AttributeError(f"the Gluon interpreter has no tensor.{name}")
         return functools.partial(FUNCTIONS[name], self)
 
     def __bool__(self) -> bool:
@@ -110,7 +110,7 @@ class Value:
 
     def _alone(self) -> Any:
         if self.held.dim():
-            raise TypeError(f"a tensor of shape {self.shape} is not one number")
+            raise TypeError(f"a tensor of shape {self.shape} is not a scalar")
         return self.held.item()
 
     def __neg__(self) -> Value:
@@ -137,12 +137,12 @@ def dtype_of(given: Any) -> DType | PointerType:
 
 
 def _plain(given: Any) -> Any:
-    """A value or a number; what is neither says itself which value it is."""
+    """Return a value or a number; other objects have a method that returns their value."""
     return given if isinstance(given, (Value, int, float)) else given.as_value()
 
 
 def value_of(given: Any, dtype: DType | PointerType | None = None) -> Value:
-    """A value of what a kernel has in its hands."""
+    """Return the value of any object of a kernel."""
     given = _plain(given)
     if isinstance(given, Value):
         return given if dtype is None or dtype is given.dtype else fitted(given.held, dtype)
@@ -152,16 +152,17 @@ def value_of(given: Any, dtype: DType | PointerType | None = None) -> Value:
 
 @functools.lru_cache(typed=True)
 def _number(given: float, dtype: DType) -> Value:
-    """Kept: most are the sizes of tiles. Pointers would keep their memory, and of zeros there are two."""
+    """Cached, because most are sizes of tiles. Not for pointers, which would keep their memory alive, nor for zeros, of which there
+    are two."""
     return fitted(torch.tensor(given, dtype=dtype.held), dtype)
 
 
 def _common(a: Any, b: Any) -> Any:
-    """The dtype in which two operands meet. Numbers of the source give way to values."""
+    """Return the dtype of an operation on two operands. Python numbers take the dtype of values."""
     x, y = dtype_of(a), dtype_of(b)
     if isinstance(x, PointerType) or isinstance(y, PointerType):
         if isinstance(x, PointerType) and isinstance(y, PointerType) and x is not y:
-            raise TypeError("pointers into two tensors do not meet")
+            raise TypeError("pointers into two different tensors cannot be combined")
         return x if isinstance(x, PointerType) else y
     if isinstance(a, Value) != isinstance(b, Value):
         number, value = (y, x) if isinstance(a, Value) else (x, y)
@@ -175,9 +176,9 @@ def _common(a: Any, b: Any) -> Any:
 
 
 def as_many_axes(*values: Value) -> None:
-    """Only scalars may have fewer axes than others."""
+    """Check the numbers of axes: only scalars may have fewer than others."""
     if len({value.held.ndim for value in values} - {0}) > 1:
-        raise TypeError(f"tensors of shapes {[value.shape for value in values]} do not have as many axes")
+        raise TypeError(f"tensors of shapes {[value.shape for value in values]} have different numbers of axes")
 
 
 def _alike(a: Any, b: Any) -> tuple[Value, Value]:
@@ -205,9 +206,9 @@ def _quotient(a: Any, b: Any) -> Value:
 
 
 def _whole_quotient(a: Any, b: Any) -> Value:
-    """Towards zero, as in C."""
+    """Divide towards zero, as in C."""
     if _common(_plain(a), _plain(b)).is_floating():
-        raise TypeError("// is for whole numbers")
+        raise TypeError("// needs integers")
     return _arithmetic(functools.partial(torch.div, rounding_mode="trunc"), a, b)
 
 
@@ -232,7 +233,7 @@ def _elementwise(operation: Callable[[Tensor], Tensor], value: Any) -> Value:
 
 def full(shape: Sequence[int], value: Any, dtype: DType, layout: Any = None) -> Value:
     if any(size < 1 or size & (size - 1) for size in shape):
-        raise ValueError(f"sizes are powers of two, not {shape}")
+        raise ValueError(f"sizes must be powers of two, not {shape}")
     return Value(value_of(value, dtype).held.expand(tuple(shape)), dtype)
 
 
@@ -282,7 +283,7 @@ def _join(a: Any, b: Any) -> Value:
 
 
 def _reduce(value: Any, axis: int | None, combine: Callable[..., Any]) -> Value:
-    """Halves of an axis are combined until one is left."""
+    """Combine the halves of an axis until one entry is left."""
     value, along = value_of(value), 0 if axis is None else axis
     if axis is None:
         value = _reshape(value, value.held.numel())
@@ -302,7 +303,7 @@ def _check(condition: Any, message: str = "", **_: Any) -> None:
     assert bool(condition.held.all() if isinstance(condition, Value) else condition), message
 
 
-# Numbers give way to others that are no numbers.
+# On a device, NaN loses against a number.
 maximum, minimum = functools.partial(_arithmetic, torch.fmax), functools.partial(_arithmetic, torch.fmin)
 ELEMENTWISE = ("abs", "exp2", "log2", "rsqrt")
 FUNCTIONS: dict[str, Any] = {

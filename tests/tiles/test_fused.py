@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import datetime
 import importlib.util
 import itertools
@@ -9,6 +10,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import hypothesis.strategies as st
@@ -506,6 +508,18 @@ def test_architectures_are_sorted_and_hopper_has_kernels_with_the_versions_of_tr
         monkeypatch.setattr(architectures.triton, "__version__", version)
         loaded[version] = architectures._hopper_kernels.__wrapped__()
     assert loaded["3.7.1"] is None and callable(loaded["3.6.1"].softmax_stats) and callable(loaded["3.6.1"].softmax_grads)
+
+
+def test_only_the_table_of_architectures_names_one():
+    """A kernel for another architecture is a record in architectures.py and its own files: nothing else has to know it."""
+    folder = Path(architectures.__file__).parent
+    names = {architecture.name for architecture in architectures.ARCHITECTURES}
+    for file in set(folder.glob("*.py")) - {Path(architectures.__file__)}:
+        nodes = list(ast.walk(ast.parse(file.read_text())))
+        imported = {alias.name for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names}
+        modules = {part for node in nodes if isinstance(node, ast.ImportFrom) for part in (node.module or "").split(".")}
+        strings = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+        assert not names & (imported | modules | strings), file
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)

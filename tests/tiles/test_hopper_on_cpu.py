@@ -377,9 +377,9 @@ def test_the_library_computes_large_int8_gradients_again(symmetric, weight, star
 CHANGES = {
     "a slot is released too early": ("stats", "z = warpgroup_mma_wait(1, deps=(z,))", "pass", "changes while a product reads"),
     "a product is not waited for": ("stats", "z = warpgroup_mma_wait(0, deps=(z,))", "pass", "before it is waited for"),
-    "the wrong turn": ("stats", "(turn & 1) ^ 1", "turn & 1", "no group of warps can go on"),
+    "the wrong turn": ("stats", "(turn & 1) ^ 1", "turn & 1", "no warp group can continue"),
     "half of the bytes": ("stats", "primitive_bitwidth // 8", "primitive_bitwidth // 16", "that nobody expects"),
-    "twice the bytes": ("stats", "primitive_bitwidth // 8", "primitive_bitwidth // 4", "no group of warps can go on"),
+    "twice the bytes": ("stats", "primitive_bitwidth // 8", "primitive_bitwidth // 4", "no warp group can continue"),
     "the rows of the first group": ("stats", "row + CONSUMER * M, k * K", "row, k * K", "not close"),
     "a slot is overwritten too early": (
         "gradient",

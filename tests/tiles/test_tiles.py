@@ -17,16 +17,16 @@ from megabatch.tiles.contract import ComputeOptions, NeedsGrad, Pairs, Ranking, 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EPS = torch.finfo(torch.float32).eps
 LARGE = 2**29
-# Equal in their low halves, in their high halves, and beyond what 32 bits hold.
+# Some have equal low halves, some equal high halves, and some need more than 32 bits.
 IDS = torch.tensor([0, 2**32, 2**33, 1, 2**32 + 1, -1, 2**32 - 1, -(2**32) - 1, 2**31, -(2**31), 2**63 - 1, -(2**63)])
 
-# Interpreted kernels say so when numpy overflows, or makes no number, of what they throw away.
+# Triton's interpreter warns when numpy overflows or makes NaN, in values that the kernels discard.
 pytestmark = [
     pytest.mark.usefixtures("unwritten_memory_is_no_number"),
     pytest.mark.filterwarnings(
         r"ignore:(overflow|divide by zero|invalid value) encountered in:RuntimeWarning:triton\.runtime\.interpreter"
     ),
-    # Sums are numpy's own, called from there.
+    # Sums call numpy directly.
     pytest.mark.filterwarnings(r"ignore:(overflow|invalid value) encountered in reduce:RuntimeWarning"),
 ]
 
@@ -52,28 +52,28 @@ EVERYTHING = {"drop_above": 0.1, "smoothed": True, "weighted": True}
 OPTIONS = {
     "plain": Case((21, 37, 20)),
     "equal ids left out": Case(ids="mask"),
-    "several positives": Case(ids="several"),
-    "one pair with equal ids": Case((16, 37, 7), is_local=False, ids="several", rare=True),
+    "multiple positives": Case(ids="multi_positive"),
+    "one pair with equal ids": Case((16, 37, 7), is_local=False, ids="multi_positive", rare=True),
     "dropping": Case(drop_above=-0.2),
     "smoothed": Case(smoothed=True),
     "ranked": Case(ids="mask", ranked=True),
     "weighted": Case(weighted=True, is_local=False),
     "scale zero": Case(scale=0.0, smoothed=True),
-    "scale below zero": Case(scale=-3.0, ids="several"),
+    "scale below zero": Case(scale=-3.0, ids="multi_positive"),
     "everything, ids left out": Case(ids="mask", **EVERYTHING),
-    "everything, several positives": Case(ids="several", ranked=True, **EVERYTHING),
-    "everything, another's block": Case(ids="several", is_local=False, **EVERYTHING),
+    "everything, multiple positives": Case(ids="multi_positive", ranked=True, **EVERYTHING),
+    "everything, another's block": Case(ids="multi_positive", is_local=False, **EVERYTHING),
     "everything, panels": Case((20, 70, 20), ids="mask", workspace=64, **EVERYTHING),
     "logits far apart": Case((21, 37, 20), gap=300.0, workspace=64),
-    "logits far apart, everything": Case((20, 20, 7), gap=300.0, ids="several", **EVERYTHING),
+    "logits far apart, everything": Case((20, 20, 7), gap=300.0, ids="multi_positive", **EVERYTHING),
 }
 EDGES = {
     "one row": Case((1, 37, 100), ids="mask", **EVERYTHING),
-    "one row, one document": Case((1, 1, 7), ids="several", ranked=True, **EVERYTHING),
-    "one document, width one": Case((21, 1, 1), is_local=False, ids="several", **EVERYTHING),
+    "one row, one document": Case((1, 1, 7), ids="multi_positive", ranked=True, **EVERYTHING),
+    "one document, width one": Case((21, 1, 1), is_local=False, ids="multi_positive", **EVERYTHING),
     "more rows than documents": Case((37, 5, 7), is_local=False, ids="mask", workspace=64, ranked=True),
-    "no rows": Case((0, 19, 8), is_local=False, ids="several", ranked=True, **EVERYTHING),
-    "no documents": Case((19, 0, 8), is_local=False, ids="several", ranked=True, **EVERYTHING),
+    "no rows": Case((0, 19, 8), is_local=False, ids="multi_positive", ranked=True, **EVERYTHING),
+    "no documents": Case((19, 0, 8), is_local=False, ids="multi_positive", ranked=True, **EVERYTHING),
     "whole blocks": Case((16, 64, 32)),
 }
 CASES = {**OPTIONS, **EDGES}
@@ -81,7 +81,7 @@ IN_HALF = ("everything, ids left out", "logits far apart", "one document, width 
 
 
 class Block:
-    """A case's inputs, and in fp64 the similarities and which pairs count."""
+    """The inputs of a case, its similarities in fp64, and which pairs count."""
 
     def __init__(self, case: Case, dtype: torch.dtype) -> None:
         g = torch.Generator().manual_seed(1)
@@ -99,28 +99,28 @@ class Block:
             ids_N[20], ids_N[36] = ids_M[3], ids_M[5] + 2**32
         if case.is_local:
             ids_N[:rows] = ids_M
-        # What similarities are compared with need not be similarities themselves.
+        # The positives that similarities are compared with may be any numbers.
         positive_M, positive_N = (torch.randn(length, generator=g).to(DEVICE) / 3 for length in (rows, documents))
         ids = (ids_M, ids_N) if case.ids else (None, None)
         self.pairs = Pairs(
-            case.is_local, *ids, case.ids == "several", case.drop_above, positive_M, positive_N, case.smoothed, case.ranked
+            case.is_local, *ids, case.ids == "multi_positive", case.drop_above, positive_M, positive_N, case.smoothed, case.ranked
         )
 
         self.z = self.x.double() @ self.y.double().T
         self.own = torch.eye(rows, documents, dtype=torch.bool, device=DEVICE) & case.is_local
         same = (ids_M[:, None] == ids_N) & (case.ids is not None) & ~self.own
-        self.further = same & (case.ids == "several")
+        self.further = same & (case.ids == "multi_positive")
         self.negative = ~self.own & ~same
         self.sign = 1.0 - 2.0 * self.further
         self.logits = self.scale.double() * self.z + self.bias.double()
         self.positive = positive_M.double()[:, None], positive_N.double()[None, :]
 
     def counted(self, side: int) -> Tensor:
-        """The others that rows (side 0) or columns (side 1) count."""
-        kept = self.negative
+        """Return the mask of the others that rows (side 0) or columns (side 1) count."""
+        counted = self.negative
         if self.case.drop_above is not None:
-            kept = kept & (self.z <= self.positive[side] + self.case.drop_above)
-        return kept | self.further
+            counted = counted & (self.z <= self.positive[side] + self.case.drop_above)
+        return counted | self.further
 
     def log_sum(self, side: int) -> Tensor:
         return (self.scale.double() * self.z).masked_fill(~self.counted(side), -torch.inf).logsumexp(1 - side)
@@ -128,7 +128,9 @@ class Block:
     def assert_stats(self, found: Stats, side: int) -> None:
         logits = (self.scale * self.z).abs().amax() if self.z.numel() else 0.0
         assert_close(found.peak.double() + found.total.double().log(), self.log_sum(side), 8 * EPS * (1 + logits))
-        assert (found.further is None) == (self.case.ids != "several") and (found.counted is None) == (not self.case.smoothed)
+        assert (found.further is None) == (self.case.ids != "multi_positive") and (found.counted is None) == (
+            not self.case.smoothed
+        )
         for asked, total, number in ((self.further, *found[2:4]), (self.counted(side), *found[4:6])):
             if total is not None:
                 assert_close(total, (self.z * asked).sum(1 - side), 16 * EPS * (1 + (self.z.abs() * asked).sum(1 - side)))
@@ -143,23 +145,23 @@ class Block:
             assert_close(found.hardest, hardest, 8 * EPS * (1 + hardest.abs()))
 
     def softmax(self, side: int) -> Softmax:
-        """A softmax as it could come out of all blocks together: its peaks are above this block's logits."""
+        """Return a softmax as all blocks together could give it, with peaks above the logits of this block."""
         g = torch.Generator().manual_seed(2 + side)
         log_sum = self.log_sum(side)
         peak = log_sum.masked_fill(log_sum == -torch.inf, 0).float()
         above, gain, further, counted = torch.rand(4, len(peak), generator=g).to(DEVICE)
-        multi_positive, smoothed = self.case.ids == "several", self.case.smoothed
+        multi_positive, smoothed = self.case.ids == "multi_positive", self.case.smoothed
         return Softmax(peak + above, gain + 0.1, further if multi_positive else None, counted / 10 if smoothed else None)
 
     def gradient(self, softmax: Softmax, side: int) -> Tensor:
-        """In the logits, of the rows' or the columns' loss alone."""
+        """Return the gradient in the logits of the loss of rows or columns alone."""
         vectors = (torch.zeros_like(softmax.peak) if v is None else v for v in softmax)
         peak, gain, further, counted = (v.double()[None, :] if side else v.double()[:, None] for v in vectors)
         p = (self.scale.double() * self.z - peak).exp() * gain
         return (p - counted).masked_fill(~self.counted(side), 0) - further * self.further
 
     def sigmoid_gradient(self) -> Tensor:
-        """In the logits, of the weighted sum of all rows' values."""
+        """Return the gradient in the logits of the weighted sum of the values of all rows."""
         weights = 1 if self.weights is None else self.weights.double()[:, None]
         return weights * self.sign * torch.sigmoid(self.sign * self.logits) * self.counted(0)
 
@@ -174,7 +176,7 @@ class Block:
         self.assert_ranking(found.column_ranking, 1)
 
     def assert_products(self, gx: Tensor | None, gy: Tensor | None, needs_grad: NeedsGrad, g: Tensor) -> None:
-        # fp16 embeddings meet a gradient of 11 bits, and each of a tile's terms is rounded by as much as its logit is.
+        # With fp16 embeddings the gradient has 11 bits, and each term of a tile has the relative rounding error of its logit.
         logits = (self.scale * self.z).abs().amax().item() if self.z.numel() else 0.0
         allowed = 8 * EPS * (1 + logits) + (2**-11 if self.x.dtype == torch.float16 else 0)
         assert (gx is not None, gy is not None) == needs_grad
@@ -185,7 +187,7 @@ class Block:
 
 
 def assert_close(found: Tensor, true: Tensor, allowed: Tensor | float) -> None:
-    """Nowhere further away than allowed; infinities are equal."""
+    """Assert that no entry is further away than allowed; infinities must be equal."""
     assert found.shape == true.shape
     error = (found.double() - true).abs().masked_fill(found == true, 0)
     assert (error <= allowed).all(), (error - allowed).max()
@@ -199,13 +201,13 @@ def tiles(request: Any) -> ModuleType:
 
 
 def every_case_but(*names: str) -> Any:
-    kept = [pytest.param(case, torch.float32, id=name) for name, case in CASES.items() if name not in names]
-    kept += [pytest.param(CASES[name], torch.float16, id=f"{name}, fp16") for name in IN_HALF]
-    return pytest.mark.parametrize("case, dtype", kept)
+    params = [pytest.param(case, torch.float32, id=name) for name, case in CASES.items() if name not in names]
+    params += [pytest.param(CASES[name], torch.float16, id=f"{name}, fp16") for name in IN_HALF]
+    return pytest.mark.parametrize("case, dtype", params)
 
 
 @every_case_but()
-def test_sums_of_exponentials_and_what_options_ask_for(tiles, case, dtype):
+def test_sums_of_exponentials_and_of_options(tiles, case, dtype):
     block = Block(case, dtype)
     found = tiles.softmax_stats(block.x, block.y, block.scale, block.pairs, columns=True, compute=block.compute)
     for side, stats, ranking in ((0, found.rows, found.row_ranking), (1, found.columns, found.column_ranking)):
@@ -237,15 +239,15 @@ def test_gradients_of_the_softmax(tiles, case, dtype):
 
 
 @every_case_but()
-def test_what_is_kept_of_the_sums_gives_the_gradients_of_the_softmax(tiles, case, dtype):
+def test_saved_exponentials_give_the_gradients_of_the_softmax(tiles, case, dtype):
     block = Block(case, dtype)
     blocks = block.x, block.y, block.scale, block.pairs
-    kept = tiles.softmax_stats(*blocks, columns=True, compute=block.compute, keep=True).kept
+    saved_exp = tiles.softmax_stats(*blocks, columns=True, compute=block.compute, save_exp=True).saved_exp
     rows, columns, needs_grad = block.softmax(0), block.softmax(1), NeedsGrad(True, True)
-    found = tiles.softmax_grads(*blocks, rows, columns, needs_grad=needs_grad, compute=block.compute, kept=kept)
+    found = tiles.softmax_grads(*blocks, rows, columns, needs_grad=needs_grad, compute=block.compute, saved_exp=saved_exp)
     block.assert_products(*found, needs_grad, block.gradient(rows, 0) + block.gradient(columns, 1))
-    kept = tiles.softmax_stats(*blocks, columns=False, compute=block.compute, keep=True).kept
-    found = tiles.softmax_grads(*blocks, rows, None, needs_grad=needs_grad, compute=block.compute, kept=kept)
+    saved_exp = tiles.softmax_stats(*blocks, columns=False, compute=block.compute, save_exp=True).saved_exp
+    found = tiles.softmax_grads(*blocks, rows, None, needs_grad=needs_grad, compute=block.compute, saved_exp=saved_exp)
     block.assert_products(*found, needs_grad, block.gradient(rows, 0))
 
 
@@ -271,7 +273,7 @@ def test_values_of_the_sigmoid_alone(tiles, name):
 
 
 @pytest.mark.parametrize("needs_grad", [NeedsGrad(True, False), NeedsGrad(False, True)], ids=["x", "y"])
-def test_only_the_wanted_product_is_formed(tiles, needs_grad):
+def test_only_the_requested_product_is_computed(tiles, needs_grad):
     block = Block(Case((21, 37, 20), weighted=True, workspace=64), torch.float32)
     rows, columns = block.softmax(0), block.softmax(1)
     found = tiles.softmax_grads(
@@ -285,7 +287,7 @@ def test_only_the_wanted_product_is_formed(tiles, needs_grad):
 
 
 def test_two_blocks_merge_into_the_whole(tiles):
-    block = Block(Case((13, 29, 20), ids="several", ranked=True, **EVERYTHING), torch.float32)
+    block = Block(Case((13, 29, 20), ids="multi_positive", ranked=True, **EVERYTHING), torch.float32)
     parts = []
     for is_local, where in ((True, slice(0, 18)), (False, slice(18, None))):
         pairs = replace(block.pairs, is_local=is_local, ids_N=block.pairs.ids_N[where], positive_N=block.pairs.positive_N[where])
@@ -338,7 +340,7 @@ def test_losses_and_softmax_from_the_sums(tiles, sides, multi_positive, smoothin
         return (low + (high - low) * torch.rand(rows, generator=g)).to(DEVICE)
 
     scale, positive, weights = torch.tensor(7.0, device=DEVICE), uniform(-1, 1), uniform(0.1, 2) if weighted else None
-    # Sums of no others, of a few far below the positive, of many far above it.
+    # No others, a few far below the positive, many far above it.
     peak = torch.cat((torch.full((20,), -torch.inf), torch.linspace(-300, 300, rows - 20))).to(DEVICE)
     total = uniform(1, 30) * (peak > -torch.inf)
     numbers = torch.randint(1, 9, (2, rows), generator=g).to(DEVICE) * (peak > -torch.inf)
@@ -362,7 +364,7 @@ def test_losses_and_softmax_from_the_sums(tiles, sides, multi_positive, smoothin
         log_sum = torch.logaddexp(peak + total.log(), s)
         target, uniformly = (1 - smoothing) / (1 + sums[1]), smoothing / (1 + sums[3])
         loss += log_sum - target * (s + scale * sums[0]) - uniformly * (s + scale * sums[2])
-        # The positive's share less its target, without the difference of two numbers near one.
+        # The probability of the positive minus its target, without the difference of two numbers near one.
         own -= (target + uniformly - 1) + (peak + total.log() - log_sum).exp()
         terms += 1 + log_sum.abs() + s.abs() + 7 * (sums[0].abs() + sums[2].abs())
         assert_close(softmax.gain.double().log() - softmax.peak.double(), weight.log() - log_sum, 8 * EPS * (1 + log_sum.abs()))
@@ -371,7 +373,7 @@ def test_losses_and_softmax_from_the_sums(tiles, sides, multi_positive, smoothin
             if given is not None:
                 assert_close(given, weight * needs_grad, 4 * EPS * weight)
     assert_close(found.loss_M, weight * loss, 8 * EPS * weight * terms)
-    # With nothing but the positive itself in the target, no digit of a small share is lost.
+    # If only the positive itself is in the target, no digit of a small probability is lost.
     allowed = 4 * EPS if multi_positive or smoothing else 2**-16 * own.abs() + 1e-37
     assert_close(found.dpos_M, weight * own, weight * allowed)
 

@@ -1,4 +1,4 @@
-"""A torchvision that does not match its torch takes nothing from the towers, which do not use it."""
+"""Towers work with a torchvision that does not match torch, because they do not use it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BERT = {
     "model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16,
     "vocab_size": 258,
 }  # fmt: skip
-# In one process, since each of the libraries takes seconds to import. OpenCLIP imports both of the others, so it comes first.
+# In one process, because each library takes seconds to import. OpenCLIP imports both others, so it comes first.
 PROGRAM = """
 import sys
 from megabatch import config
@@ -54,7 +54,7 @@ def loaded() -> dict[str, object]:
 
 def test_towers_of_all_libraries_are_built_without_it(tmp_path):
     (tmp_path / "torchvision").mkdir()
-    # A part of it that was imported before the failure stays among the imported modules.
+    # A submodule that was imported before the failure stays in sys.modules.
     (tmp_path / "torchvision" / "extension.py").touch()
     (tmp_path / "torchvision" / "__init__.py").write_text(f"from . import extension\nraise RuntimeError({str(BROKEN)!r})\n")
     (tmp_path / "bert").mkdir()
@@ -65,11 +65,11 @@ def test_towers_of_all_libraries_are_built_without_it(tmp_path):
     assert ran.returncode == 0, ran.stderr[-3000:]
     unasked, parameters, timm, bert, asked, used, imported = ran.stdout.splitlines()
     assert unasked == "[]"
-    # Of the image tower and of the text tower, in millions.
+    # Parameters of the image tower and the text tower, in millions.
     assert parameters == "[304, 123]"
     assert (timm, bert) == ("image", "text")
     assert asked == "False False"
-    # What does need torchvision says so, with the command that mends it, and nobody else sees a placeholder.
+    # What does need torchvision raises, with the command that repairs it, and nothing else sees a placeholder.
     assert used.startswith("ImportError torchvision.transforms.") and without_torchvision.remedy() in used
     assert imported == f"RuntimeError {BROKEN}"
 
@@ -100,7 +100,7 @@ def test_a_torchvision_that_works_is_left_alone():
             assert sys.modules["torchvision"] is torchvision
 
 
-def test_what_was_imported_is_put_back_after_an_error(broken):
+def test_imported_modules_are_restored_after_an_error(broken):
     before, finders = loaded(), list(sys.meta_path)
     with pytest.raises(KeyError), without_torchvision.placeholders():
         raise KeyError("the library failed in another way")
@@ -117,13 +117,13 @@ def test_what_was_imported_is_put_back_after_an_error(broken):
         ("3.0.1", "Install the torchvision that was released with torch 3.0.1"),
     ],
 )
-def test_the_command_that_mends_it_names_version_and_index(monkeypatch, version, command):
+def test_the_remedy_names_version_and_index(monkeypatch, version, command):
     monkeypatch.setattr(torch, "__version__", version)
     assert without_torchvision.remedy().endswith(command)
 
 
 @pytest.mark.parametrize("library", ["timm", "open_clip"])
-def test_a_library_that_fails_all_the_same_says_what_to_install(broken, monkeypatch, library):
+def test_a_library_that_still_fails_names_what_to_install(broken, monkeypatch, library):
     def fail():
         raise AttributeError("module 'torchvision' has no attribute '__version__'")
 

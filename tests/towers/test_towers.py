@@ -1,4 +1,4 @@
-"""Towers: rows are independent, seeds decide, weights come back, and what cannot be built says why."""
+"""Towers: rows are independent, seeds decide augmentations, weights can be saved and loaded, and errors name the reason."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def config(request) -> Config:
 
 def test_rows_do_not_depend_on_their_neighbours(config):
     tower = build(config)
-    # In fp64, where products of another number of rows differ by much less than a mistake would.
+    # In fp64, where the rounding of products of different sizes is far below the effect of a mistake.
     module, batch = tower.module.double(), rows(tower)
     together = module(batch)
     assert together.shape == (len(CAPTIONS), DIM)
@@ -62,13 +62,13 @@ def test_rows_do_not_depend_on_their_neighbours(config):
 
 def test_every_parameter_learns(config):
     tower = build(config)
-    # Squares: the sum of a normalised vector is constant.
+    # Squares, because the sum of a layer-normalised vector is constant.
     tower.module(rows(tower)).square().sum().backward()
     assert [name for name, p in tower.module.named_parameters() if p.grad is None or not p.grad.any()] == []
 
 
 def gradients(config: Config) -> tuple[list[Tensor], int]:
-    """Of every parameter; and how many numbers were kept for the backward pass."""
+    """Return the gradient of every parameter, and how many numbers were saved for the backward pass."""
     tower = build(config)
     batch, kept = rows(tower), []
 
@@ -82,7 +82,7 @@ def gradients(config: Config) -> tuple[list[Tensor], int]:
     return [p.grad for p in tower.module.parameters()], sum(kept)
 
 
-def test_checkpointing_gives_the_same_gradients_and_keeps_less(config):
+def test_checkpointing_gives_the_same_gradients_and_saves_less(config):
     plain, kept = gradients(config)
     again, kept_again = gradients(Config(config.name, config.options, checkpointing=True))
     assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
@@ -96,11 +96,11 @@ def test_autocast_in_half_precision_is_close(config):
         half = tower.module(batch)
     half.float().square().sum().backward()
     whole = tower.module(batch)
-    # bf16 has 8 bits: some layers of it keep a direction to a few hundredths.
+    # bf16 has 8 bits of precision: after some layers the direction is right to a few hundredths.
     assert torch.cosine_similarity(half.float(), whole).min() > 0.99
 
 
-def test_weights_come_back_from_both_formats(config, tmp_path):
+def test_weights_can_be_loaded_from_both_formats(config, tmp_path):
     from safetensors.torch import save_file
 
     saved = build(config)
@@ -140,7 +140,7 @@ def test_weights_that_do_not_fit_are_refused(write, complaint, tmp_path, monkeyp
     assert not Path("executed").exists()
 
 
-def test_preparing_is_decided_by_the_seed_and_can_be_pickled():
+def test_preparation_depends_only_on_the_seed_and_can_be_pickled():
     for prepare, raw in (
         (PrepareImage(16, crop=0.3, flip=True), image(0)),
         (ByteTokenizer(60, drop=0.5), CAPTIONS[0]),
@@ -160,7 +160,7 @@ def test_without_augmentation_a_seed_changes_nothing():
 
 def test_the_middle_of_an_image_is_taken_and_resized():
     wide = Image.new("RGB", (96, 32), (255, 0, 0))
-    # A filter looks a little past the square.
+    # The filter reads a little beyond the square.
     wide.paste((10, 20, 30), (24, 0, 72, 32))
     for size in (8, 32, 50):
         assert (PrepareImage(size)(wide, None) == torch.tensor([10, 20, 30], dtype=torch.uint8).view(3, 1, 1)).all()
@@ -171,7 +171,7 @@ def test_the_middle_of_an_image_is_taken_and_resized():
 def test_images_shrink_with_antialiasing():
     stripes = Image.frombytes("L", (64, 64), bytes([0, 255] * 2048))
     shrunk = PrepareImage(8, channels=1)(stripes, None)
-    # Every pixel is a mean of both colours, but for a filter that ends at the edge; one that was picked would be off by 127.
+    # Every pixel is a mean of both colours, up to the filter's edge; a pixel without antialiasing would be off by 127.
     assert (shrunk.float() - 127.5).abs().max() < 8
 
 
@@ -181,8 +181,8 @@ def test_palettes_and_transparency_become_colours():
         assert (prepared == 255).all(), mode
 
 
-def test_crops_stay_inside_the_image_and_cover_the_share():
-    # Red names the column, green the row: the span of both is the size of the crop.
+def test_crops_stay_inside_the_image_and_cover_the_fraction():
+    # Red encodes the column, green the row: their ranges give the size of the crop.
     ramp = Image.new("RGB", (100, 60))
     ramp.putdata([(column, row, 0) for row in range(60) for column in range(100)])
     areas = []
@@ -190,7 +190,7 @@ def test_crops_stay_inside_the_image_and_cover_the_share():
         crop = PrepareImage(200, crop=0.25)(ramp, seed).float()
         assert crop[0].max() <= 99 and crop[1].max() <= 59
         areas.append((crop[0].max() - crop[0].min() + 1) * (crop[1].max() - crop[1].min() + 1) / 6000)
-    # Whole numbers of pixels: up to one more or less in either direction.
+    # Rounded to pixels: up to one more or less in either direction.
     assert 0.2 < min(areas) < 0.5 < max(areas) <= 1
 
 
@@ -206,7 +206,7 @@ def test_half_the_images_are_mirrored():
     assert all(m or torch.equal(prepare(image(0, 8, 8), seed), plain) for seed, m in enumerate(mirrored))
 
 
-def test_bytes_become_numbers_of_the_given_mean_and_deviation():
+def test_pixels_are_normalised_by_mean_and_standard_deviation():
     pixels = NormalizePixels((0.5, 0.4, 0.3), (0.1, 0.2, 0.3))
     values = torch.tensor([0, 255], dtype=torch.uint8).view(1, 1, 1, 2).expand(1, 3, 1, 2)
     expected = torch.tensor([[-5, 5], [-2, 3], [-1, 7 / 3]])
@@ -215,7 +215,7 @@ def test_bytes_become_numbers_of_the_given_mean_and_deviation():
 
 
 @pytest.mark.parametrize("text", [*CAPTIONS, "日本語", "\x00 tab\t", "\ud800 half a character"])
-def test_texts_come_back_whole_or_cut_between_characters(text):
+def test_decoded_texts_are_whole_or_cut_between_characters(text):
     tokenizer = ByteTokenizer(80)
     tokens = tokenizer(text, None)
     assert tokens.shape == (80,)
@@ -234,7 +234,7 @@ def test_a_cut_never_leaves_half_a_character():
         assert (tokens == END).sum() == 1
 
 
-def test_dropped_bytes_are_a_share_and_still_read_as_text():
+def test_dropped_bytes_are_a_fraction_and_still_decode_to_the_text():
     prepared = ByteTokenizer(1000, drop=0.25)("a" * 999, 3)
     assert 0.2 < (prepared < 0).float().mean() < 0.3
     assert ByteTokenizer(1000).decode(prepared) == "a" * 999
@@ -248,7 +248,7 @@ def test_texts_do_not_depend_on_their_padding(depth):
     same = module(tokens)
     if not depth:
         assert torch.allclose(module(tokens[:, :24]), same, rtol=1e-9, atol=1e-11)
-    # Nor on what a vector for padding would be, nor on where nothing stands: the text and its end fill three stretches of eight.
+    # Nor on the embedding of padding, nor on empty stretches: the text and its end token fill three stretches of eight.
     with torch.no_grad():
         module.ngrams.vectors[0] = 100.0
         if depth:
@@ -279,7 +279,7 @@ def test_hashes_spread_over_all_buckets():
     pairs = torch.cartesian_prod(every, every)
     counts = ngram_buckets(pairs, [2], 1025)[:, 0, 0].bincount(minlength=1025)
     assert counts[0] == 0
-    # 65,536 pairs in 1,024 buckets, 64 each: thrown at random they would deviate by 8.
+    # 65,536 pairs in 1,024 buckets, 64 each: the standard deviation of random ones is 8.
     assert counts[1:].float().std() < 16
 
 
@@ -332,7 +332,7 @@ def test_texts_for_images_and_images_for_texts_are_refused():
         (Config("timm:resnet10t", {"colour": 3}), "does not take the options"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_built_says_why(config, complaint):
+def test_towers_that_cannot_be_built_raise_with_the_reason(config, complaint):
     with pytest.raises(ValueError, match=complaint):
         build(config)
 
@@ -357,12 +357,12 @@ class Long(ByteTokenizer):
         return super().__call__(raw, seed).long()
 
 
-def test_a_function_of_your_own_gives_a_module_or_a_tower():
+def test_a_function_returns_a_module_or_a_tower():
     tower = build(Config("test_towers:plain", {"kind": "image", "width": 4, "size": 16}))
     assert tower.prepare == PrepareImage(16)
     assert tower.module(rows(tower)).shape == (len(CAPTIONS), DIM)
     assert "head.weight" in tower.module.state_dict()
-    # DDP waits for the gradient of everything that is not frozen.
+    # DDP waits for the gradients of all parameters that are not frozen.
     assert not tower.module.encoder.unused.weight.requires_grad
     assert tower.module.encoder[1].weight.requires_grad and tower.module.encoder[1].weight.grad is None
     tower = build(Config("test_towers:whole", {"width": 4}))
@@ -390,7 +390,7 @@ def test_a_text_model_of_transformers_from_its_configuration(bert, pool):
     out = tower.module(stacked)
     assert out.shape == (len(CAPTIONS), DIM)
     row = {key: value[1:2, :8] for key, value in stacked.items()}
-    # fp32, over 77 positions of which one is not padding.
+    # Rounding of fp32 over 77 positions, one of which is not padding.
     assert torch.allclose(tower.module(row), out[1:2], atol=1e-5)
     assert tower.module.encoder.model.pooler.dense.weight.requires_grad == (pool is None)
     pickle.dumps(tower.prepare)
@@ -418,7 +418,7 @@ def test_weights_in_a_folder_of_transformers_are_used_and_pickles_refused(bert):
     assert torch.equal(loaded.pooler.dense.weight, model.pooler.dense.weight)
 
 
-def test_checkpointing_inside_transformers_is_their_own(bert):
+def test_checkpointing_uses_the_switch_of_transformers(bert):
     tower = build(Config(f"transformers:{bert}", checkpointing=True))
     assert tower.module.encoder.model.is_gradient_checkpointing
 

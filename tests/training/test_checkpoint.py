@@ -68,7 +68,7 @@ def test_every_bit_comes_back(tmp_path):
     assert path.name == "step-00000200"
     loaded = blank(saved)
     expected = {**facts, "step": 200, "ranks": 1, "torch": torch.__version__}
-    assert checkpoint.load(path, loaded) == checkpoint.read_facts(path) == expected
+    assert checkpoint.load(path, loaded) == checkpoint.read_metadata(path) == expected
     assert_same_bits(loaded, saved)
 
 
@@ -105,7 +105,7 @@ def test_the_newest_stay(tmp_path):
     assert checkpoint.newest(tmp_path) is None
     for step in (5, 100, 20, 300):
         checkpoint.save(tmp_path, step, state(step), {}, keep=2)
-        assert checkpoint.read_facts(tmp_path / f"step-{step:08d}")["step"] == step
+        assert checkpoint.read_metadata(tmp_path / f"step-{step:08d}")["step"] == step
     assert [path.name for path in checkpoint.available(tmp_path)] == ["step-00000100", "step-00000300"]
     assert len(list(tmp_path.iterdir())) == 2
     assert checkpoint.newest(tmp_path) == tmp_path / "step-00000300"

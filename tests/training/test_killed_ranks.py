@@ -182,7 +182,7 @@ def test_ranks_whose_launcher_was_killed_end_with_a_checkpoint(folder):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(launch.pid(rank), signal.SIGKILL)
     last = read_history(out / "log.jsonl").steps[-1]["step"]
-    assert checkpoint.read_facts(checkpoint.newest(out / "checkpoints"))["step"] == last
+    assert checkpoint.read_metadata(checkpoint.newest(out / "checkpoints"))["step"] == last
 
 
 @pytest.mark.slow

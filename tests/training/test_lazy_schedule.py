@@ -16,8 +16,8 @@ from megabatch.training import schedules
 from megabatch.training.build import assemble
 from megabatch.training.distributed import ranks
 from megabatch.training.loop import Training
-from megabatch.training.run_logger import Watch
-from megabatch.training.schedules import Step, course, size_after, size_at
+from megabatch.training.run_logger import RunLogger
+from megabatch.training.schedules import Step, size_after, size_at, step_schedule
 from megabatch.training.signals import StopSign
 
 
@@ -93,7 +93,7 @@ def runs(draw):
 @example((config.build({"batch": {"size": 7, "start": 7, "schedule": "linear"}, "schedule": {"samples": 7}}), 1, []))
 def test_a_lazy_schedule_equals_the_list_of_all_steps(case):
     run, length, doubled = case
-    lazy, whole = course(run, length, doubled), listed(run, length, doubled)
+    lazy, whole = step_schedule(run, length, doubled), listed(run, length, doubled)
     assert list(lazy) == whole
     assert len(lazy) == len(whole) and lazy.samples == sum(step.pairs for step in whole)
     assert [lazy[number] for number in range(-len(whole), len(whole))] == whole + whole
@@ -104,14 +104,14 @@ def test_a_lazy_schedule_equals_the_list_of_all_steps(case):
 @given(runs(), st.integers(-50, 50) | st.none(), st.integers(-50, 50) | st.none(), st.sampled_from([None, 1, 2, -1, -3]))
 def test_slices_are_those_of_the_list(case, start, stop, stride):
     run, length, doubled = case
-    lazy, part = course(run, length, doubled), slice(start, stop, stride)
+    lazy, part = step_schedule(run, length, doubled), slice(start, stop, stride)
     assert list(lazy[part]) == list(lazy)[part]
     assert len(lazy[part]) == len(list(lazy)[part])
     assert list(lazy[part][:3]) == list(lazy)[part][:3]
 
 
 def test_a_step_beyond_the_last_is_an_error_as_in_a_list():
-    steps = course(config.build({"schedule": {"steps": 3}}), 10)
+    steps = step_schedule(config.build({"schedule": {"steps": 3}}), 10)
     with pytest.raises(IndexError):
         steps[3]
 
@@ -129,7 +129,7 @@ LONG = {
 @pytest.mark.parametrize(("batch", "schedule"), LONG.values(), ids=LONG)
 def test_a_very_long_run_begins_at_once_and_covers_the_stream(batch, schedule):
     began = time.process_time()
-    steps = course(config.build({"batch": batch, "schedule": schedule}), 1000)
+    steps = step_schedule(config.build({"batch": batch, "schedule": schedule}), 1000)
     rising, last = steps[0], steps[-1]
     assert time.process_time() - began < 2
     assert rising.first == 0 and 0 < rising.rate < 1e-3
@@ -142,22 +142,22 @@ def test_a_very_long_run_begins_at_once_and_covers_the_stream(batch, schedule):
 def test_a_ramp_through_too_many_sizes_is_refused_and_one_within_the_limit_is_not(monkeypatch):
     run = config.build({"batch": {"size": 1000, "start": 1, "schedule": "linear"}, "schedule": {"steps": 10**9}})
     monkeypatch.setattr(schedules, "MOST_PLATEAUS", 1000)
-    course(run, 10)
+    step_schedule(run, 10)
     monkeypatch.setattr(schedules, "MOST_PLATEAUS", 999)
     with pytest.raises(ValueError, match=r"batch.start is 1 and batch.size 1000: .* 999 different sizes; .*steps"):
-        course(run, 10)
+        step_schedule(run, 10)
 
 
 @pytest.mark.parametrize("epochs", [1e-9, 0.0004])
 def test_epochs_of_less_than_one_sample_are_refused(epochs):
     with pytest.raises(ValueError, match=rf"schedule.epochs is {epochs!r}: less than one sample of the 1,000 there are"):
-        course(config.build({"schedule": {"epochs": epochs}}), 1000)
+        step_schedule(config.build({"schedule": {"epochs": epochs}}), 1000)
 
 
 @pytest.mark.parametrize("epochs", [1e19, 1e38])
 def test_epochs_beyond_what_64_bits_count_are_refused(epochs):
     with pytest.raises(ValueError, match=r"schedule.epochs is .*64 bits"):
-        course(config.build({"schedule": {"epochs": epochs}}), 1000)
+        step_schedule(config.build({"schedule": {"epochs": epochs}}), 1000)
 
 
 def test_a_run_of_a_hundred_billion_steps_takes_its_first_step_at_once(tmp_path):
@@ -178,8 +178,8 @@ def test_a_run_of_a_hundred_billion_steps_takes_its_first_step_at_once(tmp_path)
     (tmp_path / "run").mkdir()
     with ranks(run.compute) as here:
         training = Training(assemble(run, here), tmp_path / "run")
-        with Watch(run, tmp_path / "run", training.samples, training.seen, silent=False) as watch, StopSign() as sign:
-            training.run_to_the_end(watch, sign, last=2)
+        with RunLogger(run, tmp_path / "run", training.samples, training.seen, silent=False) as watch, StopSign() as sign:
+            training.run_steps(watch, sign, last=2)
         assert (training.number, training.seen) == (2, 16)
     steps = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     assert [line["samples"] for line in steps if line["event"] == "step"] == [8, 16]

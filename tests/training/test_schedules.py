@@ -1,4 +1,4 @@
-"""The course of a run against hand-worked numbers."""
+"""The steps of a run against hand-worked numbers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megabatch import config
-from megabatch.training.schedules import course
+from megabatch.training.schedules import step_schedule
 
 
 def steps_of(length=1000, **sections):
-    return course(config.build(sections), length)
+    return step_schedule(config.build(sections), length)
 
 
 def test_a_budget_of_samples_is_spent_exactly_and_in_order():

@@ -147,7 +147,7 @@ def test_killed_in_mid_run_and_resumed_is_bit_equal(pairs, tmp_path):
     wait_for(lambda: checkpoint.newest(tmp_path / "parts" / "checkpoints") is not None, parts)
     parts.process.kill()
     assert parts.wait() == -signal.SIGKILL
-    step = checkpoint.read_facts(checkpoint.newest(tmp_path / "parts" / "checkpoints"))["step"]
+    step = checkpoint.read_metadata(checkpoint.newest(tmp_path / "parts" / "checkpoints"))["step"]
     assert 0 < step <= 40
     for command in (whole, start_training(pairs, tmp_path, "parts")):
         assert command.wait(120) == 0, command.stderr

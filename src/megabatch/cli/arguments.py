@@ -1,4 +1,4 @@
-"""The argument parser of all verbs: arguments in any order, errors in one line, and a guess for what was misspelt."""
+"""The argument parser of all verbs, and the arguments that several verbs share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,17 @@ import argparse
 import difflib
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
+
+from .. import config
+from ..files import check_file
+from ..reporting.terminal import visible
+
+SETTINGS_HELP = (
+    "The TOML file of a run, and settings as section.key=value, in any order; settings override those of the file."
+    " Without a file, the embedded default run is used."
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -25,11 +35,11 @@ class Parser(argparse.ArgumentParser):
         namespace, rest = super().parse_known_args(sys.argv[1:] if args is None else args, namespace)
         collecting = [action for action in self._actions if not action.option_strings and action.nargs in ("*", "+")]
         if collecting:
-            # As everywhere, what follows "--" is no option.
+            # By convention, arguments after "--" are never options.
             end = rest.index("--") if "--" in rest else len(rest)
             values = [argument for argument in rest[:end] if not argument.startswith("-")] + rest[end + 1 :]
             rest = [argument for argument in rest[:end] if argument.startswith("-")]
-            # Not extend(): the list may be the default of the action, which the next call would find changed.
+            # Not extend(): the list may be the default of the action, which would be changed for the next call.
             setattr(namespace, collecting[0].dest, [*getattr(namespace, collecting[0].dest), *values])
         if rest:
             self.error(self._unknown(rest[0]))
@@ -54,10 +64,76 @@ class Parser(argparse.ArgumentParser):
 
 
 def guess(word: str, known: Iterable[str]) -> str:
-    """Return "; did you mean …?" with the known word that is most alike, or nothing.
+    """Return "; did you mean …?" with the most similar known word, or an empty string.
 
     >>> guess("--frehs", ["--fresh", "--show"])
     '; did you mean --fresh?'
     """
     near = difflib.get_close_matches(word, list(known), 1)
     return f"; did you mean {near[0]}?" if near else ""
+
+
+def add_trust(parser: argparse.ArgumentParser) -> None:
+    """Add --trust-code, without which code that a run's file or folder names is not imported."""
+    parser.add_argument(
+        "--trust-code",
+        action="store_true",
+        help="Import and call the functions that the run names as package.module:function, also from the current folder.",
+    )
+
+
+def add_overwrite(parser: argparse.ArgumentParser) -> None:
+    """Add --overwrite, without which an existing output file is not replaced."""
+    parser.add_argument("--overwrite", action="store_true", help="Replace the output file if it exists already.")
+
+
+def check_output(path: Path | None, option: str, overwrite: bool, *, make_folder: bool = False) -> None:
+    """Raise ValueError if an option names a file that cannot be written, or that exists and must not be replaced."""
+    if path is None:
+        return
+    check_file(path, option, make_folder=make_folder)
+    if path.is_file() and not overwrite:
+        raise ValueError(f"{option} is {str(path)!r}: the file exists; choose another one, or add --overwrite to replace it")
+
+
+def settings_of(settings: Sequence[str], defaults: Iterable[str] = ()) -> config.Run:
+    """Return the run of "run.toml key=value …", in any order.
+
+    Without a file it is the embedded default with `defaults`, which the settings override.
+    """
+    files = [argument for argument in settings if not _is_setting(argument)]
+    settings = [argument for argument in settings if _is_setting(argument)]
+    if len(files) > 1:
+        raise ValueError(
+            f"{files[0]!r} and {files[1]!r} are given, but a run has only one file; settings are written as section.key=value"
+            " (batch.size=4096)"
+        )
+    if not files:
+        return config.build(config.EMBEDDED, [*defaults, *settings])
+    if not Path(files[0]).exists():
+        raise ValueError(f"{files[0]}: there is no such file; {_remedy(files[0])}")
+    return config.read(files[0], settings)
+
+
+def one_line(error: object) -> str:
+    """Return an error as the one line that the command prints."""
+    return "megabatch: error: " + visible(" ".join(str(error).splitlines()))
+
+
+def _is_setting(argument: str) -> bool:
+    """Return whether an argument is a setting and not a file: runs/lr=3/run.toml is a file, because no key has a slash."""
+    key, equals, _ = argument.partition("=")
+    return bool(equals) and "/" not in key and "\\" not in key
+
+
+def _remedy(missing: str) -> str:
+    """Return what to do about a file that does not exist."""
+    path = Path(missing)
+    if path.suffix != ".toml" and path.name == missing:
+        return f"a setting is written as section.key=value, as {missing}=…, and a run's file ends in .toml"
+    folder = path.parent
+    existing = sorted(file.name for file in folder.glob("*.toml")) if folder.is_dir() else []
+    near = difflib.get_close_matches(path.name, existing, 1)
+    if near:
+        return f"did you mean {folder / near[0]}?"
+    return "name the TOML file of a run, or no file for the embedded default"

@@ -1,4 +1,4 @@
-"""The verbs that choose a batch by arithmetic: `plan` and `audit`."""
+"""The verbs `plan` and `audit`: choose a batch, and check the settings of a training, by arithmetic."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any, get_args
 
 from .. import config, objectives, optimizers, packages
 from ..reporting.terminal import print_report
-from .common_args import add_overwrite, add_trust, check_output
+from .arguments import add_overwrite, add_trust, check_output
 
 
 def add(verbs: Any) -> None:
     plan = verbs.add_parser(
-        "plan", help="Choose the batch size, say why, and write a file that `megabatch train` runs.", description=_plan.__doc__
+        "plan", help="Choose a batch size, explain it, and write a run.toml for `train`.", description=_plan.__doc__
     )
     plan.add_argument(
         "model",
         nargs="?",
         help='Model to plan for: ViT-L/14, open_clip:NAME, "timm:NAME + text", "vit + text", package.module:function or a run.toml;'
-        " by default the embedded default.",
+        " by default that of the embedded default run.",
     )
     plan.add_argument(
         "--objective",
@@ -47,17 +47,23 @@ def add(verbs: Any) -> None:
     plan.add_argument("--memory", help="Memory of one device, as 80GiB; by default that of the device named.")
     plan.add_argument("--share", type=float, help="Fraction of the device's memory that may be used, up to 1 (default 0.8).")
     plan.add_argument("--price", type=float, help="Price of one device per hour; adds cost to every alternative.")
-    plan.add_argument("--batch", metavar="N", help="Batch size that is decided already; the plan says how to reach it.")
-    plan.add_argument("--critical", type=int, metavar="N", help="Critical batch size, in samples, where it was measured.")
+    plan.add_argument("--batch", metavar="N", help="Batch size that is already decided; the plan says how to reach it.")
+    plan.add_argument("--critical", type=int, metavar="N", help="Critical batch size in samples, if it was measured.")
     plan.add_argument(
-        "--priority", choices=("accuracy", "speed"), help="What decides between batch sizes: final accuracy (default) or speed."
+        "--priority",
+        choices=("accuracy", "speed"),
+        help="What to prefer when batch sizes differ: final accuracy (default) or speed.",
     )
     plan.add_argument(
-        "--base-lr", metavar="RATE@BATCH", help="Learning rate known to be good at a batch size, to scale from: 1e-3@256."
+        "--base-lr",
+        metavar="RATE@BATCH",
+        help="Learning rate that is known to be good at a batch size, as 1e-3@256; the plan scales it.",
     )
     plan.add_argument("--optimizer", choices=tuple(optimizers.OPTIMIZERS), help=f"Optimizer (default {optimizers.DEFAULT}).")
     plan.add_argument(
-        "--precision", choices=("fp32", "bf16", "fp16"), help="Precision of the encoders; by default the device's best."
+        "--precision",
+        choices=("fp32", "bf16", "fp16"),
+        help="Precision of the encoders; by default the best that the device supports.",
     )
     plan.add_argument("--source", help="Training data to write into the run's file as data.source.")
     plan.add_argument(
@@ -66,10 +72,10 @@ def add(verbs: Any) -> None:
         action="extend",
         nargs="+",
         metavar="FILE",
-        help="Files measured.json of fit, profile, noise or sweep; what was measured replaces predictions.",
+        help="Files measured.json of fit, profile, noise or sweep; measured values replace predictions.",
     )
     plan.add_argument(
-        "--rates", type=Path, metavar="FILE", help="Rates of the device, as `megabatch env --measure --out FILE` wrote them."
+        "--rates", type=Path, metavar="FILE", help="Speed of the device, as written by `megabatch env --measure --out FILE`."
     )
     plan.add_argument("--json", action="store_true", help="Print JSON instead of tables.")
     plan.add_argument(
@@ -81,17 +87,19 @@ def add(verbs: Any) -> None:
     plan.set_defaults(run=_plan)
 
     audit = verbs.add_parser(
-        "audit", help="Find mistakes in the settings of a training, with their fixes.", description=_audit.__doc__
+        "audit", help="Find mistakes in the settings of a training, and their fixes.", description=_audit.__doc__
     )
     audit.add_argument(
         "files", nargs="+", metavar="FILE", help="A run.toml, TrainingArguments or DeepSpeed JSON, or an OpenCLIP command line."
     )
-    audit.add_argument("--data", metavar="N", help="Number of samples in an epoch, as 10M, where the file does not say.")
+    audit.add_argument("--data", metavar="N", help="Number of samples in an epoch, as 10M, if the file does not say.")
     audit.add_argument("--unique", metavar="N", help="Number of distinct samples among them.")
     audit.add_argument("--ranks", type=int, metavar="N", help="Number of processes that the training is launched with.")
-    audit.add_argument("--base-lr", metavar="RATE@BATCH", help="Learning rate known to be good at a batch size: 5e-4@32768.")
-    audit.add_argument("--objective", choices=get_args(objectives.AuditName), help="Kind of training, where the file does not say.")
-    audit.add_argument("--finetune", action="store_true", default=None, help="State that training starts from pretrained weights.")
+    audit.add_argument(
+        "--base-lr", metavar="RATE@BATCH", help="Learning rate that is known to be good at a batch size, as 5e-4@32768."
+    )
+    audit.add_argument("--objective", choices=get_args(objectives.AuditName), help="Kind of training, if the file does not say.")
+    audit.add_argument("--finetune", action="store_true", default=None, help="Training starts from pretrained weights.")
     audit.add_argument(
         "--fail-on",
         choices=("error", "warning", "note"),
@@ -112,8 +120,8 @@ def _losses() -> str:
 
 
 def _plan(arguments: argparse.Namespace) -> None:
-    """Choose the batch size that a training needs, say how to reach it and what follows from it, each number with its reason.
-    Without arguments, plan the embedded default on this machine."""
+    """Choose the batch size that a training needs, how to reach it, and the other settings, each with its reason. Without
+    arguments, plan the embedded default run on this machine."""
     from ..planning.planner import plan
     from ..planning.report import check_target, plan_report, write
 
@@ -124,20 +132,20 @@ def _plan(arguments: argparse.Namespace) -> None:
         check_output(path, f"--{name}", arguments.overwrite, make_folder=True)
     if arguments.model is not None and arguments.model.endswith(".toml"):
         arguments.model = config.read(arguments.model)
-    shown = {"verb", "run", "json", "out", "html", "overwrite"}
-    asked = {key: value for key, value in vars(arguments).items() if key not in shown and value is not None}
+    not_options = {"verb", "run", "json", "out", "html", "overwrite"}
+    options = {key: value for key, value in vars(arguments).items() if key not in not_options and value is not None}
     if any(path is not None and path.suffix == ".html" for path in (arguments.out, arguments.html)):
         packages.require(packages.PLAN_PAGE)
-    found = plan(**asked)
+    found = plan(**options)
     print(found.as_json()) if arguments.json else print_report(plan_report(found))
     for path in (arguments.out, arguments.html):
         if path is not None:
-            print("written:", write(found, path), file=sys.stderr)
+            print("Plan written to", write(found, path), file=sys.stderr)
 
 
 def _audit(arguments: argparse.Namespace) -> int:
-    """Find the classic mistakes of batch size and what goes with it: what is wrong, where, why, and the fix as a diff. The exit
-    status is 1 from a severity on, so that the audit can stand before a launch."""
+    """Find common mistakes in the batch size and the settings that depend on it: what is wrong, where, why, and the fix as a diff.
+    The exit status is 1 if something at least as severe as --fail-on was found, so a script can check before a launch."""
     from ..audit import audit, audit_report, audit_together, exit_code, read_any
     from ..planning.request import parse_base, parse_count
 

@@ -1,4 +1,4 @@
-"""The verbs of a run: `train`, and what asks it afterwards: `evaluate`, `embed`, `search`."""
+"""The verbs `train`, and for a trained run `evaluate`, `embed` and `search`."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING, Any
 from .. import config
 from ..reporting.report import text_table
 from ..reporting.terminal import print_table, visible
-from .common_args import SETTINGS_HELP, add_overwrite, add_trust, check_output, settings_of
+from .arguments import SETTINGS_HELP, add_overwrite, add_trust, check_output, settings_of
 
 if TYPE_CHECKING:
     from ..training.inference import Answer
 
-# Unreadable samples and damaged files that are named on the terminal.
-MOST_NAMED = 10
+# The most unreadable samples and damaged files that are listed on the terminal.
+MOST_LISTED = 10
 
 
 def add(verbs: Any) -> None:
-    train = verbs.add_parser("train", help="Train a contrastive model, or resume its training.", description=_train.__doc__)
+    train = verbs.add_parser("train", help="Train a model, or resume its training.", description=_train.__doc__)
     train.add_argument("settings", nargs="*", metavar="run.toml | key=value", help=SETTINGS_HELP)
-    train.add_argument("--fresh", action="store_true", help="Start over: delete what an earlier run wrote into the folder.")
-    train.add_argument("--show", action="store_true", help="Print the whole configuration as TOML and do not train.")
+    train.add_argument("--fresh", action="store_true", help="Start over: delete what an earlier run wrote into the run's folder.")
+    train.add_argument("--show", action="store_true", help="Print the whole configuration as TOML instead of training.")
     add_trust(train)
     train.set_defaults(run=_train)
 
@@ -45,11 +45,11 @@ def add(verbs: Any) -> None:
         )
         add_trust(verb)
         verb.set_defaults(run=run)
-    embed.add_argument("files", nargs="+", metavar="FILE", help="Image files, and UTF-8 text files with a text in each line.")
+    embed.add_argument("files", nargs="+", metavar="FILE", help="Image files, and UTF-8 text files with one text per line.")
     embed.add_argument(
         "--side",
         choices=("x", "y"),
-        help="Tower that embeds all files: x takes queries, y documents. Needed where both towers take the same kind of input.",
+        help="Tower that embeds all files: x for queries, y for documents. Required if both towers take the same kind of input.",
     )
     embed.add_argument(
         "--out", type=Path, metavar="FILE", help="File to write; by default embeddings.safetensors in the run's folder."
@@ -59,8 +59,8 @@ def add(verbs: Any) -> None:
     search.add_argument(
         "--side",
         choices=("x", "y"),
-        help="Tower that embeds the query; answers come from the other side. By default the tower that takes such an input, and x"
-        " where both do.",
+        help="Tower that embeds the query; answers come from the other side. By default the tower that takes this kind of input,"
+        " or x if both do.",
     )
     search.add_argument(
         "--out", type=Path, metavar="FILE", help="PNG file of image answers; by default search.png in the run's folder."
@@ -70,9 +70,9 @@ def add(verbs: Any) -> None:
 
 
 def _train(arguments: argparse.Namespace) -> None:
-    """Train what a TOML file describes, and resume where an earlier start was stopped. Without a file, train on images of
-    characters and their names, which come with the installation. Settings replace those of the file: batch.size=4096
-    optimizer.lr=3e-4 out=runs/a. For several GPUs or machines: torchrun -m megabatch train …"""
+    """Train what a TOML file describes, or resume a training that was stopped. Without a file, train on images of characters and
+    their names, which are part of the installation. Settings override those of the file: batch.size=4096 optimizer.lr=3e-4
+    out=runs/a. For several GPUs or machines: torchrun -m megabatch train …"""
     run = settings_of(arguments.settings)
     if arguments.show:
         print(config.as_toml(run), end="")
@@ -80,13 +80,13 @@ def _train(arguments: argparse.Namespace) -> None:
     from ..training.loop import train
 
     folder = train(run, fresh=arguments.fresh, trust_code=arguments.trust_code)
-    # One rank writes the result, and shows it.
+    # Only the first rank writes the result and prints it.
     if os.environ.get("RANK", "0") == "0":
         _show_result(folder)
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:
-    """Print the recall of held-out pairs in both directions, by the newest checkpoint of a run."""
+    """Print the recall of held-out pairs in both directions, with the newest checkpoint of a run."""
     from ..training.inference import evaluate
 
     found = evaluate(arguments.folder, classes=arguments.classes, device=arguments.device, trust_code=arguments.trust_code)
@@ -96,8 +96,8 @@ def _evaluate(arguments: argparse.Namespace) -> None:
 
 
 def _embed(arguments: argparse.Namespace) -> None:
-    """Write normalised embeddings as safetensors: the tensor "embeddings" (rows, dim), and in the metadata "keys", a JSON list of
-    what each row is: the path of an image, or a line of text."""
+    """Write normalised embeddings as safetensors: the tensor "embeddings" (rows, dim), and in the metadata "keys", a JSON list with
+    the path of the image or the line of text that each row is of."""
     from ..training.inference import embed
 
     check_output(arguments.out, "--out", arguments.overwrite)
@@ -108,8 +108,8 @@ def _embed(arguments: argparse.Namespace) -> None:
 
 
 def _search(arguments: argparse.Namespace) -> None:
-    """Print the held-out images nearest to a text, the texts nearest to an image, or the documents nearest to a query, as a table;
-    images are drawn on a contact sheet too."""
+    """Print the held-out images nearest to a text, the texts nearest to an image, or the documents nearest to a query, as a table.
+    Images are also drawn on a contact sheet."""
     if arguments.k < 1:
         raise ValueError(f"-k is {arguments.k}: must be at least 1")
     check_output(arguments.out, "--out", arguments.overwrite)
@@ -134,7 +134,11 @@ def _draw(query: str, answers: Sequence[Answer], out: Path) -> Path:
 def _show_result(folder: Path) -> None:
     result = json.loads((folder / "result.json").read_text("utf-8")) if (folder / "result.json").exists() else {}
     if result.get("evaluation"):
-        _show_quality(result["evaluation"], result.get("chance"))
+        _show_quality(result["evaluation"])
+    if result:
+        from ..training.summary import sentences
+
+        print("\n".join(sentences(result)))
     if result.get("bad"):
         print(f"{result['bad']:,} training samples could not be read and were skipped; {folder / 'log.jsonl'} names them")
     if (folder / "report.html").exists():
@@ -142,28 +146,26 @@ def _show_result(folder: Path) -> None:
 
 
 def _show_unread(found: dict[str, Any]) -> None:
-    """Name held-out samples that could not be read, and damaged files."""
+    """Print the held-out samples that could not be read, and damaged files."""
     lines = [f"{each['key']}: {each['reason']}" for each in found.get("unreadable", [])]
     lines += [f"damaged: {each}" for each in found.get("damage", [])]
-    for line in lines[:MOST_NAMED]:
+    for line in lines[:MOST_LISTED]:
         print(visible(line))
-    if len(lines) > MOST_NAMED:
-        print(f"… and {len(lines) - MOST_NAMED:,} more; --json names them all")
+    if len(lines) > MOST_LISTED:
+        print(f"… and {len(lines) - MOST_LISTED:,} more; --json lists them all")
 
 
-def _show_quality(found: dict[str, Any], chance: dict[str, float] | None = None) -> None:
+def _show_quality(found: dict[str, Any]) -> None:
+    from ..reporting.run_report import quality_table
+
     bad = found.get("bad", 0)
     unread = f"; {bad:,} of {bad + found['pairs']:,} held-out samples could not be read" if bad else ""
     if "accuracy" in found:
         print(f"held-out accuracy: {found['accuracy']:.1%} of {found['pairs']:,}{unread}")
         return
-    at = list(found["x_to_y"])
-    x, y = found["sides"]
-    directions = ((f"{x} → {y}", "x_to_y", "x_median_rank"), (f"{y} → {x}", "y_to_x", "y_median_rank"))
-    rows = [[name, *(f"{found[side][k]:.1%}" for k in at), f"{found[median]:g}"] for name, side, median in directions]
-    if chance is not None:
-        rows.append(["chance", *(f"{chance[k]:.2%}" for k in at), f"{(found['pairs'] + 1) / 2:g}"])
     print(f"held-out recall among {found['pairs']:,} pairs{unread}")
-    print_table(text_table(["direction", *(f"recall@{k}" for k in at), "median rank"], rows))
+    quality = quality_table(found, tuple(found["sides"]))
+    if quality is not None:
+        print_table(quality)
     for k, share in found.get("zero_shot", {}).items():
         print(f"zero-shot accuracy, top {k}: {share:.1%}")

@@ -75,6 +75,19 @@ def clip_loss(
 ) -> tuple[Tensor, Diagnostics]: ...
 
 
+@overload
+def clip_loss(
+    x: Tensor,
+    y: Tensor,
+    scale: Tensor | float,
+    *,
+    ids: Tensor | None = None,
+    weights: Tensor | None = None,
+    diagnostics: bool,
+    **options: Unpack[ClipOptions],
+) -> Tensor | tuple[Tensor, Diagnostics]: ...
+
+
 @outside_graphs
 def clip_loss(
     x: Tensor,
@@ -172,6 +185,9 @@ class ClipLoss(LossModule[LossResult]):
         def __init__(
             self: ClipLoss[tuple[Tensor, Diagnostics]], *, diagnostics: Literal[True], **options: Unpack[ClipOptions]
         ) -> None: ...
+
+        @overload
+        def __init__(self: ClipLoss[Any], *, diagnostics: bool, **options: Unpack[ClipOptions]) -> None: ...
 
         def __init__(self, **options: Any) -> None: ...
 

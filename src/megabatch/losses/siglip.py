@@ -72,6 +72,20 @@ def siglip_loss(
 ) -> tuple[Tensor, Diagnostics]: ...
 
 
+@overload
+def siglip_loss(
+    x: Tensor,
+    y: Tensor,
+    scale: Tensor | float,
+    bias: Tensor | float,
+    *,
+    ids: Tensor | None = None,
+    weights: Tensor | None = None,
+    diagnostics: bool,
+    **options: Unpack[SigLipOptions],
+) -> Tensor | tuple[Tensor, Diagnostics]: ...
+
+
 @outside_graphs
 def siglip_loss(
     x: Tensor,
@@ -150,6 +164,9 @@ class SigLipLoss(LossModule[LossResult]):
         def __init__(
             self: SigLipLoss[tuple[Tensor, Diagnostics]], *, diagnostics: Literal[True], **options: Unpack[SigLipOptions]
         ) -> None: ...
+
+        @overload
+        def __init__(self: SigLipLoss[Any], *, diagnostics: bool, **options: Unpack[SigLipOptions]) -> None: ...
 
         def __init__(self, **options: Any) -> None: ...
 

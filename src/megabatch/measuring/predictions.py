@@ -25,7 +25,7 @@ class StepPrediction(NamedTuple):
 Predict = Callable[[int, int, int], StepPrediction]
 
 
-def predictions(run: config.Run, here: Ranks, samples: int, classes: int) -> Predict:
+def predictions(run: config.Run, ranks: Ranks, samples: int, classes: int) -> Predict:
     """Return a function that predicts a step on this machine from its batch, chunk and number of kept chunks.
 
     Raises ValueError if the run's model cannot be predicted.
@@ -33,8 +33,8 @@ def predictions(run: config.Run, here: Ranks, samples: int, classes: int) -> Pre
     request = Request(
         run,
         data=samples,
-        gpu="cpu" if here.device.type == "cpu" else None,
-        gpus=here.size,
+        gpu="cpu" if ranks.device.type == "cpu" else None,
+        gpus=ranks.size,
         precision=run.compute.precision,
         optimizer=closest(run.optimizer.name).name,
         ema=None if run.optimizer.ema is None else (run.optimizer.ema, run.batch.size),
@@ -43,7 +43,7 @@ def predictions(run: config.Run, here: Ranks, samples: int, classes: int) -> Pre
     estimator = estimator_for(problem_of(request))
 
     def predict(batch: int, chunk: int, keep: int) -> StepPrediction:
-        strategy = strategy_of(run, here.size, batch, chunk, keep)
+        strategy = strategy_of(run, ranks.size, batch, chunk, keep)
         memory = estimator.peaks.predict(strategy)
         return StepPrediction(estimator.seconds(strategy), memory.peak_bytes, memory.reserved_bytes)
 

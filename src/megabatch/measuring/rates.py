@@ -1,9 +1,8 @@
-"""`megabatch env --measure`: rates of the device at hand, in a few seconds, for plans that rest on them."""
+"""`megabatch env --measure`: the speed of this machine's device, measured in a few seconds, for `megabatch plan --rates`."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import date
 
@@ -15,17 +14,18 @@ from .. import host_memory
 from ..config import Compute
 from ..costs.counting import count_work
 from ..costs.rates import Rates
-from ..environment import device_name
-from ..training.distributed import ranks
+from ..environment import device_memory, device_name
+from ..training import distributed
+from .timing import seconds_each, seconds_of
 
 MIB = 2**20
-# Seconds that each rate is measured for.
+# Seconds for which each rate is measured.
 SECONDS = 0.25
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def measure_rates(device: torch.device, group: dist.ProcessGroup | None = None, seconds: float = SECONDS) -> Rates:
-    """The rates of a device; with a group, of the exchange between its ranks too, all of which must call this."""
+    """Return the rates of a device; with a group, whose ranks must all call this, also of the exchange between them."""
     module = None if device.type == "cpu" else torch.get_device_module(device)
     return Rates(
         device=device_name(device),
@@ -44,24 +44,20 @@ def measure_rates(device: torch.device, group: dist.ProcessGroup | None = None, 
 
 
 def measure_here(seconds: float = SECONDS) -> Rates:
-    """The rates of this process's device; started by torchrun, those between its ranks too."""
-    with ranks(Compute()) as here:
-        return measure_rates(here.device, here.group, seconds)
+    """Return the rates of this process's device; if torchrun started it, also of the exchange between ranks."""
+    with distributed.ranks(Compute()) as ranks:
+        return measure_rates(ranks.device, ranks.group, seconds)
 
 
 def _memory(device: torch.device) -> int:
-    if device.type == "cpu":
-        total = host_memory.total()
-        if total is None:
-            raise ValueError(f"the memory of this machine cannot be read, since {host_memory.REMEDY}")
-        return total
-    if device.type == "mps":
-        return torch.mps.recommended_max_memory()
-    return int(torch.get_device_module(device).get_device_properties(device).total_memory)
+    memory = device_memory(device)
+    if memory is None:
+        raise ValueError(f"the memory of this machine cannot be read, since {host_memory.REMEDY}")
+    return memory
 
 
 def _products(device: torch.device, seconds: float) -> dict[str, float]:
-    """FLOP/s of square products, by precision."""
+    """Return the FLOP/s of square matrix products by precision."""
     rates = {}
     for precision, dtype in DTYPES.items():
         if _has(device, precision):
@@ -71,7 +67,10 @@ def _products(device: torch.device, seconds: float) -> dict[str, float]:
 
 
 def _product(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
-    """FLOP/s of the largest product that can be repeated in that time: some precisions are thousands of times slower on a CPU."""
+    """Return the FLOP/s of the largest product that can be repeated in that time.
+
+    On a CPU some precisions are thousands of times slower than others, so no single size suits all.
+    """
     side, most = (64, 1024) if device.type == "cpu" else (1024, 8192)
     while True:
         a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
@@ -79,10 +78,10 @@ def _product(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
         def multiply(a: torch.Tensor = a, b: torch.Tensor = b) -> torch.Tensor:
             return a @ b
 
-        # The first one also sets up the library, which takes longer than any product.
-        _seconds_of(multiply, device, 1)
-        if side == most or _seconds_of(multiply, device, 2) > seconds / 16:
-            return 2 * side**3 / _seconds_each(multiply, device, seconds)
+        # The first call also initializes the library, which takes longer than any product.
+        seconds_of(multiply, device, 1)
+        if side == most or seconds_of(multiply, device, 2) > seconds / 16:
+            return 2 * side**3 / seconds_each(multiply, device, seconds)
         side *= 2
 
 
@@ -91,7 +90,7 @@ def _has(device: torch.device, precision: str) -> bool:
         # Below 8.0 tf32 does not exist, and bf16 is emulated.
         new = torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
         return precision in ("fp32", "fp16") or new or (precision == "bf16" and torch.version.hip is not None)
-    # fp16 on a CPU serves inference; training has no use for it.
+    # fp16 on a CPU is for inference; training does not use it.
     return precision in ("fp32", "bf16") if device.type == "cpu" else precision != "tf32"
 
 
@@ -108,17 +107,17 @@ def _tensor_cores(on: bool) -> Iterator[None]:
 def _bandwidth(device: torch.device, seconds: float) -> float:
     size = (64 if device.type == "cpu" else 512) * MIB
     a, b = (torch.ones(size // 4, device=device) for _ in range(2))
-    return 2 * size / _seconds_each(lambda: b.copy_(a), device, seconds)
+    return 2 * size / seconds_each(lambda: b.copy_(a), device, seconds)
 
 
 def _copy(device: torch.device, seconds: float) -> float:
     size = 256 * MIB
-    host, there = torch.ones(size // 4).pin_memory(), torch.empty(size // 4, device=device)
-    return size / _seconds_each(lambda: there.copy_(host, non_blocking=True), device, seconds)
+    source, target = torch.ones(size // 4).pin_memory(), torch.empty(size // 4, device=device)
+    return size / seconds_each(lambda: target.copy_(source, non_blocking=True), device, seconds)
 
 
 def _host(device: torch.device, seconds: float) -> float:
-    """Seconds to call an operation: of a transformer so small that whatever computes it waits for the host."""
+    """Return the host's seconds per operation, from a transformer so small that the device always waits for the host."""
     width, length = 16, 4
     model = nn.TransformerEncoderLayer(width, 2, width, batch_first=True, device=device)
     inputs = torch.zeros(1, length, width, device=device)
@@ -129,7 +128,7 @@ def _host(device: torch.device, seconds: float) -> float:
         torch.autograd.grad(model(inputs).sum(), list(model.parameters()))
 
     step()
-    return _seconds_each(step, device, seconds) / (work.forward.operations + work.backward.operations)
+    return seconds_each(step, device, seconds) / (work.forward.operations + work.backward.operations)
 
 
 def _link(device: torch.device, group: dist.ProcessGroup, seconds: float) -> float:
@@ -139,27 +138,7 @@ def _link(device: torch.device, group: dist.ProcessGroup, seconds: float) -> flo
     def exchange() -> None:
         dist.all_reduce(buffer, group=group)
 
-    # Every rank must take part as often as the others: the number of times is not left to their clocks.
-    _seconds_of(exchange, device, 2)
-    each = _seconds_of(exchange, device, max(2, round(10 * seconds)))
+    # All ranks must call it equally often, so the number of calls must not depend on their clocks.
+    seconds_of(exchange, device, 2)
+    each = seconds_of(exchange, device, max(2, round(10 * seconds)))
     return 2 * (ranks - 1) / ranks * size / each
-
-
-def _seconds_each(work: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """Seconds of one call, from as many as take about `seconds`; the first ones, which warm up, not counted."""
-    once = _seconds_of(work, device, 2)
-    return _seconds_of(work, device, max(2, min(1000, round(seconds / max(once, 1e-6)))))
-
-
-def _seconds_of(work: Callable[[], object], device: torch.device, times: int) -> float:
-    _wait(device)
-    began = time.perf_counter()
-    for _ in range(times):
-        work()
-    _wait(device)
-    return (time.perf_counter() - began) / times
-
-
-def _wait(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize(device)

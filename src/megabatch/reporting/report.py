@@ -105,7 +105,7 @@ class Axis:
     label: str = ""
     format: Format = whole
     scale: Literal["linear", "log", "log2"] = "linear"
-    ticks: Mapping[float, str] | None = None
+    ticks: Mapping[int, str] | Mapping[float, str] | None = None
     low: float | None = None
     high: float | None = None
 

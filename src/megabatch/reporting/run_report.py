@@ -97,8 +97,10 @@ def run_report(folder: Folder) -> Report:
     evaluation = folder.evaluation()
     quality = quality_table(evaluation, folder.sides())
     charts = curve_charts(folder.history)
-    curves = [Figure(charts, "what was logged against the samples seen", size=(3.7, 2.6), separate=True)] if charts else []
-    sections = [
+    curves: list[Block] = (
+        [Figure(charts, "what was logged against the samples seen", size=(3.7, 2.6), separate=True)] if charts else []
+    )
+    sections: list[tuple[str, list[Block]]] = [
         ("Held-out recall", [quality] if quality else []),
         ("Training curves", curves),
         ("Questions and answers", list(_galleries(folder))),
@@ -134,7 +136,7 @@ def quality_table(evaluation: Row, sides: tuple[str, str]) -> Table | None:
     if pairs:
         expected = chance(int(pairs))
         rows.append({"direction": "chance", "rank": (pairs + 1) / 2, **{f"at_{k}": expected[k] for k in RECALL_AT}})
-    recalls = [Column(f"at_{k}", f"recall at {k}", percent_text, bar=True) for k in RECALL_AT]
+    recalls = [Column(f"at_{k}", f"recall@{k}", percent_text, bar=True) for k in RECALL_AT]
     columns = [Column("direction", "direction", kind="word"), *recalls, Column("rank", "median rank", "{:,g}".format)]
     return Table(columns, rows, note=f"among {pairs:,.0f} pairs" if pairs else "")
 

@@ -10,7 +10,7 @@ import re
 import sys
 import unicodedata
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from .report import Code, Column, Notes, Paragraph, Report, Table
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 # What a terminal would obey instead of showing: C0 and C1 control characters, line separators, and changes of direction.
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 BETWEEN = "  "
+# The fewest columns of the terminal that a long text gets.
+LEAST_TEXT = 16
 
 
 def visible(text: str) -> str:
@@ -74,6 +76,10 @@ def print_table(table: Table, console: Console | None = None) -> None:
         grid.add_column(Text(column.name), justify=_justify(column), no_wrap=column.kind != "text")
     for row in cells:
         grid.add_row(*(Text(cell) for cell in row))
+    # rich shortens cells that do not fit, and a line that the terminal wraps is better than a number that is cut.
+    widths = [max(map(_width, texts)) for texts in zip([column.name for column in columns], *cells, strict=True)]
+    fixed = [min(width, LEAST_TEXT) if column.kind == "text" else width for column, width in zip(columns, widths, strict=True)]
+    console.width = max(console.width, sum(fixed) + 3 * len(columns) + 1)
     console.print(grid)
 
 
@@ -106,7 +112,7 @@ def plain_table(columns: Sequence[Column], cells: Sequence[Sequence[str]], title
     return "\n".join(lines)
 
 
-def _justify(column: Column) -> str:
+def _justify(column: Column) -> Literal["left", "right"]:
     return "right" if column.kind == "number" else "left"
 
 

@@ -1,4 +1,4 @@
-"""HOW one pair of blocks is computed: the contract, and which backend fulfils it for a device and a dtype."""
+"""How one pair of blocks is computed: the contract, and the backend that implements it for a device and a dtype."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ BACKENDS = ("eager", "fused")
 
 
 def backend_name(device: torch.device, dtype: torch.dtype = torch.float32, backend: str | None = None) -> str:
-    """The backend that serves tensors on `device`: the one that is asked for, or the fastest there is."""
+    """Return the name of the backend for tensors on `device`: the requested one, or the fastest available."""
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend={backend!r}: must be one of {', '.join(map(repr, BACKENDS))}, or None to choose by device")
     if backend == "eager" or (backend is None and device.type != "cuda"):
         return "eager"
-    reason = _no_fused_tiles(device, dtype)
+    reason = _fused_unavailable(device, dtype)
     if reason is None:
         return "fused"
     if backend == "fused":
@@ -27,7 +27,7 @@ def backend_name(device: torch.device, dtype: torch.dtype = torch.float32, backe
 
 
 def backend_for(device: torch.device, dtype: torch.dtype, backend: str | None = None) -> Tiles:
-    """The tiles that serve tensors on `device`."""
+    """Return the backend for tensors on `device`."""
     if backend_name(device, dtype, backend) == "eager":
         return eager
     from . import fused
@@ -35,8 +35,8 @@ def backend_for(device: torch.device, dtype: torch.dtype, backend: str | None = 
     return fused
 
 
-def _no_fused_tiles(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why there are none here, or None. Triton is imported by the first loss that may use it."""
+def _fused_unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why the fused tiles cannot be used, or None. Triton is imported by the first loss that may use it."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed (pip install megabatch[fused])"
     try:

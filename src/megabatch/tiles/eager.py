@@ -1,6 +1,6 @@
-"""The tile contract in PyTorch operations: any device, any dtype. Contract and legend: contract.py.
+"""The tile contract in PyTorch operations, for any device and dtype. Contract and legend: contract.py.
 
-Each pass walks over the tiles (products.py), which come with their similarities and a buffer; a function whose name ends with an
+Each pass walks over the tiles (products.py), which come with their similarities and a buffer. A function whose name ends with an
 underscore overwrites both.
 """
 
@@ -25,10 +25,10 @@ from .contract import (
     accumulator,
     merge,
 )
-from .products import Tile, add_products, no_product, own_entries, slices, units, walk
+from .products import Tile, add_products, no_product, positive_entries, slices, units, walk
 
-# While no |s| exceeds this, neither an exponential nor a sum of 2^30 of them leaves fp32's normal range: no maximum is needed, and
-# rows and columns share one exponential.
+# While no |s| exceeds this, neither an exponential nor a sum of 2^30 of them leaves the normal range of fp32, so no maximum is
+# needed and rows and columns share one exponential.
 SAFE_LOGIT = 50.0
 LOG2_E = 1 / math.log(2)
 
@@ -42,15 +42,15 @@ class Masks(NamedTuple):
 
 
 def default_workspace(device: torch.device) -> int:
-    """The working memory in bytes that serves well: near a CPU's caches, elsewhere large enough to hide the launches of kernels."""
+    """Return the default workspace in bytes: near the caches of a CPU, elsewhere large enough to hide kernel launches."""
     return (32 if device.type == "cpu" else 256) * 2**20
 
 
 def positives(x_MD: Tensor, y_ND: Tensor, compute: ComputeOptions) -> Tensor:
-    """The similarity of each row's positive (M)."""
+    """Return the similarity of each row's positive (M)."""
     acc = accumulator(x_MD.dtype)
     positive_M = x_MD.new_empty(len(x_MD), dtype=acc)
-    # The diagonals of small products instead of row-wise dots: summed in the order of a tile, so that equal rows tie.
+    # Diagonals of small products instead of row-wise dot products: they accumulate in the order of a tile, so that equal rows tie.
     for rows in slices(len(x_MD), 128):
         with units(x_MD, compute.precision):
             positive_M[rows] = (x_MD[rows].to(acc) @ y_ND[rows].to(acc).T).diagonal()
@@ -60,7 +60,7 @@ def positives(x_MD: Tensor, y_ND: Tensor, compute: ComputeOptions) -> Tensor:
 def softmax_stats(
     x_MD: Tensor, y_ND: Tensor, scale: Tensor, pairs: Pairs, *, columns: bool, compute: ComputeOptions, save_exp: bool = False
 ) -> SoftmaxPass:
-    """Stats and rankings of rows, and of columns if asked for. Nothing is kept: a tile is small against the matrix."""
+    """Return stats and rankings of rows and, if `columns`, of columns. Nothing is saved: a tile is small against the matrix."""
     bounded = pairs.drop_above is None and _bounded(x_MD, y_ND, scale)
     result = SoftmaxPass(
         _no_stats(x_MD, pairs),
@@ -70,28 +70,28 @@ def softmax_stats(
     )
     for t in walk(x_MD, y_ND, pairs, compute):
         if pairs.is_local:
-            own_entries(t, t.z_RC).zero_()
+            positive_entries(t, t.z_RC).zero_()
         masks = _masks(t, pairs)
         _rank(t, pairs, masks.same, result.row_ranking, result.column_ranking)
         sums = [_plain_sums(t, pairs, masks, dim) for dim in ((1, 0) if columns else (1,))]
-        totals = (_shared_totals_ if bounded else _anchored_totals_)(t, scale, pairs, masks, columns)
-        _absorb(result.rows, t.rows, Stats(*totals[0], *sums[0]))
+        totals = (_unshifted_totals_ if bounded else _shifted_totals_)(t, scale, pairs, masks, columns)
+        _merge_into(result.rows, t.rows, Stats(*totals[0], *sums[0]))
         if result.columns is not None:
-            _absorb(result.columns, t.columns, Stats(*totals[1], *sums[1]))
+            _merge_into(result.columns, t.columns, Stats(*totals[1], *sums[1]))
     if bounded:
-        result = result._replace(rows=_anchored(result.rows), columns=result.columns and _anchored(result.columns))
+        result = result._replace(rows=_normalise_peak(result.rows), columns=result.columns and _normalise_peak(result.columns))
     return result
 
 
 def normalise(
     rows: Stats, columns: Stats | None, positive_M: Tensor, scale: Tensor, weights_M: Tensor | None, label_smoothing: float
 ) -> Normalised:
-    """Losses of both sides together, the softmax of each, and the gradient in the positives' logits."""
+    """Return losses of both sides together, the softmax of each, and the gradient in the positives' logits."""
     loss_M, softmax, dpos_M = _normalise(rows, positive_M, scale, weights_M, label_smoothing)
     column_softmax = None
     if columns is not None:
-        column_loss_M, column_softmax, column_own_M = _normalise(columns, positive_M, scale, weights_M, label_smoothing)
-        loss_M, dpos_M = loss_M + column_loss_M, dpos_M + column_own_M
+        column_loss_M, column_softmax, column_dpos_M = _normalise(columns, positive_M, scale, weights_M, label_smoothing)
+        loss_M, dpos_M = loss_M + column_loss_M, dpos_M + column_dpos_M
     return Normalised(loss_M if weights_M is None else loss_M * weights_M, dpos_M, softmax, column_softmax)
 
 
@@ -108,18 +108,18 @@ def softmax_grads(
     dpos_M: Tensor | None = None,
     saved_exp: None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """gx_MD and gy_ND of the others."""
+    """Return gx_MD and gy_ND of the others."""
     bounded = pairs.drop_above is None and rows.counted is None and _bounded(x_MD, y_ND, scale)
     gx_MD, gy_ND = no_product(x_MD, needs_grad.x), no_product(y_ND, needs_grad.y)
     for t in walk(x_MD, y_ND, pairs, compute):
         masks = _masks(t, pairs)
         row, column = _at(rows, t.rows), None if columns is None else _at(columns, t.columns)
-        g_RC = (_shared_gradient_ if bounded else _anchored_gradient_)(t, scale, masks, row, column)
+        g_RC = (_unshifted_gradient_ if bounded else _shifted_gradient_)(t, scale, masks, row, column)
         if masks.same is not None and row.further is not None:
             further = row.further[:, None] if column is None else row.further[:, None] + column.further
             g_RC.sub_(masks.same * further)
         if pairs.is_local:
-            own_entries(t, g_RC).zero_()
+            positive_entries(t, g_RC).zero_()
         add_products(x_MD, t, g_RC, gx_MD, gy_ND, compute)
     return gx_MD, gy_ND
 
@@ -135,7 +135,7 @@ def sigmoid_sums(
     needs_grad: NeedsGrad | None,
     compute: ComputeOptions,
 ) -> SigmoidPass:
-    """Values of the others and, if wanted, their slopes and gradients from the same pass."""
+    """Return values of the others and, if asked for, their slopes and gradients from the same pass."""
     result = SigmoidPass(
         x_MD.new_zeros(len(x_MD), dtype=accumulator(x_MD.dtype)),
         None if needs_grad is None else x_MD.new_zeros(len(x_MD), dtype=accumulator(x_MD.dtype)),
@@ -148,13 +148,13 @@ def sigmoid_sums(
         masks = _masks(t, pairs)
         _rank(t, pairs, masks.same, result.row_ranking, result.column_ranking)
         logits = t.z_RC.mul_(scale).add_(bias)
-        # A further positive costs softplus(-s) where a negative costs softplus(s); a pair that does not count is a logit of -inf.
+        # A further positive costs softplus(-s), a negative softplus(s); a pair that does not count gets a logit of -inf.
         if pairs.multi_positive and masks.same is not None:
             torch.where(masks.same, -logits, logits, out=logits)
         if masks.row_out is not None:
             logits.masked_fill_(masks.row_out, -torch.inf)
         if pairs.is_local:
-            own_entries(t, logits).fill_(-torch.inf)
+            positive_entries(t, logits).fill_(-torch.inf)
         result.value_M[t.rows] += _softplus_sum(logits, t.work_RC)
         if result.slope_M is not None:
             g_RC = logits.sigmoid_()
@@ -168,12 +168,12 @@ def sigmoid_sums(
 
 
 def finish(gradient: Tensor, embeddings: Tensor, partners: Tensor, dpos_M: Tensor, factor: Tensor, finished: Tensor) -> Tensor:
-    """Writes gx (or gy) with the positives' part added, times a factor, into `finished`, which may be the gradient itself.
+    """Add the positives' part to gx (or gy), multiply with a factor, and write to `finished`, which may be the gradient itself.
 
-    Returns what sums up to the slope in the scale, without the factor: Σ embeddings · gradient.
+    Returns the gradient in the scale, without the factor: Σ embeddings · gradient.
     """
     slope = dpos_M.new_zeros(())
-    # Piece by piece: in fp32, whole copies of reduced-precision embeddings would cost as much as the gradients.
+    # Piece by piece, because whole fp32 copies of reduced-precision embeddings would take as much memory as the gradients.
     for piece in slices(len(gradient), 4096):
         own = dpos_M[piece, None]
         part = gradient[piece].clone()
@@ -188,7 +188,7 @@ def _masks(t: Tile, pairs: Pairs) -> Masks:
     if pairs.ids_M is not None and pairs.ids_N is not None:
         same = pairs.ids_M[t.rows, None] == pairs.ids_N[t.columns]
         if pairs.is_local:
-            own_entries(t, same).fill_(False)
+            positive_entries(t, same).fill_(False)
     if pairs.drop_above is None:
         out = None if pairs.multi_positive else same
         return Masks(out, out, same)
@@ -213,18 +213,18 @@ def _rank(t: Tile, pairs: Pairs, same: Tensor | None, rows: Ranking | None, colu
     if same is not None:
         negative.masked_fill_(same, -torch.inf)
     if pairs.is_local:
-        own_entries(t, negative).fill_(-torch.inf)
+        positive_entries(t, negative).fill_(-torch.inf)
     assert pairs.positive_M is not None
     ahead = (negative >= pairs.positive_M[t.rows, None]).sum(1)
-    _absorb(rows, t.rows, Ranking(ahead, negative.amax(1)))
+    _merge_into(rows, t.rows, Ranking(ahead, negative.amax(1)))
     if columns is not None:
         assert pairs.positive_N is not None
         ahead = (negative >= pairs.positive_N[t.columns]).sum(0)
-        _absorb(columns, t.columns, Ranking(ahead, negative.amax(0)))
+        _merge_into(columns, t.columns, Ranking(ahead, negative.amax(0)))
 
 
 def _plain_sums(t: Tile, pairs: Pairs, masks: Masks, dim: int) -> tuple[Tensor | None, ...]:
-    """Σ z and number of further positives, Σ z and number of the others that count; the positives' own z are zero here."""
+    """Return Σ z and number of further positives, then of all others that count; z of the positives themselves is zero here."""
     further = further_count = counted = counted_count = None
     if pairs.multi_positive and masks.same is not None:
         further, further_count = (t.z_RC * masks.same).sum(dim), masks.same.sum(dim)
@@ -232,35 +232,35 @@ def _plain_sums(t: Tile, pairs: Pairs, masks: Masks, dim: int) -> tuple[Tensor |
         out = masks.row_out if dim else masks.column_out
         counts = torch.ones_like(t.z_RC, dtype=torch.bool) if out is None else ~out
         if pairs.is_local:
-            own_entries(t, counts).fill_(False)
+            positive_entries(t, counts).fill_(False)
         counted, counted_count = (t.z_RC * counts).sum(dim), counts.sum(dim)
     return further, further_count, counted, counted_count
 
 
 def _logits_(t: Tile, factor: Tensor, pairs: Pairs, masks: Masks) -> Tensor:
-    """The logits times a factor, -inf where neither rows nor columns count a pair."""
+    """Return the logits times a factor, -inf where neither rows nor columns count a pair."""
     s_RC = t.z_RC.mul_(factor)
     if pairs.is_local:
-        own_entries(t, s_RC).fill_(-torch.inf)
+        positive_entries(t, s_RC).fill_(-torch.inf)
     if masks.row_out is not None and masks.row_out is masks.column_out:
         s_RC.masked_fill_(masks.row_out, -torch.inf)
     return s_RC
 
 
-def _shared_totals_(t: Tile, scale: Tensor, pairs: Pairs, masks: Masks, columns: bool) -> list[tuple[Tensor, Tensor]]:
-    """(peak, total) of rows and of columns from one exponential an element; right for bounded logits only."""
-    # exp2 is the cheaper function on CPUs.
+def _unshifted_totals_(t: Tile, scale: Tensor, pairs: Pairs, masks: Masks, columns: bool) -> list[tuple[Tensor, Tensor]]:
+    """Return (peak, total) of rows and of columns from one exponential per element; right for bounded logits only."""
+    # exp2 is cheaper than exp on CPUs.
     exponential = _logits_(t, scale * LOG2_E, pairs, masks).exp2_()
     totals = [exponential.sum(1)]
     if columns:
-        # A product with ones sums columns several times faster than sum(0) does, and in pieces of 128 rows as accurately.
+        # A product with ones is several times faster than sum(0), and in pieces of 128 rows as accurate.
         ones = exponential.new_ones(1, 128)
         totals.append(torch.cat([ones[:, : len(piece)] @ piece for piece in exponential.split(128)]).sum(0))
     return [(torch.zeros_like(total), total) for total in totals]
 
 
-def _anchored_totals_(t: Tile, scale: Tensor, pairs: Pairs, masks: Masks, columns: bool) -> list[tuple[Tensor, Tensor]]:
-    """(peak, total) of rows and of columns, each with its own maximum taken out; right for any logits."""
+def _shifted_totals_(t: Tile, scale: Tensor, pairs: Pairs, masks: Masks, columns: bool) -> list[tuple[Tensor, Tensor]]:
+    """Return (peak, total) of rows and of columns, each with its own maximum subtracted; right for any logits."""
     s_RC = _logits_(t, scale, pairs, masks)
     totals = []
     for dim, out in ((1, masks.row_out), (0, masks.column_out))[: 1 + columns]:
@@ -274,8 +274,8 @@ def _anchored_totals_(t: Tile, scale: Tensor, pairs: Pairs, masks: Masks, column
     return totals
 
 
-def _anchored(stats: Stats) -> Stats:
-    """The same stats with the peak at the log-sum-exp, so that totals are of the order of one."""
+def _normalise_peak(stats: Stats) -> Stats:
+    """Return the same stats with the peak at the log-sum-exp, so that totals are about one."""
     peak = stats.peak + stats.total.log()
     anchor = peak.masked_fill(peak == -torch.inf, 0)
     return stats._replace(peak=peak, total=stats.total * (stats.peak - anchor).exp())
@@ -284,17 +284,17 @@ def _anchored(stats: Stats) -> Stats:
 def _normalise(
     stats: Stats, positive_M: Tensor, scale: Tensor, weights_M: Tensor | None, label_smoothing: float
 ) -> tuple[Tensor, Softmax, Tensor]:
-    """Each row's (or column's) loss, its softmax for the gradient, and the gradient in its positive's logit.
+    """Return the loss of each row (or column), its softmax for the gradient, and the gradient in its positive's logit.
 
-    With t the weight of the target on the positive itself (1 without further positives and smoothing), the gradient in its logit is
-    p - t = (1 - t) - share of the others.
+    With t the target of the positive itself (1 without further positives and smoothing), the gradient in its logit is
+    p - t = (1 - t) - probability of the others.
     """
     weight = torch.ones_like(positive_M) if weights_M is None else weights_M
     s = scale * positive_M
     peak = torch.maximum(stats.peak, s)
     others = stats.total * (stats.peak - peak).exp()
     total = others + (s - peak).exp()
-    # log(total), exact also where the positive is all there is and total is nearly one.
+    # log(total), accurate also where the positive dominates and total is nearly one.
     loss = torch.log1p(others + torch.expm1(s - peak)) + (peak - s)
     target, further, counted = torch.full_like(s, 1 - label_smoothing), None, None
     if stats.further is not None and stats.further_count is not None:
@@ -306,12 +306,12 @@ def _normalise(
         counted = weight * uniform
         loss = loss - scale * uniform * (stats.counted - stats.counted_count * positive_M)
         target = target + uniform
-    own = weight * ((1 - target) - others / total)
-    return loss, Softmax(peak, weight / total, further, counted), own
+    dpos = weight * ((1 - target) - others / total)
+    return loss, Softmax(peak, weight / total, further, counted), dpos
 
 
-def _shared_gradient_(t: Tile, scale: Tensor, masks: Masks, row: Softmax, column: Softmax | None) -> Tensor:
-    """Gradient in the logits from one exponential an element; right for bounded logits only."""
+def _unshifted_gradient_(t: Tile, scale: Tensor, masks: Masks, row: Softmax, column: Softmax | None) -> Tensor:
+    """Return the gradient in the logits from one exponential per element; right for bounded logits only."""
     g_RC = t.z_RC.mul_(scale * LOG2_E).exp2_()
     factor = (row.gain * (-row.peak).exp())[:, None]
     if column is not None:
@@ -320,8 +320,8 @@ def _shared_gradient_(t: Tile, scale: Tensor, masks: Masks, row: Softmax, column
     return g_RC if masks.row_out is None else g_RC.masked_fill_(masks.row_out, 0)
 
 
-def _anchored_gradient_(t: Tile, scale: Tensor, masks: Masks, row: Softmax, column: Softmax | None) -> Tensor:
-    """Gradient in the logits, rows and columns each with their own maximum taken out; right for any logits."""
+def _shifted_gradient_(t: Tile, scale: Tensor, masks: Masks, row: Softmax, column: Softmax | None) -> Tensor:
+    """Return the gradient in the logits, rows and columns each with their own maximum subtracted; right for any logits."""
     s_RC = t.z_RC.mul_(scale)
     g_RC = torch.sub(s_RC, row.peak[:, None], out=t.work_RC).exp_().mul_(row.gain[:, None])
     if row.counted is not None:
@@ -339,7 +339,7 @@ def _anchored_gradient_(t: Tile, scale: Tensor, masks: Masks, row: Softmax, colu
 
 
 def _softplus_sum(logits_RC: Tensor, work_RC: Tensor) -> Tensor:
-    """Σ log(1 + exp(s)) of each row (R), accurate for any s, with one logarithm for up to 64 elements."""
+    """Return Σ log(1 + exp(s)) of each row (R), accurate for any s, with one logarithm for up to 64 elements."""
     value_R = torch.clamp(logits_RC, min=0, out=work_RC).sum(1)
     rest = torch.abs(logits_RC, out=work_RC).neg_().exp_()
     # log1p(a) + log1p(b) = log1p(a + b + a·b): all terms are positive, and 64 factors of at most 2 do not overflow.
@@ -352,7 +352,7 @@ def _softplus_sum(logits_RC: Tensor, work_RC: Tensor) -> Tensor:
 
 
 def _bounded(x_MD: Tensor, y_ND: Tensor, scale: Tensor) -> bool:
-    """Whether all logits are known to be safe to exponentiate as they are. Only a CPU's memory can be asked without a wait."""
+    """Return whether all logits are known to be at most SAFE_LOGIT. Only on a CPU can this be read without synchronisation."""
     if x_MD.device.type != "cpu" or not len(x_MD) or not len(y_ND):
         return False
     norms = (torch.linalg.vector_norm(t, dim=1, dtype=scale.dtype).max() for t in (x_MD, y_ND))
@@ -360,7 +360,7 @@ def _bounded(x_MD: Tensor, y_ND: Tensor, scale: Tensor) -> bool:
 
 
 def _no_stats(t: Tensor, pairs: Pairs) -> Stats:
-    """The stats of no others, for each row of t."""
+    """Return the stats of an empty set of others for each row of t."""
     zero, none = t.new_zeros(len(t), dtype=accumulator(t.dtype)), t.new_zeros(len(t), dtype=torch.int64)
     further = (zero.clone(), none.clone()) if pairs.multi_positive and pairs.ids_M is not None else (None, None)
     counted = (zero.clone(), none) if pairs.smoothed else (None, None)
@@ -376,8 +376,8 @@ def _at(vectors: Any, where: slice) -> Any:
     return type(vectors)(*(None if v is None else v[where] for v in vectors))
 
 
-def _absorb(into: Any, where: slice, more: Any) -> None:
-    """Merges a tile's results into the block's, in place."""
+def _merge_into(into: Any, where: slice, more: Any) -> None:
+    """Merge the results of a tile into those of the block, in place."""
     for vector, merged in zip(into, merge(_at(into, where), more), strict=True):
         if vector is not None:
             vector[where] = merged

@@ -1,7 +1,7 @@
 """The tiles of two blocks and the products with them, in PyTorch operations. Legend: contract.py.
 
-A tile is a rectangle of the similarity matrix, R rows by C columns, sized to the working memory: two buffers of its size are
-allocated once a walk and overwritten by every tile.
+A tile is a rectangle of the similarity matrix, R rows by C columns, sized to the workspace: two buffers of its size are allocated
+once per walk and overwritten by every tile.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .contract import ComputeOptions, Pairs, accumulator
 
 
 class Tile(NamedTuple):
-    """Where a tile is, its operands as the products read them, its similarities, and a buffer of the same shape."""
+    """The place of a tile, its operands in the dtype of the products, its similarities, and a buffer of the same shape."""
 
     rows: slice
     columns: slice
@@ -29,9 +29,9 @@ class Tile(NamedTuple):
 
 
 def walk(x_MD: Tensor, y_ND: Tensor, pairs: Pairs, compute: ComputeOptions) -> Iterator[Tile]:
-    """Every tile, panel of columns by panel of columns, with its similarities computed."""
+    """Yield every tile with its similarities, one panel of columns after another."""
     acc = accumulator(x_MD.dtype)
-    # Masks and what is built from them add about two floats a cell.
+    # Masks and what is computed from them add about two floats per cell.
     plain = pairs.ids_M is None and pairs.drop_above is None and not pairs.smoothed and not pairs.ranked
     floats = 2 if plain else 4
     cells = max(1, compute.workspace // (floats * acc.itemsize))
@@ -40,7 +40,7 @@ def walk(x_MD: Tensor, y_ND: Tensor, pairs: Pairs, compute: ComputeOptions) -> I
     z, work = x_MD.new_empty(2, height * width, dtype=acc)
     for columns in slices(len(y_ND), width):
         y_CD = _operand(y_ND[columns])
-        # Laid out anew once a panel: CPUs multiply faster with it.
+        # Transposed once per panel, because CPUs multiply faster with it.
         y_DC = y_CD.T.contiguous()
         for rows in slices(len(x_MD), height):
             x_RD = _operand(x_MD[rows])
@@ -55,18 +55,18 @@ def walk(x_MD: Tensor, y_ND: Tensor, pairs: Pairs, compute: ComputeOptions) -> I
 
 
 def _operand(t: Tensor) -> Tensor:
-    """What a product reads: never a dtype whose products would be rounded before they are summed up."""
+    """Return the operand of a product, in a dtype whose products are not rounded before they are accumulated."""
     reads_as_is = t.device.type == "cuda" and t.dtype in (torch.bfloat16, torch.float16)
     return t if reads_as_is else t.to(accumulator(t.dtype))
 
 
 @contextmanager
 def units(embeddings: Tensor, precision: str) -> Iterator[None]:
-    """Which matrix units fp32 products use: what the arguments say, whatever the process has switched on.
+    """Choose the matrix units for fp32 products by the arguments, whatever the settings of the process.
 
-    On CUDA, tf32 ones if the precision is "tf32". On a CPU that has bf16 units (AMX), those for bf16 embeddings: the products read
-    fp32 copies, which bf16 holds exactly, and sum up in fp32, so no logit is rounded. The switches are the process's, so they are
-    turned for the product alone.
+    On CUDA, tf32 if the precision is "tf32". On a CPU with bf16 units (AMX), those for bf16 embeddings: the products read fp32
+    copies, which bf16 represents exactly, and accumulate in fp32, so no logit is rounded. The settings belong to the process, so
+    they are changed only during the product.
     """
     switch: Any = None
     if embeddings.device.type == "cuda":
@@ -76,7 +76,7 @@ def units(embeddings: Tensor, precision: str) -> Iterator[None]:
     if switch is None:
         yield
         return
-    # Before torch 2.9 CUDA's switch was a yes or no.
+    # Before torch 2.9 the setting for CUDA was a boolean.
     name, value = ("fp32_precision", precision) if hasattr(switch, "fp32_precision") else ("allow_tf32", precision == "tf32")
     before = getattr(switch, name)
     setattr(switch, name, value)
@@ -87,14 +87,14 @@ def units(embeddings: Tensor, precision: str) -> Iterator[None]:
 
 
 def no_product(t: Tensor, needs_grad: bool) -> Tensor | None:
-    """Zeros to add products to, of the shape of t."""
+    """Return zeros of the shape of t to add products to, or None."""
     return torch.zeros_like(t, dtype=accumulator(t.dtype)) if needs_grad else None
 
 
 def add_products(
     embeddings: Tensor, t: Tile, g_RC: Tensor, gx_MD: Tensor | None, gy_ND: Tensor | None, compute: ComputeOptions
 ) -> None:
-    """Adds g @ y and g.T @ x of a tile; the embeddings tell the dtype that they came in."""
+    """Add g @ y and g.T @ x of a tile. embeddings: the original ones, for their dtype."""
     if t.x_RD.dtype == torch.bfloat16:
         g_RC = g_RC.to(torch.bfloat16)
     with units(embeddings, compute.precision):
@@ -108,12 +108,12 @@ def _add_product(into: Tensor, g: Tensor, operand: Tensor) -> None:
     if operand.dtype == torch.bfloat16:
         into.add_(torch.mm(g, operand, out_dtype=into.dtype))
     else:
-        # fp16 cannot hold a gradient that is small against the largest: its products are fp32.
+        # fp16 cannot represent a gradient that is small against the largest, so its products are fp32.
         into.addmm_(g, operand.to(into.dtype))
 
 
-def own_entries(t: Tile, matrix_RC: Tensor) -> Tensor:
-    """A view of the positives' entries in a tile (or a matrix of its shape) of the home block."""
+def positive_entries(t: Tile, matrix_RC: Tensor) -> Tensor:
+    """Return a view of the positives' entries in a tile, or a matrix of its shape, of the local block."""
     start, stop = max(t.rows.start, t.columns.start), min(t.rows.stop, t.columns.stop)
     stop = max(start, stop)
     square = matrix_RC[start - t.rows.start : stop - t.rows.start, start - t.columns.start : stop - t.columns.start]

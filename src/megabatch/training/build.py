@@ -1,4 +1,4 @@
-"""A run's parts, put together from its configuration: data, towers, model, objective."""
+"""Builds the parts of a run from its configuration: data, towers, model, objective."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .objective import Classification, Contrastive
 
 @dataclass(frozen=True)
 class Assembly:
-    """What a run is made of. `classes` numbers the labels of a run that classifies, and is empty for others."""
+    """The parts of a run. `classes` numbers the labels of a classification run, and is empty for others."""
 
     run: Run
     ranks: Ranks
@@ -36,16 +36,16 @@ class Assembly:
 
     @property
     def damage(self) -> list[Damage]:
-        """The damaged files of both sources, each once: two parts of one source have the same ones."""
+        """Damaged files of both sources, each once: two parts of one source share them."""
         return list(dict.fromkeys([*self.training.damage, *self.held_out.damage]))
 
     def shuffled(self) -> Loader:
-        """The training pairs, an endless stream of epochs."""
+        """Return a loader of the training pairs, an endless stream of epochs."""
         order = Order(self.training.lengths, self.run.data.window, self.run.seed)
         return self.loader(self.training, order, augment=True)
 
     def in_order(self, source: Source) -> Loader:
-        """The pairs of a source one after the other, as they are."""
+        """Return a loader of the pairs of a source in their order, without augmentation."""
         return self.loader(source, InOrder(source.lengths), augment=False)
 
     def loader(self, source: Source, order: Any, *, augment: bool) -> Loader:
@@ -67,7 +67,7 @@ class Assembly:
 
 
 def assemble(run: Run, ranks: Ranks) -> Assembly:
-    """The parts of a run; weights are drawn by its seed, the same on every rank."""
+    """Return the parts of a run; its seed draws the weights, the same on every rank."""
     torch.manual_seed(run.seed)
     x, y = build_towers(run)
     training, held_out = open_data(run, x.kind, y.kind)
@@ -86,10 +86,10 @@ def assemble(run: Run, ranks: Ranks) -> Assembly:
 
 
 def open_data(run: Run, x: Kind, y: Kind) -> tuple[Source, Source]:
-    """The source that a run trains on, and the one it is evaluated on; x and y are what the towers take."""
+    """Return the source that a run trains on and the one it is evaluated on. x, y: what the towers take."""
     data = run.data
     if not OBJECTIVES[run.loss.objective].contrastive and data.negatives is None:
-        # A classifier has no use for them.
+        # A classifier does not use hard negatives.
         data = replace(data, negatives=False)
     source = open_source(data, x=x, y=y)
     if isinstance(run.data.held_out, str):
@@ -98,10 +98,10 @@ def open_data(run: Run, x: Kind, y: Kind) -> tuple[Source, Source]:
 
 
 def classes_of(source: Source) -> dict[str, int]:
-    """The labels of a source, numbered in alphabetical order."""
-    found = {source.label(shard, index) for shard, length in enumerate(source.lengths) for index in range(length)}
-    # A sample without a label is a bad one: it is left out, counted and named when its turn comes.
-    labels = sorted(label for label in found if label is not None)
+    """Return the labels of a source, numbered in alphabetical order."""
+    present = {source.label(shard, index) for shard, length in enumerate(source.lengths) for index in range(length)}
+    # A sample without a label is unreadable: the loader skips, counts and logs it.
+    labels = sorted(label for label in present if label is not None)
     if len(labels) < 2:
         raise ValueError(
             f"the data has {len(labels)} classes: a classifier needs at least two; name the column of the class (data.label=…)"

@@ -1,35 +1,46 @@
-"""How well two sets of embeddings find each other: recall, median rank, nearest neighbours, zero-shot accuracy.
+"""How good a model is: recall, median rank, nearest neighbours and zero-shot accuracy of embeddings, and a run's held-out quality.
 
-All of it goes tile by tile: a million embeddings against a million fit wherever the embeddings themselves do. Similarities are dot
-products; normalise the embeddings first where cosines are meant.
+Similarities are computed tile by tile: a million embeddings against a million fit wherever the embeddings themselves do. They are
+dot products; normalise the embeddings first for cosine similarities.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.functional import normalize
 
+from ..data.collate import SkippedSample
+from ..data.loader import RankBatch, one_pass
+from ..data.sampler import Order
+from ..data.source import Source
 from ..recall import RECALL_AT
 from ..tiles import backend_for
 from ..tiles.contract import ComputeOptions, Pairs, accumulator
+from ..towers.model import Pair
+from .build import Assembly
+from .objective import Classification, Contrastive, contrastive_loss
+from .optimizer import Average
+from .run_logger import RunLogger
 
 # Working memory of `nearest` and `zero_shot`, in bytes.
 WORKSPACE = 32 * 2**20
-# What a similarity, its sortable key and their temporaries take for each cell.
+# Bytes of one similarity, its sortable key and their temporaries.
 CELL_BYTES = 32
 LOW_HALF = 2**32 - 1
+# Held-out pairs that are embedded between two exchanges among ranks.
+EVALUATION_BATCH = 8192
 
 
 class Retrieval(NamedTuple):
     """How often the partner of a row is found, in both directions.
 
-    x_to_y, y_to_x: recall at k: the share of rows, in [0, 1], whose partner is among the k most similar rows of the other side.
-    x_median_rank, y_median_rank: the partner's place in the answers of half of the rows; 1 is best.
+    x_to_y, y_to_x: recall at k, the fraction of rows whose partner is among the k most similar rows of the other side.
+    x_median_rank, y_median_rank: the median rank of the partner; 1 is best.
     """
 
     pairs: int
@@ -38,14 +49,14 @@ class Retrieval(NamedTuple):
     x_median_rank: float
     y_median_rank: float
 
-    def facts(self) -> dict[str, Any]:
-        """The same as JSON has it: keys are texts.
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields as JSON has them, with strings as keys.
 
-        >>> retrieval(torch.eye(3), torch.eye(3)).facts()["x_to_y"]
+        >>> retrieval(torch.eye(3), torch.eye(3)).as_json()["x_to_y"]
         {'1': 1.0, '5': 1.0, '10': 1.0}
         """
         return {
-            name: {str(k): share for k, share in value.items()} if isinstance(value, dict) else value
+            name: {str(k): recall for k, recall in value.items()} if isinstance(value, dict) else value
             for name, value in self._asdict().items()
         }
 
@@ -54,13 +65,13 @@ class Retrieval(NamedTuple):
 def retrieval(
     x: Tensor, y: Tensor, *, ids: Tensor | None = None, workspace: int | None = None, backend: str | None = None
 ) -> Retrieval:
-    """Recall at 1, 5 and 10 and the median rank of x's and y's rows in each other, row i of x being the partner of row i of y.
+    """Return recall at 1, 5 and 10 and the median rank in both directions, where row i of x is the partner of row i of y.
 
-    x, y: (N, D), on one device. workspace: working memory in bytes; backend: "eager" or "fused"; None chooses both by device.
-    ids: (N,) integers, one for each pair. Pairs with equal ids (one caption on several pictures, several captions of one picture)
-        are left out of each other's answers: neither right nor wrong. Every pair still asks for its own partner. So with five
-        captions for a picture, given as five pairs, a caption finds its picture as usual; a picture has to find each of its
-        captions among those of the other pictures, and recall is the mean over captions, not whether any one of them was found.
+    x, y: (N, D), on one device. workspace: working memory in bytes. backend: "eager" or "fused". None chooses both by device.
+    ids: (N,) integers, one for each pair. Pairs with equal ids (one caption of several images, several captions of one image) are
+        left out of each other's candidates: they are neither right nor wrong. Every pair still has to find its own partner. With
+        five captions per image, given as five pairs, a caption finds its image as usual; an image has to find each of its captions
+        among those of other images, and recall is the mean over captions, not whether any one of them was found.
 
     Ties count against the partner, and similarities that differ by rounding alone are ties: a model that gives every row the same
     embedding has a recall of zero, not of one.
@@ -75,23 +86,23 @@ def retrieval(
     x, y = x.contiguous(), y.contiguous()
     ids = None if ids is None else ids.to(x.device).contiguous()
     with torch.autocast(x.device.type, enabled=False):
-        own = tiles.positives(x, y, compute)
-        _check_finite(own, "pairs")
-        bar = own - _rounding(x.shape[1], own.dtype) * _norms(x) * _norms(y)
-        pairs = Pairs(is_local=True, ids_M=ids, ids_N=ids, positive_M=bar, positive_N=bar, ranked=True)
-        # The pass also gives sums of exponentials, which are not needed here: a scale of zero keeps them in range.
-        found = tiles.softmax_stats(x, y, own.new_zeros(()), pairs, columns=True, compute=compute)
-    assert found.row_ranking is not None and found.column_ranking is not None
-    rows, columns = found.row_ranking.ahead, found.column_ranking.ahead
+        positives = tiles.positives(x, y, compute)
+        _check_finite(positives, "pairs")
+        threshold = positives - _rounding(x.shape[1], positives.dtype) * _norms(x) * _norms(y)
+        pairs = Pairs(is_local=True, ids_M=ids, ids_N=ids, positive_M=threshold, positive_N=threshold, ranked=True)
+        # The pass also computes sums of exponentials, which are not used: a scale of zero keeps them in range.
+        stats = tiles.softmax_stats(x, y, positives.new_zeros(()), pairs, columns=True, compute=compute)
+    assert stats.row_ranking is not None and stats.column_ranking is not None
+    rows, columns = stats.row_ranking.ahead, stats.column_ranking.ahead
     return Retrieval(len(x), _recall(rows), _recall(columns), _median_rank(rows), _median_rank(columns))
 
 
 @torch.no_grad()
 def nearest(queries: Tensor, documents: Tensor, k: int, *, workspace: int = WORKSPACE) -> tuple[Tensor, Tensor]:
-    """The similarities and the indices, each (queries, k), of the k documents most similar to each query, the best first.
+    """Return the similarities and indices, each (queries, k), of the k documents most similar to each query, best first.
 
-    Similarities are compared in fp32, and of equal ones the document with the lower index comes first. workspace: working memory in
-    bytes; besides it, all that is allocated is the answer.
+    Similarities are compared in fp32; among equal ones the document with the lower index comes first. workspace: working memory in
+    bytes, in addition to the result.
 
     >>> nearest(torch.eye(3)[:1], torch.tensor([[0.0, 1, 0], [2, 0, 0], [1, 0, 0]]), 2)
     (tensor([[2., 1.]]), tensor([[1, 2]]))
@@ -99,10 +110,11 @@ def nearest(queries: Tensor, documents: Tensor, k: int, *, workspace: int = WORK
     _check_matrices(queries, documents, "queries", "documents")
     _check_workspace(workspace)
     if not 1 <= k <= len(documents):
-        raise ValueError(f"k={k!r}: must be at least 1, and at most the {len(documents)} documents there are")
+        raise ValueError(f"k={k!r}: must be at least 1 and at most {len(documents)}, the number of documents")
     assert len(documents) <= LOW_HALF
-    answers = [_nearest(rows, documents, k, workspace) for rows in queries.split(_query_rows(workspace, k))] if len(queries) else []
-    keys = torch.cat(answers) if answers else torch.empty(0, k, dtype=torch.int64, device=queries.device)
+    blocks = queries.split(_query_rows(workspace, k)) if len(queries) else ()
+    best = [_nearest(rows, documents, k, workspace) for rows in blocks]
+    keys = torch.cat(best) if best else torch.empty(0, k, dtype=torch.int64, device=queries.device)
     return _similarities_of(keys), LOW_HALF - (keys & LOW_HALF)
 
 
@@ -121,17 +133,17 @@ def zero_shot(images: Tensor, classes: Tensor, labels: Tensor, k: Sequence[int] 
         raise ValueError(f"labels must be of at least one image, and lie between 0 and {len(classes) - 1}, the last class")
     labels = labels.to(images.device, torch.int64)
     rows = max(1, WORKSPACE // (CELL_BYTES * len(classes)))
-    ahead = [_classes_ahead(p, classes, own) for p, own in zip(images.split(rows), labels.split(rows), strict=True)]
-    return {n: _share(torch.cat(ahead), n) for n in k}
+    ahead = [_classes_ahead(block, classes, own) for block, own in zip(images.split(rows), labels.split(rows), strict=True)]
+    return {n: _fraction(torch.cat(ahead), n) for n in k}
 
 
 @torch.no_grad()
 def class_embeddings(
     encode_texts: Callable[[list[str]], Tensor], names: Sequence[str], templates: Sequence[str] = ("{}",)
 ) -> Tensor:
-    """One normalised embedding for each class, (names, D): the mean of its normalised embeddings over templates.
+    """Return one normalised embedding for each class, (names, D): the mean of its normalised embeddings over templates.
 
-    encode_texts: gives embeddings (texts, D). templates: texts with "{}" where the name goes, "a photo of a {}".
+    encode_texts: returns embeddings (texts, D). templates: texts with "{}" where the name goes, "a photo of a {}".
     """
     if not templates or not names:
         raise ValueError(f"{len(names)} names and {len(templates)} templates: classes need at least one of each")
@@ -139,14 +151,175 @@ def class_embeddings(
         if "{}" not in template:
             raise ValueError(f"template {template!r}: must hold {{}} where the name of the class goes, as in 'a photo of a {{}}'")
     # Not str.format: a name or a template is text, and may hold other braces.
-    total = sum(normalize(encode_texts([t.replace("{}", name) for name in names]).float(), dim=1) for t in templates)
+    total = sum(F.normalize(encode_texts([t.replace("{}", name) for name in names]).float(), dim=1) for t in templates)
     assert isinstance(total, Tensor)
     _check_finite(total.sum(1), "class names")
-    return normalize(total, dim=1)
+    return F.normalize(total, dim=1)
+
+
+class Embedded(NamedTuple):
+    """Pairs of a source and their embeddings. at: the place of each pair in the source. bad: samples that could not be read."""
+
+    x: Tensor
+    y: Tensor
+    ids: Tensor
+    at: list[tuple[int, int]]
+    bad: list[SkippedSample]
+
+
+class NothingReadable(ValueError):
+    """None of the held-out samples can be read; `bad` lists them."""
+
+    def __init__(self, bad: list[SkippedSample]) -> None:
+        super().__init__(f"none of {len(bad):,} held-out samples can be read; the first one: {bad[0].key}: {bad[0].reason}")
+        self.bad = bad
+
+
+def evaluate_and_log(
+    parts: Assembly, average: Average | None, logger: RunLogger, **at: int
+) -> tuple[dict[str, Any], Embedded | None]:
+    """Measure held-out quality and log it, with each sample that cannot be read. `at`: step and samples of the evaluation.
+
+    If nothing can be read, that is logged and the result is empty: the training does not depend on it.
+    """
+    try:
+        quality, embedded = evaluate_held_out(parts, average)
+        bad: list[SkippedSample] = quality.pop("unreadable")
+    except NothingReadable as error:
+        quality, embedded, bad = {}, None, error.bad
+    new = [sample for sample in bad if logger.bad(sample.key, sample.reason, split="held-out", **at)]
+    if new:
+        count = f"{len(bad):,} of {len(bad) + quality.get('pairs', 0):,} held-out samples"
+        logger.say(f"{count} cannot be read and are not evaluated; log.jsonl names them. One is {new[0].key}: {new[0].reason}")
+    if quality:
+        logger.event("evaluation", **at, **quality)
+    return quality, embedded
+
+
+def evaluate_held_out(parts: Assembly, average: Average | None) -> tuple[dict[str, Any], Embedded | None]:
+    """Return the held-out quality, with the averaged weights if there are any, and the embeddings. All ranks call it.
+
+    The quality is what an evaluation event of the log holds: "bad" is the number of samples that could not be read. In addition it
+    has "unreadable", the list of these samples. Raises NothingReadable where none can be read.
+    """
+    was_training = parts.model.training
+    if average is not None:
+        average.swap()
+    parts.model.eval()
+    try:
+        if isinstance(parts.objective, Classification):
+            return _accuracy(parts, parts.objective), None
+        embedded = embed_source(parts, parts.held_out, parts.run.evaluate.limit)
+    finally:
+        parts.model.train(was_training)
+        if average is not None:
+            average.swap()
+    device = parts.ranks.device
+    recall = retrieval(
+        embedded.x.to(device), embedded.y.to(device), ids=embedded.ids.to(device), workspace=parts.run.compute.workspace
+    )
+    bad = {"bad": len(embedded.bad), "unreadable": embedded.bad}
+    return {"sides": _sides(parts), **recall.as_json(), **bad}, embedded
+
+
+@torch.no_grad()
+def held_out_loss(parts: Assembly, pairs: int) -> float:
+    """Return the mean loss of held-out samples; a contrastive loss is computed in batches of `pairs`. All ranks call it."""
+    was_training = parts.model.training
+    parts.model.eval()
+    try:
+        if isinstance(parts.objective, Classification):
+            return _cross_entropy(parts, parts.objective)
+        return _mean_contrastive_loss(parts, embed_source(parts, parts.held_out, parts.run.evaluate.limit), pairs)
+    finally:
+        parts.model.train(was_training)
+
+
+def embed_source(parts: Assembly, source: Source, limit: int) -> Embedded:
+    """Return the embeddings of at most `limit` pairs of a source, always the same ones, in host memory on every rank."""
+    assert isinstance(parts.objective, Contrastive)
+    order = evaluation_order(source)
+    x, y, ids = [], [], []
+    at: list[tuple[int, int]] = []
+    bad: list[SkippedSample] = []
+    for batch in evaluation_batches(parts, source, limit, bad):
+        assert batch.ids is not None
+        rows = len(batch.keys)
+        x.append(parts.ranks.gather_rows(parts.objective.embed(batch.x, "x")))
+        y.append(parts.ranks.gather_rows(parts.objective.embed(batch.y, "y")))
+        ids.append(parts.ranks.gather_rows(batch.ids[:rows]))
+        places = [order.at(position) for position in batch.positions]
+        at += [place for rank in parts.ranks.gather(places) for place in rank]
+    return Embedded(torch.cat(x), torch.cat(y), torch.cat(ids), at, bad)
+
+
+def evaluation_batches(parts: Assembly, source: Source, limit: int, bad: list[SkippedSample]) -> Iterator[RankBatch]:
+    """Yield batches of at most `limit` samples of a source, always the same ones, without augmentation. All ranks call it.
+
+    Batches without rows on any rank are left out; NothingReadable is raised if none is left. Samples of all ranks that cannot be
+    read are appended to `bad`.
+    """
+    loader = parts.loader(source, evaluation_order(source), augment=False)
+    is_empty = True
+    for batch in loader.batches(one_pass(min(limit, sum(source.lengths)), EVALUATION_BATCH)):
+        ranks = parts.ranks.gather((len(batch.keys), batch.x is not None, batch.bad))
+        bad += [sample for _, _, unread in ranks for sample in unread]
+        if not any(rows for rows, _, _ in ranks):
+            continue
+        if not all(shaped for _, shaped, _ in ranks):
+            raise ValueError(f"almost no held-out sample can be read; the last one: {bad[-1].key}: {bad[-1].reason}")
+        is_empty = False
+        yield batch
+    if is_empty:
+        raise NothingReadable(bad)
+
+
+def evaluation_order(source: Source) -> Order:
+    """Return the order in which evaluations take the samples of a source: shuffled as a whole, always in the same way."""
+    return Order(source.lengths, max(1, sum(source.lengths)), 0)
+
+
+def _sides(parts: Assembly) -> list[str]:
+    """Return the names of the two sides for reports."""
+    names = {("text", "text"): ["query", "document"], ("image", "text"): ["image", "text"]}
+    return names.get((parts.x.kind, parts.y.kind), ["x", "y"])
+
+
+def _accuracy(parts: Assembly, objective: Classification) -> dict[str, Any]:
+    right = rows = 0.0
+    bad: list[SkippedSample] = []
+    for batch in evaluation_batches(parts, parts.held_out, parts.run.evaluate.limit, bad):
+        assert batch.labels is not None
+        logits = objective.classify(batch.x).cpu()
+        correct = float((logits.argmax(1) == batch.labels).sum())
+        right, rows = (a + b for a, b in zip((right, rows), parts.ranks.sum(correct, len(batch.keys)), strict=True))
+    return {"pairs": int(rows), "accuracy": right / rows, "bad": len(bad), "unreadable": bad}
+
+
+def _mean_contrastive_loss(parts: Assembly, embedded: Embedded, pairs: int) -> float:
+    """Return the mean over batches of the run's own loss. A smaller rest is left out, since it has fewer negatives."""
+    assert isinstance(parts.model, Pair)
+    device = parts.ranks.device
+    pairs = min(pairs, len(embedded.at))
+    losses = []
+    for first in range(0, len(embedded.at) - pairs + 1, pairs):
+        x, y, ids = (t[first : first + pairs].to(device) for t in (embedded.x, embedded.y, embedded.ids))
+        losses.append(contrastive_loss(parts.model, parts.run, x, y, ids, group=None))
+    return float(torch.stack(losses).mean())
+
+
+def _cross_entropy(parts: Assembly, objective: Classification) -> float:
+    loss = rows = 0.0
+    for batch in evaluation_batches(parts, parts.held_out, parts.run.evaluate.limit, []):
+        assert batch.labels is not None
+        logits = objective.classify(batch.x).float().cpu()
+        total = F.cross_entropy(logits, batch.labels, label_smoothing=parts.run.loss.label_smoothing, reduction="sum")
+        loss, rows = (a + b for a, b in zip((loss, rows), parts.ranks.sum(float(total), len(batch.keys)), strict=True))
+    return loss / rows
 
 
 def _rounding(width: int, dtype: torch.dtype) -> float:
-    """How far two sums of the same products, added up in another order, usually differ at most, for rows of norm one."""
+    """Return a bound on how far two sums of the same products in different order usually differ, for rows of norm one."""
     return math.sqrt(width) * torch.finfo(dtype).eps
 
 
@@ -155,10 +328,10 @@ def _norms(t: Tensor) -> Tensor:
 
 
 def _recall(ahead: Tensor) -> dict[int, float]:
-    return {k: _share(ahead, k) for k in RECALL_AT}
+    return {k: _fraction(ahead, k) for k in RECALL_AT}
 
 
-def _share(ahead: Tensor, k: int) -> float:
+def _fraction(ahead: Tensor, k: int) -> float:
     return int((ahead < k).sum()) / len(ahead)
 
 
@@ -168,13 +341,13 @@ def _median_rank(ahead: Tensor) -> float:
 
 
 def _query_rows(workspace: int, k: int) -> int:
-    """So many queries at a time that the answers so far take a quarter of the working memory at most."""
+    """Return the queries of one block, such that the best documents so far take at most a quarter of the working memory."""
     return max(1, min(256, workspace // (4 * CELL_BYTES * k)))
 
 
 def _nearest(rows: Tensor, documents: Tensor, k: int, workspace: int) -> Tensor:
-    """The keys of the k best documents of some queries, in descending order."""
-    # Documents are read as fp32, which may be a copy.
+    """Return the keys of the k best documents of some queries, in descending order."""
+    # Converting documents to fp32 may copy them.
     columns = max(1, workspace // (CELL_BYTES * len(rows) + 4 * documents.shape[1]))
     best = torch.empty(len(rows), 0, dtype=torch.int64, device=rows.device)
     for start in range(0, len(documents), columns):
@@ -191,12 +364,12 @@ def _products(rows: Tensor, columns: Tensor) -> Tensor:
 
 
 def _keys(z: Tensor, start: int) -> Tensor:
-    """Integers that are in the order of the similarities and, among equal ones, in the reverse order of the indices.
+    """Return integers in the order of the similarities and, among equal ones, in the reverse order of the indices.
 
-    topk leaves open which of equal numbers it takes; keys are never equal.
+    topk does not specify which of equal numbers it takes; keys are never equal.
     """
-    # Read as an integer, an fp32 number is in order if it is positive; a negative one is after its other bits are flipped. Adding
-    # zero makes -0.0 equal to 0.0.
+    # The bits of positive fp32 numbers are ordered as integers, those of negative ones after all bits but the sign are flipped.
+    # Adding zero makes -0.0 equal to 0.0.
     bits = (z + 0.0).view(torch.int32)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     index = torch.arange(start, start + z.shape[1], device=z.device)
@@ -212,8 +385,8 @@ def _classes_ahead(images: Tensor, classes: Tensor, labels: Tensor) -> Tensor:
     z = _products(images, classes)
     _check_finite(z, "similarities")
     own = z.gather(1, labels[:, None]).squeeze(1)
-    bar = own - _rounding(classes.shape[1], z.dtype) * _norms(images) * _norms(classes)[labels]
-    return (z >= bar[:, None]).sum(1) - 1
+    threshold = own - _rounding(classes.shape[1], z.dtype) * _norms(images) * _norms(classes)[labels]
+    return (z >= threshold[:, None]).sum(1) - 1
 
 
 def _check_matrices(a: Tensor, b: Tensor, a_name: str, b_name: str) -> None:
@@ -223,7 +396,7 @@ def _check_matrices(a: Tensor, b: Tensor, a_name: str, b_name: str) -> None:
     if a.shape[1] != b.shape[1] or a.device != b.device:
         raise ValueError(
             f"{a_name} has width {a.shape[1]} on {a.device} and {b_name} {b.shape[1]} on {b.device}: must be equal; embed both with"
-            " the two towers of one model, and move one with .to()"
+            " the two towers of one model, on one device"
         )
 
 
@@ -241,9 +414,9 @@ def _check_workspace(workspace: int | None) -> None:
 
 
 def _check_finite(values: Tensor, what: str) -> None:
-    """Raises where a similarity is no number: compared with it, nothing would be ahead, and a broken model would look perfect."""
+    """Raise ValueError where a similarity is not finite: no comparison with NaN is true, so a broken model would look perfect."""
     bad = values.numel() - int(torch.isfinite(values).sum())
     if bad:
         raise ValueError(
-            f"{bad} of {values.numel()} {what} have embeddings that are not finite: the model has diverged, or overflows"
+            f"{bad} of {values.numel()} {what} have embeddings that are not finite; the model has diverged or overflows"
         )

@@ -1,4 +1,4 @@
-"""A trained run at work: evaluated again, embedding files, finding the nearest pictures or texts."""
+"""Uses of a trained run: evaluate it again, embed files, search for the nearest images or texts."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from ..objectives import PAIR_LOSSES
 from . import checkpoint
 from .build import Assembly, assemble
 from .distributed import ranks
-from .evaluate import class_embeddings, nearest, zero_shot
-from .held_out import Embedded, embed_source, measure
+from .evaluate import Embedded, class_embeddings, embed_source, evaluate_held_out, nearest, zero_shot
 from .objective import Contrastive
 
 Side = Literal["x", "y"]
@@ -29,7 +28,7 @@ IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".ti
 
 
 class Answer(NamedTuple):
-    """One of the nearest: its similarity, its text, its picture if it is one, and where it is from."""
+    """One search result: its similarity, its text, its image if it has one, and the key of its sample."""
 
     score: float
     text: str
@@ -39,12 +38,12 @@ class Answer(NamedTuple):
 
 @contextmanager
 def opened(folder: str | Path, device: str | None = None, *, trust_code: bool = False) -> Iterator[Assembly]:
-    """A run's parts with the weights of its newest checkpoint, the averaged ones if it has them; ready to evaluate.
+    """Yield the parts of a run in evaluation mode, with the weights of its newest checkpoint, the averaged ones if it has them.
 
     trust_code: whether code that the run names (`trust.callables`) may be imported and called.
     """
     run, path = _stored(Path(folder), trust_code)
-    # What the towers start from is in the checkpoint already, and may be gone by now. Hard negatives are of no use here.
+    # The checkpoint has the weights, and the files that the towers started from may be gone. Hard negatives are not used here.
     run = dataclasses.replace(
         run,
         data=dataclasses.replace(run.data, negatives=run.data.negatives or False),
@@ -56,8 +55,8 @@ def opened(folder: str | Path, device: str | None = None, *, trust_code: bool = 
         parts = assemble(run, here)
         tensors = dict(parts.model.state_dict())
         if run.optimizer.ema is not None:
-            learning = {name for name, p in parts.model.named_parameters() if p.requires_grad}
-            tensors = {f"average.{name}" if name in learning else name: tensor for name, tensor in tensors.items()}
+            trainable = {name for name, p in parts.model.named_parameters() if p.requires_grad}
+            tensors = {f"average.{name}" if name in trainable else name: tensor for name, tensor in tensors.items()}
         checkpoint.load(path, tensors, whole=False)
         parts.model.eval()
         yield parts
@@ -66,7 +65,7 @@ def opened(folder: str | Path, device: str | None = None, *, trust_code: bool = 
 def _stored(folder: Path, trust_code: bool) -> tuple[config.Run, Path]:
     """Return the run of a folder and its newest checkpoint."""
     if not (folder / "run.toml").exists():
-        raise ValueError(f"{folder}: holds no run (no run.toml); name the folder that `megabatch train` wrote to")
+        raise ValueError(f"{folder}: is not the folder of a run (it has no run.toml); name the folder that `megabatch train` wrote")
     path = checkpoint.newest(folder / "checkpoints")
     if path is None:
         raise ValueError(f"{folder}: has no checkpoint yet; train it first: megabatch train {folder / 'run.toml'}")
@@ -76,19 +75,19 @@ def _stored(folder: Path, trust_code: bool) -> tuple[config.Run, Path]:
 
 
 def evaluate(folder: str | Path, *, classes: bool = False, device: str | None = None, trust_code: bool = False) -> dict[str, Any]:
-    """Held-out quality of a run; with `classes` also zero-shot classification into the labels of its data.
+    """Return the held-out quality of a run; with `classes` also zero-shot accuracy over the labels of its data.
 
-    "bad" is how many held-out samples could not be read, "unreadable" which ones and why; "damage" says it of files. The last two
-    are there only if there is something to say.
+    "bad" is the number of held-out samples that could not be read, "unreadable" lists them with the reasons, and "damage" lists
+    damaged files. The last two are present only if they are not empty.
     """
     with opened(folder, device, trust_code=trust_code) as parts:
-        found, _ = measure(parts, None)
-        unreadable = [{"key": each.key, "reason": each.reason} for each in found.pop("unreadable")]
-        damage = [str(each) for each in parts.held_out.damage]
-        found |= ({"unreadable": unreadable} if unreadable else {}) | ({"damage": damage} if damage else {})
+        quality, _ = evaluate_held_out(parts, None)
+        unreadable = [{"key": sample.key, "reason": sample.reason} for sample in quality.pop("unreadable")]
+        damage = [str(damage) for damage in parts.held_out.damage]
+        quality |= ({"unreadable": unreadable} if unreadable else {}) | ({"damage": damage} if damage else {})
         if classes:
-            found["zero_shot"] = _zero_shot(parts)
-        return found
+            quality["zero_shot"] = _zero_shot(parts)
+        return quality
 
 
 def embed(
@@ -102,12 +101,12 @@ def embed(
 ) -> int:
     """Write the embeddings of images and of the lines of text files as safetensors; return how many.
 
-    The file holds "embeddings" (rows, dim), and in its metadata "keys": a JSON list of what each row is. side: the tower that
-    embeds all files, "x" (queries) or "y" (documents); None is the tower that takes such a file, and is refused where both do.
+    The file holds "embeddings" (rows, dim), and in its metadata "keys": a JSON list with the name of each row. side: the tower
+    that embeds all files, "x" (queries) or "y" (documents); None chooses the tower that takes such a file, and raises if both do.
     """
     packages.require(packages.EMBEDDINGS_FILE)
     _stored(Path(folder), trust_code)
-    # Before anything is computed that could not be written.
+    # Checked before anything is computed.
     check_file(out, "out")
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -123,7 +122,7 @@ def embed(
             try:
                 save_file({"embeddings": torch.cat(rows)}, str(temporary), metadata={"keys": json.dumps(keys)})
             except SafetensorError as error:
-                # A full disk, a folder that may not be written: safetensors has one error for all.
+                # safetensors has one error for a full disk, a missing permission and everything else.
                 raise OSError(f"{out}: the embeddings could not be written: {error}") from None
         return len(keys)
 
@@ -139,18 +138,18 @@ def search(
 ) -> list[Answer]:
     """Return the k held-out samples nearest to a query, a text or the path of an image file.
 
-    side: the tower that embeds the query; answers come from the other side. None is the tower that takes such a query, and "x"
-    where both do: a query finds documents.
+    side: the tower that embeds the query; results come from the other side. None chooses the tower that takes such a query, and "x"
+    where both do: queries find documents.
     """
     with opened(folder, device, trust_code=trust_code) as parts:
         _check_pairs(parts)
         if "image" in (parts.x.kind, parts.y.kind):
-            # `megabatch search` draws the answers: what that needs is asked for before the held-out pairs are embedded.
+            # `megabatch search` draws the results; check for its package before the held-out pairs are embedded.
             packages.require(packages.CONTACT_SHEET)
         side = _side_of_query(parts, query) if side is None else side
         kind = _kinds(parts)[side]
         if kind == "image" and not Path(query).is_file():
-            raise ValueError(f"{query!r} is no image file, and tower {side} takes images; name a file, or the other side")
+            raise ValueError(f"{query!r} is not an image file, and tower {side} takes images; name one, or choose the other side")
         raw = decode_image(Path(query), query, parts.run.data.max_pixels) if kind == "image" else query
         held_out = embed_source(parts, parts.held_out, parts.run.evaluate.limit)
         answering = held_out.y if side == "x" else held_out.x
@@ -162,16 +161,16 @@ def search(
 
 
 def _kinds(parts: Assembly) -> dict[Side, str]:
-    """Return what the tower of each side takes."""
+    """Return the kind of input of each side's tower."""
     return {"x": parts.x.kind, "y": parts.y.kind}
 
 
 def _side_of_query(parts: Assembly, query: str) -> Side:
-    """Return the side of a query that is not told: the tower that takes it, x where both do."""
+    """Return the side whose tower takes a query, x where both do."""
     kinds = _kinds(parts)
     image = Path(query).suffix.lower() in IMAGE_SUFFIXES and "image" in kinds.values()
     if image and not Path(query).is_file():
-        remedy = f"; to search for this text, name the side of texts: --side {'x' if kinds['x'] == 'text' else 'y'}"
+        remedy = f"; to search for this text, choose the side of texts: --side {'x' if kinds['x'] == 'text' else 'y'}"
         raise ValueError(f"{query!r}: there is no such image file{remedy if 'text' in kinds.values() else ''}")
     kind = "image" if image else "text"
     sides: list[Side] = [side for side in ("x", "y") if kinds[side] == kind]
@@ -189,18 +188,18 @@ def _answer(parts: Assembly, held_out: Embedded, place: int, score: float, asked
 
 
 def _zero_shot(parts: Assembly) -> dict[str, float]:
-    """Recall at 1 and 5 of the label's name, put into the templates, among the names of all labels."""
+    """Return accuracy at 1 and 5 of the label's name, inserted into the templates, among the names of all labels."""
     _check_pairs(parts)
     held_out = embed_source(parts, parts.held_out, parts.run.evaluate.limit)
     labels = [parts.held_out.label(*place) for place in held_out.at]
     names = sorted({label for label in labels if label is not None})
     if None in labels or len(names) < 2:
-        raise ValueError("the held-out data has no classes: name the column of the class (data.label=…)")
+        raise ValueError("the held-out data has no classes; name the column of the class (data.label=…)")
     classes = class_embeddings(lambda texts: _embed(parts, texts, "y"), names, parts.run.evaluate.templates)
     numbers = torch.tensor([names.index(label) for label in labels if label is not None])
     device = parts.ranks.device
-    found = zero_shot(held_out.x.to(device), classes.to(device), numbers.to(device), k=(1, min(5, len(names))))
-    return {str(k): share for k, share in found.items()}
+    accuracy = zero_shot(held_out.x.to(device), classes.to(device), numbers.to(device), k=(1, min(5, len(names))))
+    return {str(k): value for k, value in accuracy.items()}
 
 
 def _embed(parts: Assembly, raws: Sequence[Any], side: Side) -> Tensor:
@@ -215,29 +214,29 @@ def _stacked(samples: Sequence[Any]) -> Any:
 
 
 def _with_sides(parts: Assembly, files: Sequence[str | Path], side: Side | None) -> list[tuple[Path, Side]]:
-    """Return each file with the side of the tower that embeds it; checked for all of them before the first is embedded."""
+    """Return each file with the side of the tower that embeds it. All files are checked before the first is embedded."""
     _check_pairs(parts)
     if not files:
-        raise ValueError("no files are given: name images, or text files with a text in each line")
+        raise ValueError("no files are given; name images, or text files with one text per line")
     kinds = _kinds(parts)
-    found: list[tuple[Path, Side]] = []
+    chosen: list[tuple[Path, Side]] = []
     for path in map(Path, files):
         kind = "image" if path.suffix.lower() in IMAGE_SUFFIXES else "text"
         name = "an image" if kind == "image" else "a text file"
         sides: list[Side] = [each for each in ("x", "y") if kinds[each] == kind]
         if side is not None and side not in sides:
-            raise ValueError(f"{path}: is {name}, and tower {side} of this run takes {_plural(kinds[side])}; name the other side")
+            raise ValueError(f"{path}: is {name}, and tower {side} of this run takes {_plural(kinds[side])}; choose the other side")
         if not sides:
             raise ValueError(f"{path}: is {name}, and this run has towers for {_plural(kinds['x'])} only")
         if side is None and len(sides) == 2 and parts.x.module is not parts.y.module:
             raise ValueError(
-                f"{path}: both towers of this run take {_plural(kind)}; say which one: --side x for queries, --side y for documents"
+                f"{path}: both towers of this run take {_plural(kind)}; choose one: --side x for queries, --side y for documents"
                 f" ({parts.run.x.name} and {parts.run.y.name})"
             )
         if not path.is_file():
-            raise ValueError(f"{path}: there is no such file; name images, or text files with a text in each line")
-        found.append((path, side or sides[0]))
-    return found
+            raise ValueError(f"{path}: there is no such file; name images, or text files with one text per line")
+        chosen.append((path, side or sides[0]))
+    return chosen
 
 
 def _plural(kind: str) -> str:
@@ -255,7 +254,7 @@ def _read(parts: Assembly, files: Sequence[tuple[Path, Side]]) -> Iterator[tuple
                 if lines:
                     yield side, lines, lines
         except (OSError, UnicodeDecodeError, BadSample) as error:
-            raise ValueError(f"{path}: cannot be read ({error}); images and UTF-8 texts can") from None
+            raise ValueError(f"{path}: cannot be read ({error}); name images or UTF-8 text files") from None
 
 
 def _check_pairs(parts: Assembly) -> Contrastive:

@@ -1,4 +1,4 @@
-"""The peak of memory that a run shows: of tensors on a device, of the whole process on a CPU."""
+"""Peak memory of a run: of tensors on an accelerator, of the whole process on a CPU."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .. import host_memory
 
 
 def peak(device: torch.device) -> int | None:
-    """Return the highest use since `reset_peak`: bytes in tensors; on a CPU the resident set of this process.
+    """Return the peak since `reset_peak` in bytes: of tensors, or on a CPU the resident set of this process.
 
-    None where the device does not tell (mps), or the system (Windows without psutil).
+    None where the device (mps) or the system (Windows without psutil) does not report it.
     """
     if device.type == "cpu":
         return host_memory.peak_resident()
@@ -23,7 +23,7 @@ def peak(device: torch.device) -> int | None:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Let the peak begin again at what is in use now, where the device or the system can do that."""
+    """Restart the peak at the present use, where the device or the system supports that."""
     if device.type == "cpu":
         host_memory.reset_peak()
         return
@@ -33,8 +33,8 @@ def reset_peak(device: torch.device) -> None:
 
 
 def peak_of_tensors(work: Callable[[], object], held: Iterable[Tensor]) -> int:
-    """The most bytes that tensors take on a CPU while work runs, with those that are held all the while: what a plan predicts."""
-    # Unless told, its library writes to the terminal when it begins and ends.
+    """Return the peak bytes of tensors on a CPU while `work` runs, including the `held` ones: what a plan predicts."""
+    # By default the profiler library (Kineto) writes to the terminal when it starts and stops.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from torch.profiler import ProfilerActivity, profile
 
@@ -43,8 +43,8 @@ def peak_of_tensors(work: Callable[[], object], held: Iterable[Tensor]) -> int:
         work()
     assert profiler.profiler is not None
     events = profiler.profiler.kineto_results.events()
-    live = highest = 0
+    current = highest = 0
     for _, change in sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"):
-        live += change
-        highest = max(highest, live)
+        current += change
+        highest = max(highest, current)
     return highest + sum(storages.values())

@@ -1,4 +1,4 @@
-"""What one step computes: the loss of a batch and its gradients, whatever the batch, with memory set by the chunk."""
+"""What one step computes: the loss and gradients of a batch of any size, with memory set by the chunk."""
 
 from __future__ import annotations
 
@@ -20,13 +20,16 @@ from ..towers.model import Classifier, Pair
 from .distributed import Ranks, autocast, shard, share
 from .noise.collect import WINDOW, NoiseScale
 
-# Micro-batches that a step is split into at least, over all ranks, where the noise between them is measured.
+# A step is split into at least this many micro-batches over all ranks where the noise between them is measured.
 MICRO_BATCHES = 8
 
 
 class Outcome(NamedTuple):
-    """The loss of the whole batch; how many of this rank's rows came out right (their own pair is the most similar of the batch,
-    the class is the right one), and how many there were."""
+    """The result of one step.
+
+    loss: of the whole batch. right: rows of this rank whose partner is the most similar of the batch, or whose class is predicted
+    correctly. rows: all rows of this rank.
+    """
 
     loss: Tensor
     right: Tensor
@@ -34,8 +37,10 @@ class Outcome(NamedTuple):
 
 
 class Contrastive:
-    """CLIP or SigLIP: both sides encoded in chunks, one loss over the batch of all ranks. Its samples being compared with each
-    other, parts of a batch tell nothing of the gradient's noise."""
+    """A loss over pairs: both sides are encoded in chunks, and one loss is computed over the batch of all ranks.
+
+    `noise` stays None: samples are compared with each other, so that parts of a batch do not show the noise of its gradient.
+    """
 
     noise = None
 
@@ -46,23 +51,23 @@ class Contrastive:
         for encoder in (model.x, model.y):
             if encoder is not None:
                 shard(encoder, run.compute, ranks)
-        # A tower for both sides takes both at once: it is then gathered, and its gradients are exchanged, once a step.
+        # One tower for both sides encodes both in one call, so that its weights and gradients are exchanged once per step.
         self.encode_x = self._cached(share(model.x, run.compute, ranks))
         self.encode_y = self.encode_x if model.y is None else self._cached(share(model.y, run.compute, ranks))
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=run.compute.precision == "fp16")
 
     @property
     def chunked(self) -> tuple[Any, ...]:
-        """What goes in chunks; each has the rows of one as `chunk`."""
+        """The callables that run in chunks of `chunk` rows."""
         return self.encode_x, self.encode_y
 
-    def repeated_on_oom(self, optimizer: torch.optim.Optimizer) -> Any:
-        """The step, repeated in smaller chunks when memory runs out; where ranks meet inside the encoders, the step as it is."""
+    def step_with_oom_retry(self, optimizer: torch.optim.Optimizer) -> Any:
+        """Return `step`, retried with smaller chunks when memory runs out unless ranks communicate inside the encoders."""
         meeting = self.ranks.group is not None and (self.run.compute.sharding == "fsdp2" or self.run.compute.sync_batchnorm)
         return self.step if meeting else retry_on_oom(self.step, optimizer, group=self.ranks.group)
 
     def step(self, batch: RankBatch) -> Outcome:
-        """Forward and backward."""
+        """Run forward and backward."""
         rows = len(batch.keys)
         with autocast(self.run.compute, self.ranks.device)():
             documents = batch.y if batch.negatives is None else _joined(batch.y, batch.negatives)
@@ -71,15 +76,15 @@ class Contrastive:
             else:
                 y = self.encode_y(documents)
                 x = self.encode_x(batch.x)
-        loss, found = self._loss(x, y, batch)
+        loss, diagnostics = self._loss(x, y, batch)
         self.scaler.scale(loss).backward()
-        ranks = [rank for rank in (found.row_rank, found.column_rank) if rank is not None]
+        ranks = [rank for rank in (diagnostics.row_rank, diagnostics.column_rank) if rank is not None]
         right = sum((rank == 0).sum() for rank in ranks) / len(ranks)
         return Outcome(loss.detach(), torch.as_tensor(right), rows)
 
     @torch.no_grad()
     def embed(self, inputs: Any, side: str) -> Tensor:
-        """Embeddings of inputs of one side ("x", "y"), on the device."""
+        """Return the embeddings of inputs of one side ("x" or "y"), on the device."""
         with autocast(self.run.compute, self.ranks.device)():
             return (self.encode_x if side == "x" else self.encode_y)(inputs)
 
@@ -89,7 +94,7 @@ class Contrastive:
         return contrastive_loss(self.model, self.run, x, y, ids, symmetric=both, group=self.ranks.group, diagnostics=True)
 
     def _cached(self, encoder: nn.Module) -> Any:
-        # "auto" is a run's default, so that it must work on every device; `train` says so where nothing is kept for this reason.
+        # "auto" is the default of a run and must work on every device; `train` logs that nothing is kept where memory is unknown.
         keep = 0 if self.run.batch.keep == "auto" and not can_read_free_bytes(self.ranks.device) else self.run.batch.keep
         return cached(encoder, self.run.batch.chunk, keep=keep, device=self.ranks.device)
 
@@ -113,9 +118,9 @@ def contrastive_loss(
 
 
 class Classification:
-    """Cross-entropy over classes: a mean over samples, so the batch is accumulated and nothing is computed twice.
+    """Cross-entropy over classes: a mean over samples, so chunks are accumulated and nothing is computed twice.
 
-    `noise` measures the noise of the gradient, where it was asked for.
+    noise: measures the noise of the gradient, after `measure_noise`.
     """
 
     noise: NoiseScale | None = None
@@ -128,7 +133,7 @@ class Classification:
         self._shared = share(model, run.compute, ranks)
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=run.compute.precision == "fp16")
         self._right = torch.zeros((), device=ranks.device)
-        # Wrapped or sharded, the model itself says whom it exchanges gradients with.
+        # A wrapped or sharded model knows its own process group.
         group = ... if ranks.group is not None else None
         self._accumulate = accumulate(self._mean, self._shared, run.batch.chunk, scaler=self.scaler, group=group)
 
@@ -136,18 +141,18 @@ class Classification:
     def chunked(self) -> tuple[Any, ...]:
         return (self._accumulate,)
 
-    def repeated_on_oom(self, optimizer: torch.optim.Optimizer) -> Any:
+    def step_with_oom_retry(self, optimizer: torch.optim.Optimizer) -> Any:
         meeting = self.ranks.group is not None and (self.run.compute.sharding == "fsdp2" or self.run.compute.sync_batchnorm)
         return self.step if meeting else retry_on_oom(self.step, optimizer, group=self.ranks.group)
 
-    def watch_noise(self, window: int = WINDOW) -> NoiseScale:
-        """What measures the noise of the gradient from now on, by `window` steps."""
-        self.ignore_noise()
+    def measure_noise(self, window: int = WINDOW) -> NoiseScale:
+        """Measure the noise of the gradient from now on, over the last `window` steps."""
+        self.stop_measuring_noise()
         self.noise = NoiseScale(self._shared, window=window, scaler=self.scaler, group=self.ranks.group)
         return self.noise
 
-    def ignore_noise(self) -> None:
-        """Ends its measurement."""
+    def stop_measuring_noise(self) -> None:
+        """Stop measuring the noise."""
         if self.noise is not None:
             self.noise.remove()
         self.noise = None
@@ -156,7 +161,7 @@ class Classification:
         self._right.zero_()
         rows = self._accumulate.chunk
         if self.noise is not None:
-            # Of an attempt that ran out of memory, nothing counts.
+            # Discard what an attempt that ran out of memory has measured.
             self.noise.forget()
             rows = max(1, min(rows, -(-len(batch.keys) * self.ranks.size // MICRO_BATCHES)))
         loss = self._accumulate.over(split(((batch.x, batch.labels), {}), rows, least_rows([self._shared])))
@@ -166,7 +171,7 @@ class Classification:
 
     @torch.no_grad()
     def classify(self, inputs: Any) -> Tensor:
-        """The logits of inputs, a chunk at a time."""
+        """Return the logits of inputs, computed chunk by chunk."""
         with autocast(self.run.compute, self.ranks.device)():
             pieces = split(inputs, self.run.batch.chunk)
             return torch.cat([self.model(_on(piece, self.ranks.device)) for piece in pieces])
@@ -175,7 +180,7 @@ class Classification:
         with autocast(self.run.compute, self.ranks.device)():
             logits = self._shared(_on(inputs, self.ranks.device))
         labels = labels.to(self.ranks.device)
-        # The first call also tries the loss on a few rows, without gradients: those are not rows of the batch.
+        # `accumulate` first tries the loss on a few rows without gradients; they are not counted.
         if torch.is_grad_enabled():
             self._right += (logits.argmax(1) == labels).sum()
             if self.noise is not None:
@@ -188,7 +193,7 @@ def _on(tree: Any, device: torch.device) -> Any:
 
 
 def _joined(a: Any, b: Any) -> Any:
-    """The rows of two trees of the same shape, one after the other."""
+    """Concatenate the rows of two trees of tensors with the same structure."""
     if isinstance(a, Tensor):
         return torch.cat([a, b])
     return {key: _joined(a[key], b[key]) for key in a}

@@ -1,4 +1,4 @@
-"""The optimizer of a run: which parameters decay, what class it is, its state as tensors, and the moving average of the weights."""
+"""The optimizer of a run: its class and parameter groups, its state as tensors, and the moving average of the weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..optimizers import OPTIMIZERS
 
 
 def build_optimizer(model: nn.Module, options: Optimizer) -> torch.optim.Optimizer:
-    """The optimizer over the parameters that learn: matrices and convolutions decay, gains, biases and the logit scale do not."""
+    """Return the optimizer of the trainable parameters; weight decay applies to matrices and convolutions only."""
     learning = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in learning if p.ndim >= 2], "weight_decay": options.weight_decay},
@@ -23,7 +23,7 @@ def build_optimizer(model: nn.Module, options: Optimizer) -> torch.optim.Optimiz
     ]
     groups = [group for group in groups if group["params"]]
     if not groups:
-        raise ValueError("no parameter learns: both towers are locked and nothing else is left; unlock one (x.locked=false)")
+        raise ValueError("no parameter is trainable: both towers are locked; unlock one (x.locked=false)")
     kind = _named(options.name)
     spec = OPTIMIZERS.get(options.name)
     set_elsewhere = {"lr": options.lr} | {key: getattr(options, key) for key in (spec.keys if spec is not None else ())}
@@ -35,7 +35,8 @@ def build_optimizer(model: nn.Module, options: Optimizer) -> torch.optim.Optimiz
     except Exception as error:
         raise _unusable_options(kind, options.options, f"{type(error).__name__}: {error}") from error
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ValueError(f"optimizer.name is {options.name!r}: gives a {type(optimizer).__name__}, must be a torch Optimizer")
+        kind_name = type(optimizer).__name__
+        raise ValueError(f"optimizer.name is {options.name!r}: it returns a {kind_name}, and must return a torch.optim.Optimizer")
     return optimizer
 
 
@@ -50,18 +51,18 @@ def _named(name: str) -> Any:
     except Exception as error:
         raise ValueError(f"optimizer.name is {name!r}: cannot be imported ({type(error).__name__}: {error})") from error
     is_class = isinstance(found, type) and issubclass(found, torch.optim.Optimizer)
-    # Names of this form need no trust, so that nothing but an optimizer may be called by them.
+    # Names in torch.optim need no --trust-code, so they may name nothing but an optimizer class.
     if not callable(found) or (is_torch_optimizer(name) and not is_class):
-        raise ValueError(f"optimizer.name is {name!r}: it names no optimizer class; choose one as in torch.optim:NAdam")
+        raise ValueError(f"optimizer.name is {name!r}: it does not name an optimizer class; choose one, as in torch.optim:NAdam")
     return found
 
 
 def _check_options(kind: Callable[..., Any], options: Mapping[str, Any], set_elsewhere: Mapping[str, Any]) -> None:
-    """Raise ValueError where an option is unknown to the class, is a key of its own, or has another type than its default."""
+    """Raise ValueError where an option is unknown to the class, belongs into [optimizer], or differs in type from its default."""
     try:
         parameters = inspect.signature(kind).parameters
     except (TypeError, ValueError):
-        # Some callables have no signature to inspect; calling them tells.
+        # Some callables have no signature to inspect; a wrong option then fails when they are called.
         return
     known = {name: entry.default for name, entry in list(parameters.items())[1:] if entry.kind is not entry.VAR_KEYWORD}
     takes_any = any(entry.kind is entry.VAR_KEYWORD for entry in parameters.values())
@@ -72,7 +73,7 @@ def _check_options(kind: Callable[..., Any], options: Mapping[str, Any], set_els
             free = [each for each in known if each not in set_elsewhere and each != "weight_decay"]
             raise _unusable_options(kind, options, f"there is no {name!r}; it takes {', '.join(free) or 'none'}")
         default = known.get(name)
-        # PyTorch would take any text for true, and fail at an unsuitable number only when it computes with it.
+        # PyTorch takes any string for true, and rejects an unsuitable number only when it computes with it.
         if isinstance(default, bool) and not isinstance(value, bool):
             raise _unusable_options(kind, options, f"{name} must be true or false")
         if type(default) in (int, float) and (isinstance(value, bool) or not isinstance(value, (int, float))):
@@ -80,11 +81,11 @@ def _check_options(kind: Callable[..., Any], options: Mapping[str, Any], set_els
 
 
 def _try_step(kind: Callable[..., Any], device: torch.device, arguments: Mapping[str, Any]) -> None:
-    """Take two steps on a parameter that nobody uses: some options fail no earlier, such as capturable on a CPU."""
+    """Take two steps with a dummy parameter: some options fail no earlier, such as capturable on a CPU."""
     parameter = nn.Parameter(torch.zeros(2, 2, device=device))
     parameter.grad = torch.zeros_like(parameter)
     optimizer = kind([parameter], **arguments)
-    # The second step is the first that finds state.
+    # The second step is the first with existing state.
     for _ in range(2):
         optimizer.step()
 
@@ -103,9 +104,9 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], limit: float | None) -> Tensor:
-    """The norm of the whole gradient, over all shards of it; longer than `limit`, it is shortened to that."""
+    """Return the norm of the whole gradient over all shards, and scale the gradient down to `limit` if it is larger."""
     gradients = [p.grad for p in parameters if p.grad is not None]
-    # Sharded and whole parameters cannot be in one list of operands.
+    # Foreach operations cannot mix sharded and unsharded tensors.
     sharded = [g for g in gradients if hasattr(g, "full_tensor")]
     whole = [g for g in gradients if not hasattr(g, "full_tensor")]
     norms = [torch.nn.utils.get_total_norm(part) for part in (sharded, whole) if part]
@@ -118,14 +119,14 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float | None) -> T
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimizer's state by parameter name, the tensors themselves: what is read into them is the optimizer's."""
+    """Return the optimizer's state by parameter name, without copies: reading a checkpoint into them restores the optimizer."""
     _fill(optimizer)
     tensors = {}
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
             if not isinstance(value, Tensor):
                 raise ValueError(
-                    f"{type(optimizer).__name__} keeps {key!r} as a {type(value).__name__}: a checkpoint holds tensors only; "
+                    f"{type(optimizer).__name__} keeps {key!r} as a {type(value).__name__}, and a checkpoint stores tensors only; "
                     "choose an optimizer whose state is tensors"
                 )
             tensors[f"optimizer.{name}.{key}"] = value
@@ -133,7 +134,7 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def _fill(optimizer: torch.optim.Optimizer) -> None:
-    """Creates the state that the first step would create, and changes nothing: no gradient, no rate."""
+    """Create the state that the first step would create, by a step without gradient and learning rate."""
     if optimizer.state:
         return
     rates = [group["lr"] for group in optimizer.param_groups]
@@ -152,7 +153,7 @@ def _fill(optimizer: torch.optim.Optimizer) -> None:
 
 
 class Average:
-    """A moving average of the weights that learn, updated once a step."""
+    """An exponential moving average of the trainable weights, updated once per step."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay
@@ -169,11 +170,11 @@ class Average:
 
     @torch.no_grad()
     def swap(self) -> None:
-        """Exchanges weights and averages; a second call puts them back."""
+        """Exchange weights and averages; a second call restores both."""
         for name, mean in self._means.items():
-            kept = mean.clone()
+            previous = mean.clone()
             mean.copy_(self._weights[name].detach())
-            self._weights[name].copy_(kept)
+            self._weights[name].copy_(previous)
 
 
 def count(parameters: Iterable[Any]) -> int:

@@ -1,67 +1,66 @@
-"""A batch that doubles when the noise of the gradient allows it: the decisions, and what has to be kept to repeat them."""
+"""A batch that doubles when the noise of the gradient allows it: the decisions, and the state that repeats them on resume."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..config import Run
 from .noise.estimator import sentence
 from .objective import Classification
-from .run_logger import Watch
-from .schedules import course, size_after
+from .schedules import StepSchedule, size_after, step_schedule
 
-if TYPE_CHECKING:
-    from .loop import Training
-
-# Steps that a decision rests on, at least; they are counted anew after each doubling.
+# Steps that a decision rests on, at least. They are counted anew after each doubling.
 LEAST = 20
 
 
-class Ramp:
-    """A callback of a run: doubles its batch once that is below the critical one for certain, up to batch.size.
+class NoiseRamp:
+    """Doubles the batch once it is certainly below the critical batch, up to batch.size.
 
-    `doubled` holds the steps from which on the batch was twice as large. All ranks see the same noise and decide alike.
+    length: samples of the training data. `doubled` holds the steps from which on the batch was twice as large. All ranks see the
+    same noise and decide alike.
     """
 
-    def __init__(self, training: Training) -> None:
-        # Other objectives were refused with the configuration.
-        assert isinstance(training.parts.objective, Classification)
-        self.training = training
-        self.objective = training.parts.objective
-        self.noise = self.objective.watch_noise()
+    def __init__(self, run: Run, objective: Classification, length: int) -> None:
+        self.run = run
+        self.objective = objective
+        self.length = length
+        self.noise = objective.measure_noise()
         self.doubled: list[int] = []
 
     @property
     def size(self) -> int:
         """The pairs of the next step."""
-        return size_after(self.training.run.batch, len(self.doubled))
+        return size_after(self.run.batch, len(self.doubled))
 
-    def __call__(self, watch: Watch) -> None:
-        """Decides after a step; from the next one on, batch and learning rate follow."""
+    def decide(self, step: int) -> str | None:
+        """Double the batch from `step` on if the noise allows it; return the reason, or None where the batch stays."""
         before = self.size
-        if before >= self.training.run.batch.size or len(self.noise.steps) < LEAST:
-            return
-        found = self.noise.estimate()
-        if found.low <= before:
-            return
-        self.doubled.append(self.training.number)
-        # What follows is another regime: another batch, another learning rate.
+        if before >= self.run.batch.size or len(self.noise.steps) < LEAST:
+            return None
+        estimate = self.noise.estimate()
+        if estimate.low <= before:
+            return None
+        self.doubled.append(step)
+        # The next steps have another batch and another learning rate, so that earlier ones say nothing about them.
         self.noise.steps.clear()
-        self._plan()
-        why = sentence(found.critical, found.low, found.high)
-        watch.note(f"after step {self.training.number} the batch grows from {before:,} to {self.size:,}: {why}")
+        self._stop_at_full_size()
+        critical = sentence(estimate.critical, estimate.low, estimate.high)
+        return f"after step {step} the batch grows from {before:,} to {self.size:,}: {critical}"
+
+    def schedule(self) -> StepSchedule:
+        """Return the steps of the run with all doublings so far."""
+        return step_schedule(self.run, self.length, self.doubled)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as JSON can say it."""
+        """Return what a checkpoint stores, as values that JSON has."""
         return {"doubled": self.doubled, "noise": self.noise.state()}
 
     def load(self, state: dict[str, Any]) -> None:
         self.doubled = list(state["doubled"])
         self.noise.load(state["noise"])
-        self._plan()
+        self._stop_at_full_size()
 
-    def _plan(self) -> None:
-        run = self.training.run
-        self.training.course = course(run, sum(self.training.parts.training.lengths), self.doubled)
-        if self.size >= run.batch.size:
-            # Nothing is left to decide, and small micro-batches cost time.
-            self.objective.ignore_noise()
+    def _stop_at_full_size(self) -> None:
+        # Nothing is left to decide then, and small micro-batches cost time.
+        if self.size >= self.run.batch.size:
+            self.objective.stop_measuring_noise()

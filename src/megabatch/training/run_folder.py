@@ -1,4 +1,4 @@
-"""The folder that a run writes into: how it is recognised, who may write to it now, and which names in it are a run's.
+"""The folder of a run: how it is recognised, which process may write to it, and which names in it belong to a run.
 
 A folder is megabatch's if it holds the file MARK, which is created before anything else. The process that writes to the folder
 holds an operating system lock on that file; the kernel releases it when the process ends, however it ends. `train --fresh` deletes
@@ -37,9 +37,9 @@ else:
 
 MARK = ".megabatch-run"
 FORMAT = 1
-# Seconds to wait for another process to leave the folder: ranks whose launcher was killed finish a step and a checkpoint first.
+# Seconds to wait for another process to release the folder: ranks whose launcher was killed finish a step and a checkpoint.
 WAIT = 30.0
-# Entries that a message names; a folder of somebody else may hold thousands.
+# Entries that a message names; a folder of other files may hold thousands.
 SHOWN = 3
 
 
@@ -47,7 +47,7 @@ SHOWN = 3
 class Entry:
     """A name that a run writes. inside: the entries of a folder; None for a file.
 
-    kept: `--fresh` leaves it. opaque: a folder of another program, whatever it holds.
+    kept: `--fresh` does not delete it. opaque: a folder of another program with any content.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Entry:
     opaque: bool = False
 
 
-# Regular expressions. The temporary files of `megabatch.files` and of checkpoints belong to the names that they stand for.
+# Regular expressions. The temporary files of `megabatch.files` and of checkpoints count as the names that they replace.
 ENTRIES = (
     Entry(re.escape(MARK), kept=True),
     Entry(r"run\.toml(\.\d+)?", kept=True),
@@ -86,10 +86,10 @@ TEMPORARY = re.compile(r"\.(.+)\.partial")
 
 @contextmanager
 def claimed(folder: str | Path, verb: str, option: str = "out") -> Iterator[Path]:
-    """Make `folder` one of `megabatch VERB`, and hold it: no other process that claims it gets it until the block ends.
+    """Mark `folder` as one of `megabatch VERB` and lock it: no other process can claim it until the block ends.
 
-    A folder that exists must be empty or already one of the same verb; otherwise a ValueError says so, and nothing in it has
-    changed. option: the setting that names the folder, for messages.
+    An existing folder must be empty or marked with the same verb; otherwise ValueError is raised and nothing in it has changed.
+    option: the setting that names the folder, for messages.
     """
     folder = Path(folder)
     _check_unused(folder, option)
@@ -100,7 +100,7 @@ def claimed(folder: str | Path, verb: str, option: str = "out") -> Iterator[Path
         _lock(descriptor, folder, option)
         _check_verb(_read_mark(folder), folder, verb, option)
         text = json.dumps({"format": FORMAT, "megabatch": __version__, "verb": verb, "process": _process()})
-        # In place, since the lock is on this very file: a new one that took its name would not be locked.
+        # Written in place, since the lock is on this file: a new file of the same name would not be locked.
         os.lseek(descriptor, 0, os.SEEK_SET)
         os.write(descriptor, text.encode())
         os.ftruncate(descriptor, len(text.encode()))
@@ -111,26 +111,26 @@ def claimed(folder: str | Path, verb: str, option: str = "out") -> Iterator[Path
 
 @contextmanager
 def claimed_by_ranks(folder: str | Path, verb: str, first: bool) -> Iterator[Path]:
-    """`claimed` for several ranks, which all call it: the first one holds the folder, and all raise what it raises."""
+    """`claimed` for all ranks together: the first rank holds the lock, and all ranks raise its errors."""
     with contextlib.ExitStack() as held:
         checkpoint.agree(lambda: held.enter_context(claimed(folder, verb)) if first else None)
         yield Path(folder)
 
 
 def clear(folder: Path) -> None:
-    """Delete what a run has written into `folder`, but for its configuration and the mark.
+    """Delete everything that a run has written into `folder`, except its configuration and the mark.
 
-    A ValueError where the folder holds anything else; nothing has been deleted then. A process that is killed meanwhile leaves a
-    folder that can be cleared, and no part of a checkpoint under a checkpoint's name.
+    Raises ValueError, and deletes nothing, where the folder holds anything else. A process that is killed while deleting leaves a
+    folder that can be cleared, and no incomplete checkpoint under the name of a complete one.
     """
     others = foreign(folder)
     if others:
         more = f" and {len(others) - SHOWN} more" if len(others) > SHOWN else ""
         raise ValueError(
-            f"out is {str(folder)!r}: --fresh deletes a folder only where it holds nothing but what a run wrote, and no run wrote"
-            f" {', '.join(map(repr, others[:SHOWN]))}{more}; move that away, or choose another folder (out=…)"
+            f"out is {str(folder)!r}: --fresh clears a folder only if it holds nothing but the files of a run, and no run wrote"
+            f" {', '.join(map(repr, others[:SHOWN]))}{more}; move that elsewhere, or choose another folder (out=…)"
         )
-    # What an earlier attempt was deleting comes first, since its name is needed again. Then the checkpoints: from there on the run
+    # Leftovers of an earlier attempt come first, since their names are needed again. Then the checkpoints: without them the run
     # starts over.
     for entry in sorted(os.scandir(folder), key=lambda entry: (entry.name[0] != ".", entry.name != "checkpoints")):
         known = _known(entry, ENTRIES)
@@ -144,36 +144,36 @@ def clear(folder: Path) -> None:
 
 
 def foreign(folder: str | Path) -> list[str]:
-    """Return the paths below `folder`, relative to it, that no run writes. A symbolic link is one of them, whatever its name."""
+    """Return the paths below `folder`, relative to it, that no run writes. Every symbolic link is one of them."""
     return [Path(path).relative_to(folder).as_posix() for path in _foreign(folder, ENTRIES)]
 
 
 def check_not_data(run: config.Run) -> None:
-    """Raise ValueError where the run's folder lies in a folder that it reads as data."""
+    """Raise ValueError where the run's folder is inside a folder that it reads as data."""
     out = os.path.realpath(run.out)
     for name, value, path in _inputs(run):
         if os.path.isdir(path) and _within(out, path) and out != path:
             raise ValueError(
                 f"out is {run.out!r}, inside the folder that {name} names ({value!r}): images that the run writes would become"
-                " data; choose a folder outside it"
+                " data; choose a folder outside of it"
             )
 
 
 def check_not_read(run: config.Run) -> None:
-    """Raise ValueError where clearing the run's folder could delete what the run is to read."""
+    """Raise ValueError where clearing the run's folder could delete an input of the run."""
     out = os.path.realpath(run.out)
     for name, value, path in _inputs(run):
         if os.path.exists(path) and _within(path, out):
             raise ValueError(
-                f"{name} is {value!r}, inside out ({run.out!r}): --fresh would delete what the run is to read; move it away,"
+                f"{name} is {value!r}, inside out ({run.out!r}): --fresh would delete an input of the run; move it elsewhere,"
                 " or choose another folder (out=…)"
             )
 
 
 def write_configuration(folder: Path, run: config.Run) -> None:
-    """Write run.toml, unless the file that is there describes the same run.
+    """Write run.toml, unless the existing file describes the same run.
 
-    A file that somebody has edited (it has comments, for example) and that describes another run is kept as run.toml.1, .2, ….
+    An existing file that was edited (it has comments, for example) and describes another run is kept as run.toml.1, .2, ….
     """
     path, text = folder / "run.toml", config.as_toml(run)
     if path.exists():
@@ -191,7 +191,7 @@ def write_configuration(folder: Path, run: config.Run) -> None:
 
 
 class _Held:
-    """The descriptors that hold locks. A process forked meanwhile (a data loader's worker) must not hold them on."""
+    """File descriptors that hold locks. A forked process (a worker of a data loader) must not keep them open."""
 
     descriptors: ClassVar[set[int]] = set()
     watching: ClassVar[bool] = False
@@ -219,14 +219,14 @@ def _check_unused(folder: Path, option: str) -> None:
     if not os.path.lexists(folder):
         return
     if not folder.is_dir():
-        raise ValueError(f"{option} is {str(folder)!r}: that is a file, and a folder is needed; choose another name")
+        raise ValueError(f"{option} is {str(folder)!r}: it is a file, and must be a folder; choose another name")
     if os.listdir(folder) and not _is_marked(folder):
-        # Runs of versions that wrote no mark have checkpoints of this format.
+        # Versions that wrote no mark used the same checkpoint format.
         earlier = checkpoint.newest(folder / "checkpoints") is not None
         adopt = f" If it is a run of a version that wrote no such file, create the file {str(folder / MARK)!r}." if earlier else ""
         raise ValueError(
-            f"{option} is {str(folder)!r}: the folder is not empty and megabatch did not make it (there is no {MARK} in it);"
-            f" choose a new or an empty one.{adopt}"
+            f"{option} is {str(folder)!r}: the folder is not empty and is not one of megabatch (it has no {MARK});"
+            f" choose a new or an empty folder.{adopt}"
         )
 
 
@@ -235,7 +235,7 @@ def _is_marked(folder: Path) -> bool:
 
 
 def _read_mark(folder: Path) -> dict[str, Any]:
-    """Return what the mark says; nothing where it is empty, or was cut off by a kill."""
+    """Return the content of the mark; empty where the file is empty, or was cut off when the process was killed."""
     try:
         found, _ = json.JSONDecoder().raw_decode((folder / MARK).read_text("utf-8", errors="replace"))
     except (ValueError, OSError):
@@ -247,7 +247,7 @@ def _check_verb(mark: dict[str, Any], folder: Path, verb: str, option: str) -> N
     if mark.get("format", FORMAT) != FORMAT:
         raise ValueError(
             f"{option} is {str(folder)!r}: megabatch {mark.get('megabatch')} wrote it in format {mark['format']!r}, and this"
-            f" version knows format {FORMAT}; go on with the version that wrote it, or choose another folder"
+            f" version reads format {FORMAT}; continue with the version that wrote it, or choose another folder"
         )
     if mark.get("verb", verb) != verb:
         raise ValueError(
@@ -257,7 +257,7 @@ def _check_verb(mark: dict[str, Any], folder: Path, verb: str, option: str) -> N
 
 
 def _lock(descriptor: int, folder: Path, option: str) -> None:
-    """Lock the mark, waiting for another process to end if it is about to."""
+    """Lock the mark, and wait up to WAIT seconds for another process to release it."""
     end = time.monotonic() + WAIT
     waiting = False
     while True:
@@ -284,9 +284,9 @@ def _lock(descriptor: int, folder: Path, option: str) -> None:
 
 
 def _try_lock(descriptor: int) -> None:
-    """Lock the file or raise OSError at once."""
+    """Lock the file, or raise OSError without waiting."""
     if sys.platform == "win32":
-        # A byte far behind the text, which others may read meanwhile.
+        # A byte far behind the text, so that others can still read the text.
         os.lseek(descriptor, 1 << 30, os.SEEK_SET)
         msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
     else:
@@ -298,7 +298,7 @@ def _process() -> str:
 
 
 def _known(entry: os.DirEntry[str], entries: Sequence[Entry]) -> Entry | None:
-    """Return which of `entries` this is; None where it is none of them, or a link, or a folder that should be a file."""
+    """Return the matching one of `entries`; None for an unknown name, a link, or a folder in place of a file."""
     temporary = TEMPORARY.fullmatch(entry.name)
     name = temporary[1] if temporary else entry.name
     for known in entries:
@@ -319,7 +319,7 @@ def _foreign(folder: str | Path, entries: Sequence[Entry]) -> Iterator[str]:
 
 
 def _delete(path: Path, known: Entry) -> None:
-    """Delete a file, or a folder and what it may hold; what came in meanwhile stays, with its folder, and is an OSError."""
+    """Delete a file, or a folder and its known entries. Files that were added meanwhile stay, and rmdir raises OSError."""
     if known.opaque:
         shutil.rmtree(path)
     elif known.inside is None:
@@ -333,7 +333,7 @@ def _delete(path: Path, known: Entry) -> None:
 
 
 def _inputs(run: config.Run) -> Iterator[tuple[str, str, str]]:
-    """Yield the settings of a run that may name files or folders: their names, their values, the real paths."""
+    """Yield the settings of a run that may name files or folders, as (name, value, real path)."""
     named = (
         ("data.source", run.data.source),
         ("data.held_out", run.data.held_out),
@@ -346,10 +346,10 @@ def _inputs(run: config.Run) -> Iterator[tuple[str, str, str]]:
 
 
 def _within(path: str, folder: str) -> bool:
-    """Return whether a real path is the folder or lies in it."""
+    """Return whether a real path is the folder or inside of it."""
     with contextlib.suppress(ValueError):
         return os.path.commonpath([path, folder]) == folder
-    # On different drives.
+    # commonpath raises for different drives.
     return False
 
 

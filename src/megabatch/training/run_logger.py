@@ -1,25 +1,29 @@
-"""What a run says while it runs: a progress bar, one JSON line for each event, TensorBoard, Weights & Biases."""
+"""What a run reports while it runs: a progress bar or lines, one JSON line for each event, TensorBoard, Weights & Biases."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from .. import config, packages
 
-# How often a line is printed where there is no terminal to draw a bar on, in seconds.
+# Seconds between two progress lines of a training, where there is no terminal for a progress bar.
 LINE_EVERY = 15.0
+# Seconds between two lines about one long step.
+HEARTBEAT = 3.0
 SCALARS = ("loss", "recall", "accuracy", "scale", "lr", "grad_norm", "batch", "pairs_per_s", "memory_bytes")
 
 
-class Watch:
-    """The run's voice on the first rank; on the others it says nothing."""
+class RunLogger:
+    """Writes log.jsonl and the terminal's output on the first rank; on the others it does nothing."""
 
     def __init__(self, run: config.Run, folder: Path, samples: int, seen: int, *, silent: bool) -> None:
         self._silent = silent
@@ -29,6 +33,7 @@ class Watch:
         self._task: Any = None
         self._writers: list[Any] = []
         self._printed = time.monotonic()
+        self._lines = False
         if silent:
             return
         if run.watch.bar and sys.stderr.isatty():
@@ -39,10 +44,10 @@ class Watch:
             self._writers.append(_Wandb(run, folder))
         self._lines = run.watch.bar and self._bar is None
         _cut_torn_line(folder / "log.jsonl")
-        # Last, since nothing after it may fail: it stays open as long as the run.
+        # Opened last, since nothing after it may fail: it stays open as long as the run.
         self._log = open(folder / "log.jsonl", "a", encoding="utf-8")  # noqa: SIM115
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> RunLogger:
         if self._bar is not None:
             self._bar.start()
         return self
@@ -56,7 +61,7 @@ class Watch:
             self._log.close()
 
     def event(self, event: str, **fields: Any) -> None:
-        """One line of the log, at once on its way to the disk."""
+        """Write one line of the log, and flush it."""
         if self._silent:
             return
         print(json.dumps({"event": event, **fields}), file=self._log, flush=True)
@@ -66,7 +71,7 @@ class Watch:
             self._show(fields)
 
     def bad(self, key: str, reason: str, **fields: Any) -> bool:
-        """Log a sample that cannot be read, unless it was logged for that reason before; return whether it was not."""
+        """Log a sample that cannot be read, unless it was logged for that reason before; return whether it was logged."""
         new = (key, reason) not in self._bad
         if new:
             self._bad.add((key, reason))
@@ -74,26 +79,52 @@ class Watch:
         return new
 
     def note(self, text: str) -> None:
-        """A sentence for the log and for whoever watches."""
+        """Write a sentence to the log and to the terminal."""
         self.event("note", text=text)
         self.say(text)
 
     def say(self, text: str) -> None:
-        if not self._silent:
-            print(text, file=sys.stderr) if self._bar is None else self._bar.console.print(text, markup=False, highlight=False)
+        """Write a line to the terminal."""
+        if self._silent:
+            return
+        if self._bar is None:
+            print(text, file=sys.stderr, flush=True)
+        else:
+            self._bar.console.print(text, markup=False, highlight=False)
+
+    @contextmanager
+    def heartbeat(self, status: Callable[[], str]) -> Iterator[None]:
+        """Say `status()` every few seconds while the block runs, from a thread: PyTorch's operations release the interpreter."""
+        if self._silent or not (self._lines or self._bar is not None):
+            yield
+            return
+        ended = threading.Event()
+        began = time.monotonic()
+
+        def beat() -> None:
+            while not ended.wait(HEARTBEAT):
+                self.say(f"  {status()}, {time.monotonic() - began:,.0f} s so far")
+
+        thread = threading.Thread(target=beat, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
 
     def _show(self, fields: Mapping[str, Any]) -> None:
         seen = fields["samples"]
         if self._bar is not None:
-            self._bar.update(self._task, completed=seen, words=_words(fields))
+            self._bar.update(self._task, completed=seen, summary=_summary(fields))
         elif self._lines and (time.monotonic() - self._printed > LINE_EVERY or seen >= self._samples):
             self._printed = time.monotonic()
             left = (self._samples - seen) / fields["pairs_per_s"] if fields["pairs_per_s"] else 0
-            print(f"{seen:>11,} of {self._samples:,} pairs · {_words(fields)} · {left:,.0f} s left", file=sys.stderr, flush=True)
+            print(f"{seen:>11,} of {self._samples:,} pairs · {_summary(fields)} · {left:,.0f} s left", file=sys.stderr, flush=True)
 
 
 def _cut_torn_line(log: Path) -> None:
-    """Cut off a last line without an end, which a killed process or a full disk leaves: the next event begins a line of its own."""
+    """Remove a last line without a newline, which a killed process or a full disk leaves, so that the next event starts a line."""
     if not log.exists():
         return
     with open(log, "rb+") as stream:
@@ -108,16 +139,17 @@ def _cut_torn_line(log: Path) -> None:
             stream.truncate(kept)
 
 
-def _words(fields: Mapping[str, Any]) -> str:
-    quality = "recall" if "recall" in fields else "accuracy"
+def _summary(fields: Mapping[str, Any]) -> str:
+    """Return the numbers of a step for a progress bar or line."""
+    metric = "recall" if "recall" in fields else "accuracy"
     return (
-        f"loss {fields['loss']:.3f} · {quality} {fields[quality]:.1%} · {fields['pairs_per_s']:,.0f} pairs/s"
+        f"loss {fields['loss']:.3f} · {metric} {fields[metric]:.1%} · {fields['pairs_per_s']:,.0f} pairs/s"
         f" · {memory_text(fields['memory_bytes'])}"
     )
 
 
 def memory_text(size: int | None) -> str:
-    """Return a size in MiB, or "memory unknown" for None: some systems do not tell it."""
+    """Return a size in MiB, or "memory unknown" for None, on systems that do not report it."""
     return "memory unknown" if size is None else f"{size / 2**20:,.0f} MiB"
 
 
@@ -129,12 +161,12 @@ def _bar(samples: int, seen: int) -> tuple[Any, Any]:
     columns = (
         BarColumn(),
         TaskProgressColumn(),
-        TextColumn("{task.fields[words]}"),
+        TextColumn("{task.fields[summary]}"),
         TimeRemainingColumn(compact=True),
         TextColumn("left"),
     )
     bar = Progress(*columns, console=Console(stderr=True))
-    return bar, bar.add_task("training", total=samples, completed=seen, words="starting")
+    return bar, bar.add_task("training", total=samples, completed=seen, summary="starting")
 
 
 class _TensorBoard:
@@ -145,7 +177,7 @@ class _TensorBoard:
         self._writer = SummaryWriter(str(folder))
 
     def put(self, event: str, fields: Mapping[str, Any]) -> None:
-        for name, value in _numbers(event, fields).items():
+        for name, value in _scalars(event, fields).items():
             self._writer.add_scalar(name, value, fields["step"])
 
     def close(self) -> None:
@@ -160,19 +192,19 @@ class _Wandb:
         self._run = wandb.init(project=run.watch.wandb, dir=str(folder), config=config.as_table(run), resume="allow")
 
     def put(self, event: str, fields: Mapping[str, Any]) -> None:
-        numbers = _numbers(event, fields)
-        if numbers:
-            self._run.log(numbers, step=fields["step"])
+        scalars = _scalars(event, fields)
+        if scalars:
+            self._run.log(scalars, step=fields["step"])
 
     def close(self) -> None:
         self._run.finish()
 
 
-def _numbers(event: str, fields: Mapping[str, Any]) -> dict[str, float]:
-    """The curves that an event adds a point to."""
+def _scalars(event: str, fields: Mapping[str, Any]) -> dict[str, float]:
+    """Return the points that an event adds to curves, by the name of the curve."""
     if event == "step":
         return {f"train/{name}": fields[name] for name in SCALARS if fields.get(name) is not None}
     if event != "evaluation":
         return {}
-    flat = {f"held-out/{side}@{k}": v for side in ("x_to_y", "y_to_x") for k, v in fields.get(side, {}).items()}
-    return flat | {f"held-out/{name}": fields[name] for name in ("accuracy",) if name in fields}
+    recall = {f"held-out/{side}@{k}": v for side in ("x_to_y", "y_to_x") for k, v in fields.get(side, {}).items()}
+    return recall | {f"held-out/{name}": fields[name] for name in ("accuracy",) if name in fields}

@@ -1,4 +1,4 @@
-"""The course of a run as arithmetic: how large each step's batch is, and its learning rate."""
+"""The steps of a run as arithmetic: the batch and the learning rate of each."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from typing import NamedTuple, overload
 from ..config import INT64, Batch, Run, Schedule
 from ..optimizers import rate_factor
 
-# Sizes that a growing batch may take. One entry for each is kept, and found before the first step: in about a second for so many.
+# Different sizes that a growing batch may take. All are computed before the first step, which takes about a second for so many.
 MOST_PLATEAUS = 2**17
 
 
 class Step(NamedTuple):
-    """One step: its first position in the stream of samples, the pairs of its batch, and the factor of its learning rate."""
+    """One step: its first position in the stream of samples, the pairs of its batch, and the factor of the learning rate."""
 
     first: int
     pairs: int
     rate: float
 
 
-def course(run: Run, length: int, doubled: Sequence[int] = ()) -> StepSchedule:
-    """Every step of a run over a source of `length` samples, computed when it is asked for.
+def step_schedule(run: Run, length: int, doubled: Sequence[int] = ()) -> StepSchedule:
+    """Return the steps of a run over a source of `length` samples; each is computed on access.
 
-    doubled: of a batch that follows the noise, the steps from which on it was twice as large; it stays as it is after the last.
+    doubled: with batch.schedule "noise", the steps from which on the batch was twice as large. It is constant after the last.
 
     >>> from megabatch import config
-    >>> [step.pairs for step in course(config.build({"schedule": {"samples": 3000}}), length=500)]
+    >>> [step.pairs for step in step_schedule(config.build({"schedule": {"samples": 3000}}), length=500)]
     [1024, 1024, 952]
     """
     return StepSchedule(run, _plateaus(run.batch, run.schedule, length, doubled))
 
 
 class Plateaus(NamedTuple):
-    """The steps of a run in runs of equal batches: the first step of each, its first sample, and its pairs.
+    """Steps grouped by equal batch: the first step of each group, its first sample, and its pairs.
 
-    steps, samples: of the whole run. The last step takes what is left of the samples, which may be less than its plateau's pairs.
+    steps, samples: of the whole run. The last step takes the remaining samples, which may be fewer than the pairs of its group.
     """
 
     step: array[int]
@@ -48,7 +48,7 @@ class Plateaus(NamedTuple):
     samples: int
 
     def seen_before(self, step: int) -> int:
-        """The samples that all steps before this one have taken; of the number of steps itself, those of the run."""
+        """Return the samples of all steps before this one; `step` may be the number of steps."""
         if step == self.steps:
             return self.samples
         at = bisect_right(self.step, step) - 1
@@ -59,7 +59,7 @@ class Plateaus(NamedTuple):
 
 
 class LazySteps(Sequence[Step]):
-    """A sequence of steps that are computed when they are asked for; slices are such sequences too."""
+    """A sequence of steps that are computed on access; slices are lazy too."""
 
     def __init__(self, step_at: Callable[[int], Step], numbers: range) -> None:
         self._step_at = step_at
@@ -83,17 +83,17 @@ class LazySteps(Sequence[Step]):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, LazySteps):
             return NotImplemented
-        return len(self) == len(other) and all(mine == its for mine, its in zip(self, other, strict=True))
+        return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
 
 
 class StepSchedule(LazySteps):
-    """All steps of a run. Memory does not depend on their number, and neither does the time until the first."""
+    """All steps of a run. Neither memory nor the time until the first step depends on their number."""
 
     def __init__(self, run: Run, plateaus: Plateaus) -> None:
         super().__init__(self._compute, range(plateaus.steps))
         self._batch, self._schedule = run.batch, run.schedule
         self._plateaus = plateaus
-        # Doublings make the run shorter, and must not shorten a warm-up that has begun.
+        # Doublings make the run shorter and must not shorten a warm-up that has begun.
         planned = -(-plateaus.samples // size_after(run.batch, 0)) if run.batch.schedule == "noise" else plateaus.steps
         warmup = run.schedule.warmup
         self._warmup = min(plateaus.steps, round(warmup * planned if warmup < 1 else warmup))
@@ -101,59 +101,55 @@ class StepSchedule(LazySteps):
 
     @property
     def samples(self) -> int:
-        """The samples of all steps together."""
+        """The samples of all steps."""
         return self._plateaus.samples
 
     def largest(self) -> Step:
-        """The first of the steps with the most pairs."""
+        """Return the first of the steps with the most pairs."""
         # Only the last step of all can be smaller than others of its plateau.
         return max((self[step] for step in self._plateaus.step), key=lambda step: step.pairs)
 
     def _compute(self, number: int) -> Step:
         first, pairs = self._plateaus.seen_before(number), self._plateaus.pairs_of(number)
         rate = self._rate_factor(number, first)
-        # A last batch that is cut short is no smaller batch by plan: only a schedule of the batch changes the rate.
+        # A last batch that is cut short keeps its rate: only a schedule of the batch changes it.
         if self._batch.schedule != "constant":
             rate *= rate_factor(self._batch.lr_rule, pairs / self._batch.size)
         return Step(first, pairs, rate)
 
     def _rate_factor(self, number: int, first: int) -> float:
-        """The factor of the learning rate by the schedule alone.
+        """Return the factor of the learning rate by warm-up and decay.
 
-        Warm-up counts steps, since it is there for the optimizer's averages; what follows counts samples, so that it ends with
+        Warm-up counts steps, since it serves the optimizer's running averages; the decay counts samples, so that it ends with
         them.
         """
         begin, end, floor = self._warm, self._plateaus.samples, self._schedule.floor
         progress = max(0.0, (first - begin) / (end - begin)) if end > begin else 1.0
         rise = min(1.0, (number + 1) / self._warmup) if self._warmup else 1.0
-        return rise * (floor + (1 - floor) * _fall(self._schedule.shape, progress))
+        return rise * (floor + (1 - floor) * _decay(self._schedule.shape, progress))
 
 
 def samples_of(schedule: Schedule, length: int) -> int:
-    """The samples of a schedule in samples, or in epochs of `length` samples."""
+    """Return the samples of a schedule that is given in samples, or in epochs of `length` samples."""
     if schedule.epochs is None:
         assert schedule.samples is not None
         return schedule.samples
-    # A float: what does not fit into 64 bits may be infinite.
+    # A float, which may be infinite where 64 bits do not suffice.
     samples = schedule.epochs * length
     if samples > INT64:
-        raise ValueError(
-            f"schedule.epochs is {schedule.epochs!r}: of the {length:,} samples there are, that is more than 64 bits count;"
-            " train for fewer"
-        )
+        raise ValueError(f"schedule.epochs is {schedule.epochs!r}: with {length:,} samples, that exceeds 64 bits; train for fewer")
     if round(samples) < 1:
         raise ValueError(
-            f"schedule.epochs is {schedule.epochs!r}: less than one sample of the {length:,} there are; train for more, or give"
-            " schedule.samples or schedule.steps"
+            f"schedule.epochs is {schedule.epochs!r}: with {length:,} samples, that is less than one sample; train for"
+            " more, or give schedule.samples or schedule.steps"
         )
     return round(samples)
 
 
 def _plateaus(batch: Batch, schedule: Schedule, length: int, doubled: Sequence[int]) -> Plateaus:
-    """The batches of a run; with a budget of samples they add up to it.
+    """Return the batches of a run; with a budget of samples they add up to it.
 
-    Sizes never shrink, so that the end of a plateau is found by bisection: whatever the number of steps, the work is in proportion
-    to the number of sizes.
+    Sizes never shrink, so the end of each plateau is found by bisection: the work follows the number of sizes, not steps.
     """
     starts, firsts, sizes = array("q"), array("q"), array("q")
     budget = samples_of(schedule, length) if schedule.steps is None else 0
@@ -182,21 +178,21 @@ def _plateaus(batch: Batch, schedule: Schedule, length: int, doubled: Sequence[i
         if len(starts) > MOST_PLATEAUS:
             raise ValueError(
                 f"batch.start is {batch.start} and batch.size {batch.size}: over so many steps the batch would take more than"
-                f' {MOST_PLATEAUS:,} different sizes; choose batch.schedule "steps", which doubles it'
+                f' {MOST_PLATEAUS:,} different sizes; choose batch.schedule "steps", which doubles the batch'
             )
         step, seen = step + steady, seen + steady * size
     return Plateaus(starts, firsts, sizes, step, budget if schedule.steps is None else seen)
 
 
 def _first(holds: Callable[[int], bool], most: int, guess: int) -> int:
-    """The smallest number from 1 on for which a condition holds, or `most` where it holds for none below.
+    """Return the smallest number from 1 up for which a monotone condition holds, or `most` where it holds for none below.
 
-    The condition, once it holds, holds for all larger numbers. It is asked about few numbers if `guess` is near.
+    Few numbers are tested if `guess` is near the result.
 
     >>> _first(lambda number: number >= 7, 100, guess=2), _first(lambda number: False, 100, guess=1)
     (7, 100)
     """
-    # The answer lies above `low` and is `high` at most.
+    # The result is above `low` and at most `high`.
     low, high, stride = 0, most, 1
     probe = min(guess, most - 1)
     while probe > low and probe < high:
@@ -212,7 +208,7 @@ def _first(holds: Callable[[int], bool], most: int, guess: int) -> int:
 
 
 def size_at(batch: Batch, progress: float) -> int:
-    """The pairs of a batch at a point of the run between 0 and 1."""
+    """Return the pairs of a batch at a point of the run between 0 and 1."""
     share = min(1.0, progress / batch.ramp)
     if batch.schedule == "constant" or batch.start is None or share >= 1:
         return batch.size
@@ -221,25 +217,25 @@ def size_at(batch: Batch, progress: float) -> int:
     growth = batch.size / batch.start
     if batch.schedule == "exponential":
         return round(batch.start * growth**share)
-    # Doublings: as many as fit between start and size, each lasting equally long. The small number makes up for rounding.
+    # Doublings: as many as fit between start and size, each of equal length. 1e-9 compensates for rounding.
     doublings = math.ceil(math.log2(growth))
     return min(batch.size, batch.start * 2 ** int(share * (doublings + 1) + 1e-9))
 
 
 def _end_of_size(batch: Batch, size: int) -> float:
-    """About where in the run, between 0 and 1, a batch grows beyond a size: the inverse of `size_at`, but for rounding."""
+    """Return the point of the run, between 0 and 1, at which a batch outgrows a size: the inverse of `size_at` up to rounding."""
     if size >= batch.size or batch.start is None:
         return 1.0
     if batch.schedule == "linear":
         return batch.ramp * (size + 0.5 - batch.start) / (batch.size - batch.start)
     if batch.schedule == "exponential":
         return batch.ramp * math.log((size + 0.5) / batch.start) / math.log(batch.size / batch.start)
-    # Doublings are few.
+    # Doublings are few, so no guess is needed.
     return 0.0
 
 
 def size_after(batch: Batch, doublings: int) -> int:
-    """The pairs of a step after so many doublings of the start.
+    """Return the pairs of a step after a number of doublings.
 
     >>> [size_after(Batch(size=100, start=30), doublings) for doublings in range(4)]
     [30, 60, 100, 100]
@@ -247,7 +243,7 @@ def size_after(batch: Batch, doublings: int) -> int:
     return min(batch.size, (batch.start or batch.size) * 2**doublings)
 
 
-def _fall(shape: str, progress: float) -> float:
+def _decay(shape: str, progress: float) -> float:
     if shape == "cosine":
         return (1 + math.cos(math.pi * progress)) / 2
     return 1 - progress if shape == "linear" else 1.0

@@ -1,4 +1,4 @@
-"""The wish to stop: SIGTERM and SIGINT end a run after the step in hand, with a checkpoint."""
+"""SIGTERM and SIGINT end a run after the current step, with a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import time
 from types import FrameType, TracebackType
 from typing import Any
 
-# A second Ctrl-C counts from so many seconds on: one key press may arrive twice, through the launcher and directly.
+# Seconds after which a second Ctrl-C counts: one key press may arrive twice, through the launcher and directly.
 PATIENCE = 2.0
 
 
 class Stopped(Exception):
-    """The run ended before its time. `status` is what a shell is to be told."""
+    """The run ended early. `status` is the exit status of the process."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -21,14 +21,14 @@ class Stopped(Exception):
 
 
 class EmptyBatch(Stopped):
-    """None of a step's samples can be read. A run goes on with the next step; whoever wants this very step stops."""
+    """None of a step's samples can be read. A run continues with the next step; a measurement of this step ends."""
 
 
 class StopSign:
-    """Inside it signals are noted instead of obeyed. `number` is that of the first, 0 without one.
+    """While it is active, signals are recorded instead of ending the process. `number` is the first signal, or 0.
 
-    Launchers pass signals on that a scheduler has sent to everybody already, so a repeated SIGTERM changes nothing, and the
-    checkpoint is finished. Whoever presses Ctrl-C again means it.
+    Launchers forward signals that a scheduler has already sent to every process, so a repeated SIGTERM changes nothing and the
+    checkpoint is finished. A second Ctrl-C raises KeyboardInterrupt.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class StopSign:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSign:
-        # Handlers can be set in the main thread only; elsewhere signals are somebody else's business.
+        # Python allows signal handlers in the main thread only.
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
         return self

@@ -14,8 +14,9 @@ from ... import config, measurements, packages, trust
 from ...data.loader import RankBatch
 from ...reporting.html import write_report
 from ...ring import Ring
+from ...training import distributed
 from ...training.build import assemble
-from ...training.distributed import Ranks, ranks
+from ...training.distributed import Ranks
 from ...training.loop import Training
 from ...training.run_folder import claimed_by_ranks
 from ...training.schedules import Step
@@ -52,16 +53,16 @@ def fit(
     """
     trust.require_trust(run, trust_code)
     packages.require(packages.HTML)
-    with ranks(run.compute) as here, claimed_by_ranks(out, "fit", here.first):
-        bench = FitBench(run, here, out)
-        limit = limit_of(here.device, budget, margin, here.size)
+    with distributed.ranks(run.compute) as ranks, claimed_by_ranks(out, "fit", ranks.first):
+        bench = FitBench(run, ranks, out)
+        limit = limit_of(ranks.device, budget, margin, ranks.size)
         cap = bench.rows if cap is None else min(cap, bench.rows)
         predicted = PredictedPeaks(run, bench)
         first = predicted.start(cap, limit) if start is None else start
         options = SearchOptions(first or run.batch.chunk, cap, WITHIN, margin)
-        found = search_chunk(bench.step, Snapshot(bench.state), limit, Ring(here.group), options)
-        result = as_measured(_as_fit(found, predicted), config.as_table(run), here.device)
-        if here.first:
+        found = search_chunk(bench.step, Snapshot(bench.state), limit, Ring(ranks.group), options)
+        result = as_measured(_as_fit(found, predicted), config.as_table(run), ranks.device)
+        if ranks.first:
             measurements.write(result, out / "measured.json")
             write_report(fit_report(result), out)
     return result
@@ -70,14 +71,14 @@ def fit(
 class FitBench:
     """A run that is prepared for trials of its largest step at any chunk."""
 
-    def __init__(self, run: config.Run, here: Ranks, folder: Path) -> None:
+    def __init__(self, run: config.Run, ranks: Ranks, folder: Path) -> None:
         # Kept chunks would fill the memory whatever the chunk size is.
-        self.training = Training(assemble(replace(run, batch=replace(run.batch, keep=0)), here), folder)
+        self.training = Training(assemble(replace(run, batch=replace(run.batch, keep=0)), ranks), folder)
         # A trial must fail when memory runs out, and not continue in smaller chunks.
-        self.training.take = self.training.parts.objective.step
-        self.here = here
-        self.largest: Step = self.training.course.largest()
-        self.rows = -(-self.largest.pairs // here.size)
+        self.training.step_fn = self.training.parts.objective.step
+        self.ranks = ranks
+        self.largest: Step = self.training.schedule.largest()
+        self.rows = -(-self.largest.pairs // ranks.size)
         self.training.parts.model.train()
         with contextlib.closing(self.training.parts.shuffled().batches([(self.largest.first, self.largest.pairs)])) as batches:
             self.batch: RankBatch = next(batches)
@@ -113,11 +114,11 @@ class PredictedPeaks:
         self._by_chunk: dict[int, StepPrediction] = {}
         self._predict: Predict | None = None
         try:
-            self._predict = predictions(run, bench.here, sum(parts.training.lengths), len(parts.classes))
+            self._predict = predictions(run, bench.ranks, sum(parts.training.lengths), len(parts.classes))
         # A user's model can fail to be traced in any way; the search works without a prediction.
         except Exception as error:
             self._give_up(error)
-        if self._at(1) is not None and bench.here.device.type == "cpu":
+        if self._at(1) is not None and bench.ranks.device.type == "cpu":
             # The weights are part of both numbers.
             weights = (*parts.model.parameters(), *parts.model.buffers())
             self._beyond_tensors = resident_bytes() - sum(t.numel() * t.element_size() for t in weights)

@@ -21,6 +21,7 @@ import torch
 from ... import host_memory
 from ...chunks.oom import release
 from ...reporting.format import bytes_text
+from ...training.memory import peak, reset_peak
 
 # Seconds between two samples of the resident set, where the kernel's peak cannot be reset.
 SAMPLE_S = 0.002
@@ -84,37 +85,36 @@ def enforced(limit: Limit, device: torch.device) -> Iterator[None]:
         module.set_per_process_memory_fraction(before, device)
 
 
-class PeakMemory:
+class PeakTracker:
     """A context manager; afterwards `bytes` is the peak memory inside it, None on a device that does not report its memory."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.bytes: int | None = None
-        self._host = PeakResident() if device.type == "cpu" else None
-        self._module: Any = torch.get_device_module(device)
+        self._host = ResidentTracker() if device.type == "cpu" else None
 
-    def __enter__(self) -> PeakMemory:
+    def __enter__(self) -> PeakTracker:
         if self._host is not None:
             self._host.__enter__()
-        elif hasattr(self._module, "reset_peak_memory_stats"):
-            self._module.reset_peak_memory_stats(self.device)
+        else:
+            reset_peak(self.device)
         return self
 
     def __exit__(self, *error: Any) -> None:
         if self._host is not None:
             self._host.__exit__(*error)
             self.bytes = self._host.bytes
-        elif hasattr(self._module, "max_memory_allocated"):
-            self.bytes = self._module.max_memory_allocated(self.device)
+        else:
+            self.bytes = peak(self.device)
 
 
-class PeakResident:
+class ResidentTracker:
     """A context manager; afterwards `bytes` is the highest resident set of this process inside it.
 
     It uses the kernel's own peak where that can be reset, and samples every two milliseconds elsewhere.
     """
 
-    def __enter__(self) -> PeakResident:
+    def __enter__(self) -> ResidentTracker:
         self.bytes = 0
         self._done = threading.Event()
         self._sampler: threading.Thread | None = None

@@ -80,8 +80,10 @@ def ticks(sizes: Sequence[int], chosen: int) -> list[int]:
 def _figure(fit: Fit) -> Figure:
     ran = [(trial["size"], trial["peak_bytes"]) for trial in fit.trials if trial["ran"] and trial["peak_bytes"]]
     # A trial that was refused has reached no more than the limit.
-    failed = [(t["size"], t["peak_bytes"] if t["why"] != REASONS[REFUSED] else fit.limit_bytes) for t in fit.trials if not t["ran"]]
-    failed = [(size, peak) for size, peak in failed if peak]
+    reached = [
+        (t["size"], t["peak_bytes"] if t["why"] != REASONS[REFUSED] else fit.limit_bytes) for t in fit.trials if not t["ran"]
+    ]
+    failed = [(size, peak) for size, peak in reached if peak]
     predicted = sorted({(t["size"], t["predicted_bytes"]) for t in fit.trials if t.get("predicted_bytes")})
     chosen = [point for point in ran if point[0] == fit.chunk][-1:]
     series = [

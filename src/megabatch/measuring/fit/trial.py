@@ -8,14 +8,14 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ...chunks.ddp_fsdp import modules_in, submodules
 from ...chunks.oom import Attempt, Shrinkable, current_attempt, is_out_of_memory, release
 from ...ring import Ring
-from .memory import Limit, PeakMemory, enforced
+from ..timing import synchronize
+from .memory import Limit, PeakTracker, enforced
 from .snapshot import Snapshot
 
 # The first step creates the optimizer's state, after its forward and backward: only the second one needs memory for all of them.
@@ -57,7 +57,7 @@ class Trials:
     def __call__(self, size: int) -> bool:
         seconds = 0.0
         try:
-            with enforced(self._limit, self._device), PeakMemory(self._device) as peak:
+            with enforced(self._limit, self._device), PeakTracker(self._device) as peak:
                 verdict = RAN
                 for _ in range(STEPS):
                     began = time.perf_counter()
@@ -91,7 +91,7 @@ class Trials:
                     contexts.enter_context(module.no_sync())
             try:
                 self._step(size)
-                _synchronize(self._device)
+                synchronize(self._device)
             except Exception as error:
                 if not is_out_of_memory(error):
                     return error
@@ -154,8 +154,3 @@ def _modules_of(step: Callable[[int], Any]) -> list[nn.Module]:
 
 def _ddp_modules(modules: list[nn.Module]) -> list[DistributedDataParallel]:
     return [module for module in submodules(modules) if isinstance(module, DistributedDataParallel)]
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize(device)

@@ -16,12 +16,12 @@ from typing import NamedTuple
 import torch
 
 from ...optimizers import closest, rate_factor
+from ...training.evaluate import held_out_loss
 from ...training.loop import Training, seed_of
 from ...training.noise.estimator import STUDENT
 from ...training.objective import Classification
 from ...training.schedules import Step
 from ...training.signals import EmptyBatch, Stopped
-from .held_out import held_out_loss
 
 # Updates at the largest batch; smaller batches take more updates on the same samples.
 UPDATES = 8
@@ -79,9 +79,9 @@ def branch(training: Training, checkpoint: Path, options: BranchOptions) -> list
     """
     check(training)
     if isinstance(training.parts.objective, Classification):
-        training.parts.objective.ignore_noise()
+        training.parts.objective.stop_measuring_noise()
     training.load(checkpoint)
-    first_step = training.course[training.number]
+    first_step = training.schedule[training.number]
     sizes = sorted({first_step.pairs, *options.batches})
     samples = options.updates * max(sizes)
     losses: dict[int, list[float]] = {size: [] for size in sizes}

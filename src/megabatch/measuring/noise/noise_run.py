@@ -17,15 +17,15 @@ from ...environment import device_name
 from ...files import write_text
 from ...measurements import Measured, Noise, write
 from ...reporting.html import write_report
+from ...training import distributed
 from ...training.build import assemble
 from ...training.checkpoint.folder import place
-from ...training.distributed import ranks
 from ...training.loop import Training
 from ...training.noise.collect import WINDOW
 from ...training.noise.estimator import LEAST, Moments, estimate
 from ...training.objective import Classification
 from ...training.run_folder import claimed_by_ranks
-from ...training.run_logger import Watch
+from ...training.run_logger import RunLogger
 from ...training.signals import StopSign
 from . import branch as branching
 from .branch import REPEATS, TOLERANCE, UPDATES, Branch, BranchOptions, largest
@@ -71,8 +71,8 @@ def noise(
         watch=replace(run.watch, report=False),
     )
     packages.require(packages.HTML)
-    with ranks(run.compute) as here, claimed_by_ranks(out, "noise", here.first):
-        training = Training(assemble(run, here), out)
+    with distributed.ranks(run.compute) as ranks, claimed_by_ranks(out, "noise", ranks.first):
+        training = Training(assemble(run, ranks), out)
         if checkpoint is not None:
             training.load(checkpoint)
         last = _last_step(training, steps, branches=branch is not None)
@@ -86,8 +86,8 @@ def noise(
             branches = branching.branch(training, place(out / "checkpoints", last), options)
             found = replace(found, branch=largest(branches))
         today = date.today().isoformat()
-        result = Measured(found, config.as_table(run), device_name(here.device), str(torch.__version__), today)
-        if here.first:
+        result = Measured(found, config.as_table(run), device_name(ranks.device), str(torch.__version__), today)
+        if ranks.first:
             _write(result, branches, out)
     return result
 
@@ -101,7 +101,7 @@ class NoiseHistory:
         self._steps = steps
         self._newest: Moments | None = None
 
-    def __call__(self, watch: Watch) -> None:
+    def __call__(self, logger: RunLogger) -> None:
         if len(self._steps) < LEAST or self._steps[-1] is self._newest:
             return
         self._newest = self._steps[-1]
@@ -111,7 +111,7 @@ class NoiseHistory:
 
 def _last_step(training: Training, steps: int | None, *, branches: bool) -> int:
     """Return the number of the step after which the measurement ends."""
-    left = len(training.course) - training.number
+    left = len(training.schedule) - training.number
     wanted = steps if steps is not None else left // 2 if branches else left
     if not LEAST <= wanted <= left - branches:
         reason = ", one of which branches need for its learning rate" if branches else ""
@@ -124,7 +124,7 @@ def _last_step(training: Training, steps: int | None, *, branches: bool) -> int:
 
 def _measured(training: Training, window: int, last: int) -> Noise:
     """Train up to step `last` and return the noise."""
-    end = training.course[last - 1]
+    end = training.schedule[last - 1]
     if training.ranks.first:
         training.folder.mkdir(parents=True, exist_ok=True)
         (training.folder / "log.jsonl").unlink(missing_ok=True)
@@ -133,8 +133,8 @@ def _measured(training: Training, window: int, last: int) -> Noise:
         history = NoiseHistory(training, steps)
         training.callbacks.append(history)
         samples, silent = end.first + end.pairs, not training.ranks.first
-        with Watch(training.run, training.folder, samples, training.seen, silent=silent) as watch, StopSign() as sign:
-            training.run_to_the_end(watch, sign, last)
+        with RunLogger(training.run, training.folder, samples, training.seen, silent=silent) as logger, StopSign() as sign:
+            training.run_steps(logger, sign, last)
     if not history.points:
         raise ValueError(
             f"only {len(steps)} steps could be measured, and {LEAST} are needed: a batch needs at least two rows, and gradients"
@@ -152,7 +152,7 @@ def _collecting(training: Training, window: int, last: int) -> Iterator[deque[Mo
     """Provide the moments of the run's gradients as they come: from its micro-batches, or from probes where samples are coupled."""
     objective = training.parts.objective
     if isinstance(objective, Classification) and training.run.compute.sharding == "ddp":
-        yield (objective.noise or objective.watch_noise(window)).steps
+        yield (objective.noise or objective.measure_noise(window)).steps
         return
     with Probes(training, window, last) as probes:
         training.callbacks.append(probes)

@@ -20,7 +20,7 @@ from ...chunks.rng_state import ForwardState, buffers_of
 from ...training.loop import Training, seed_of
 from ...training.noise.estimator import Micro, Moments, moments
 from ...training.optimizer import clip_gradients
-from ...training.run_logger import Watch
+from ...training.run_logger import RunLogger
 
 # Batches whose gradients are compared in one probe.
 BATCHES = 4
@@ -45,7 +45,7 @@ class Probes(AbstractContextManager["Probes"]):
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         self._batches.close()
 
-    def __call__(self, watch: Watch) -> None:
+    def __call__(self, logger: RunLogger) -> None:
         if self.training.number in self._at:
             measured = self._probe()
             if measured is not None:
@@ -54,7 +54,7 @@ class Probes(AbstractContextManager["Probes"]):
     def _positions(self) -> Iterator[tuple[int, int]]:
         first = self.training.samples
         for number in self._at:
-            pairs = self.training.course[min(number, len(self.training.course)) - 1].pairs
+            pairs = self.training.schedule[min(number, len(self.training.schedule)) - 1].pairs
             for _ in range(BATCHES):
                 yield first, pairs
                 first += pairs
@@ -74,7 +74,7 @@ class Probes(AbstractContextManager["Probes"]):
             if not rows:
                 continue
             torch.manual_seed(seed_of(training.run.seed, training.number, number, ranks.rank))
-            training.take(batch)
+            training.step_fn(batch)
             norm = float(clip_gradients(parameters, None)) / scaler.get_scale()
             micros[-1] = micros[-1]._replace(square=norm**2)
             sums = [_added(total, p.grad) for total, p in zip(sums, parameters, strict=True)]

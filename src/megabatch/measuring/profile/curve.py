@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 from ...evidence import steps_factor
 from ...measurements import Profile
 from ..predictions import StepPrediction
-from .quantities import Sample, Timed, values
+from .quantities import Timed, TimedSample, values
 
 Points = Sequence[tuple[int, float]]
 # A rate within this fraction of the best one is as good.
@@ -31,7 +31,7 @@ def point(size: Size, timed: Timed | None, ranks: int, predicted: StepPrediction
     row: dict[str, Any] = {"batch": size.batch, "chunk": size.chunk, "ranks": ranks}
     if timed is None:
         return {**row, "out_of_memory": True}
-    return row | values(Sample(size.batch, timed, predicted))
+    return row | values(TimedSample(size.batch, timed, predicted))
 
 
 def judge(

@@ -14,7 +14,8 @@ from ...environment import device_name
 from ...measurements import Measured, write
 from ...planning.search import chunk_sizes
 from ...reporting.html import write_report
-from ...training.distributed import Ranks, ranks
+from ...training import distributed
+from ...training.distributed import Ranks
 from ...training.run_folder import claimed_by_ranks
 from ..predictions import Predict, predictions
 from .curve import Size, judge, point
@@ -50,16 +51,16 @@ def profile(
     _check(batches, chunks, steps, critical)
     packages.require(packages.HTML)
     against: Literal["batch", "chunk"] = "batch" if chunks is None else "chunk"
-    with ranks(run.compute) as here, claimed_by_ranks(out, "profile", here.first):
-        bench = ProfileBench(run, here, Path(out))
-        sizes = sizes_of(run.batch, bench.length, here.size, batches, chunks)
+    with distributed.ranks(run.compute) as ranks, claimed_by_ranks(out, "profile", ranks.first):
+        bench = ProfileBench(run, ranks, Path(out))
+        sizes = sizes_of(run.batch, bench.length, ranks.size, batches, chunks)
         reading = bench.reading_per_s()
         timed = time_sizes(sizes, lambda size: bench.measure(size, steps))
-        points, notes = _with_predictions(timed, run, here, bench)
+        points, notes = _with_predictions(timed, run, ranks, bench)
         found = judge(points, against, critical, reading, notes, workers=run.data.workers)
         today = datetime.date.today().isoformat()
-        measured = Measured(found, config.as_table(run), device_name(here.device), str(torch.__version__), today)
-        if here.first:
+        measured = Measured(found, config.as_table(run), device_name(ranks.device), str(torch.__version__), today)
+        if ranks.first:
             write(measured, Path(out) / "measured.json")
             write_report(profile_report(measured), Path(out))
     return measured
@@ -92,20 +93,20 @@ def time_sizes(sizes: Iterable[Size], measure: Callable[[Size], Timed | None]) -
 
 
 def _with_predictions(
-    timed: Sequence[tuple[Size, Timed | None]], run: config.Run, here: Ranks, bench: ProfileBench
+    timed: Sequence[tuple[Size, Timed | None]], run: config.Run, ranks: Ranks, bench: ProfileBench
 ) -> tuple[list[Mapping[str, Any]], list[str]]:
     """Return the rows of the curve, and a note with the reason if nothing could be predicted."""
-    predict, notes = _predict(run, here, bench)
+    predict, notes = _predict(run, ranks, bench)
     points = []
     for size, steps in timed:
         predicted = None if predict is None or steps is None else predict(size.batch, size.chunk, steps.keep)
-        points.append(point(size, steps, here.size, predicted))
+        points.append(point(size, steps, ranks.size, predicted))
     return points, notes
 
 
-def _predict(run: config.Run, here: Ranks, bench: ProfileBench) -> tuple[Predict | None, list[str]]:
+def _predict(run: config.Run, ranks: Ranks, bench: ProfileBench) -> tuple[Predict | None, list[str]]:
     try:
-        return predictions(run, here, bench.length, len(bench.parts.classes)), []
+        return predictions(run, ranks, bench.length, len(bench.parts.classes)), []
     except ValueError as error:
         return None, [f"No predictions: {error}"]
 

@@ -24,7 +24,7 @@ class Timed(NamedTuple):
     keep: int
 
 
-class Sample(NamedTuple):
+class TimedSample(NamedTuple):
     """Steps at one size, and the prediction for them, if there is one."""
 
     batch: int
@@ -42,7 +42,7 @@ class Quantity(NamedTuple):
     key: str
     name: str
     format: Format
-    value: Callable[[Sample], float | None]
+    value: Callable[[TimedSample], float | None]
     replaced_by: str = ""
     chart: str = ""
     predicted: str = ""
@@ -94,7 +94,7 @@ QUANTITIES = (
 )
 
 
-def values(sample: Sample) -> dict[str, float]:
+def values(sample: TimedSample) -> dict[str, float]:
     """Return every quantity that is known of a sample, by its key."""
     measured = {quantity.key: quantity.value(sample) for quantity in QUANTITIES}
     return {key: value for key, value in measured.items() if value is not None}

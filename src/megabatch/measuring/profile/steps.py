@@ -21,6 +21,7 @@ from ...training.loop import Training
 from ...training.memory import peak, peak_of_tensors, reset_peak
 from ...training.objective import Contrastive
 from ...training.schedules import Step
+from ..timing import synchronize, time_steps
 from .curve import Size
 from .quantities import Timed
 
@@ -30,29 +31,15 @@ WARMUP = 2
 READING_S = 1.0
 
 
-def time_steps(
-    step: Callable[[], object], steps: int, *, wait: Callable[[], object], clock: Callable[[], float] = time.perf_counter
-) -> tuple[float, ...]:
-    """Return the seconds of each of so many steps. `wait` blocks until the device has finished its work."""
-    seconds = []
-    wait()
-    for _ in range(steps):
-        began = clock()
-        step()
-        wait()
-        seconds.append(clock() - began)
-    return tuple(seconds)
-
-
 class ProfileBench:
     """A run whose steps can be timed at any batch and chunk. The learning rate is 0, so the weights do not change."""
 
-    def __init__(self, run: config.Run, here: Ranks, folder: Path) -> None:
+    def __init__(self, run: config.Run, ranks: Ranks, folder: Path) -> None:
         # The length of the run does not matter here, and the list of all its steps could be long.
         self.run = replace(run, schedule=replace(run.schedule, samples=None, epochs=None, steps=1))
-        self.here = here
+        self.ranks = ranks
         self.folder = folder
-        self.parts = assemble(self.run, here)
+        self.parts = assemble(self.run, ranks)
         self.parts.model.train()
 
     @property
@@ -75,7 +62,7 @@ class ProfileBench:
 
     def reading_per_s(self, clock: Callable[[], float] = time.perf_counter) -> float:
         """Return the samples per second that the loaders of all ranks read together while nothing else is computed."""
-        pairs = PIECE_ROWS * self.here.size
+        pairs = PIECE_ROWS * self.ranks.size
         steps = ((number * pairs, pairs) for number in itertools.count())
         with contextlib.closing(self.parts.shuffled().batches(steps)) as batches:
             # Skip what is read while workers start and fill their queues.
@@ -86,11 +73,11 @@ class ProfileBench:
                 next(batches)
                 read += pairs
             rate = read / (clock() - began)
-        return min(self.here.gather(rate))
+        return min(self.ranks.gather(rate))
 
     def _measure(self, size: Size, steps: int) -> Timed | None:
         training = self._training_at(size)
-        device = self.here.device
+        device = self.ranks.device
         (rows,) = training.parts.shuffled().batches([(0, size.batch)])
         planned = Step(0, size.batch, 0.0)
         reset_peak(device)
@@ -107,7 +94,7 @@ class ProfileBench:
             seconds = time_steps(lambda: training.step(planned, rows), steps, wait=lambda: synchronize(device))
         if _chunk(training) < size.chunk:
             return None
-        slowest = tuple(max(each) for each in zip(*self.here.gather(seconds), strict=True))
+        slowest = tuple(max(each) for each in zip(*self.ranks.gather(seconds), strict=True))
         read = None if device.type == "cpu" else getattr(torch.get_device_module(device), "max_memory_reserved", None)
         reserved = None if read is None else read(device)
         return Timed(slowest, tensors or peak(device), reserved, _kept(training))
@@ -116,19 +103,13 @@ class ProfileBench:
         """Return the run at another size, with a new optimizer."""
         batch = replace(self.run.batch, size=size.batch, chunk=size.chunk, schedule="constant", start=None)
         run = replace(self.run, batch=batch)
-        if self.here.group is not None and run.compute.sharding == "fsdp2":
+        if self.ranks.group is not None and run.compute.sharding == "fsdp2":
             # Weights can be sharded only once.
-            self.parts = assemble(run, self.here)
+            self.parts = assemble(run, self.ranks)
             self.parts.model.train()
             return Training(self.parts, self.folder)
-        objective = type(self.parts.objective)(self.parts.model, run, self.here)  # type: ignore[arg-type]
+        objective = type(self.parts.objective)(self.parts.model, run, self.ranks)  # type: ignore[arg-type]
         return Training(replace(self.parts, run=run, objective=objective), self.folder)
-
-
-def synchronize(device: torch.device) -> None:
-    """Block until the device has finished its work."""
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize(device)
 
 
 def _chunk(training: Training) -> int:

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 from ... import config
 from ...evidence import MOST_WARMUP, RATE_RANGE, ema_at, round_rate
 from ...optimizers import closest, rate_factor
-from ...training.schedules import course
+from ...training.schedules import step_schedule
 
 Same = Literal["samples", "updates", "time"]
 Edge = Literal["lowest", "highest"]
@@ -128,7 +128,7 @@ def length_of(base: config.Run, same: Same, batch: int, pairs: float = 0.0) -> d
 
     pairs: for same="time", the pairs that the batch processes in that time; rounded to whole steps, at least one.
     """
-    steps = course(base, 0)
+    steps = step_schedule(base, 0)
     if same == "updates":
         return {"steps": len(steps)}
     if same == "time":
@@ -157,7 +157,7 @@ def run_of(base: config.Run, case: Case, length: Mapping[str, int], folder: Path
         planned=config.Planned(),
     )
     run = config.without_unused(run)
-    run = replace(run, schedule=replace(schedule, warmup=_warmup(base, case.batch, len(course(run, 0)))))
+    run = replace(run, schedule=replace(schedule, warmup=_warmup(base, case.batch, len(step_schedule(run, 0)))))
     config.check(run)
     return run
 
@@ -229,7 +229,7 @@ def _warmup(base: config.Run, batch: int, steps: int) -> float:
     given = base.schedule.warmup
     if given < 1:
         return given
-    base_steps = len(course(base, 0))
+    base_steps = len(step_schedule(base, 0))
     if (batch, steps) == (base.batch.size, base_steps):
         return given
     uncut = given if closest(base.optimizer.name).uses_beta2 else given * base.batch.size / batch

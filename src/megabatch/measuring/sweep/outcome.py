@@ -23,7 +23,7 @@ from ...files import write_text
 from ...measurements import check_types
 from ...reporting.history import read_history
 from ...training.build import Assembly
-from ...training.held_out import measure
+from ...training.evaluate import evaluate_held_out, evaluation_order
 from ...training.inference import opened
 
 FILE = "outcome.json"
@@ -170,7 +170,7 @@ def _qualities(parts: Assembly, samples: int) -> dict[str, Any]:
 def _quality(parts: Assembly, source: Source, limit: int) -> float:
     """Return the accuracy, or the mean recall@1 of both directions, on at most so many samples of a source."""
     run = replace(parts.run, evaluate=replace(parts.run.evaluate, limit=limit))
-    found, _ = measure(replace(parts, held_out=source, run=run), None)
+    found, _ = evaluate_held_out(replace(parts, held_out=source, run=run), None)
     return float(found["accuracy"]) if "accuracy" in found else (found["x_to_y"]["1"] + found["y_to_x"]["1"]) / 2
 
 
@@ -184,7 +184,7 @@ def _groups(source: Source, places: Iterable[tuple[int, int]]) -> list[tuple[int
 
 def _evaluated(source: Source, limit: int) -> Places:
     """Return the samples that `embed_source` takes of a source."""
-    order = Order(source.lengths, max(1, sum(source.lengths)), 0)
+    order = evaluation_order(source)
     return [order.at(position) for position in range(min(limit, order.total))]
 
 

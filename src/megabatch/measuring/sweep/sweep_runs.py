@@ -80,7 +80,7 @@ def sweep(
 
 
 @dataclass(frozen=True)
-class Request:
+class SweepRequest:
     """What a sweep compares. The run's length is in samples or steps. seconds: of each run, for same="time"."""
 
     run: config.Run
@@ -99,7 +99,7 @@ def checked_request(
     decays: Sequence[float],
     extend: int,
     seconds: float | None,
-) -> Request:
+) -> SweepRequest:
     """Check arguments of `sweep` and return them as a request."""
     seeds = tuple(range(run.seed, run.seed + seeds)) if isinstance(seeds, int) else tuple(dict.fromkeys(seeds))
     rules: list[tuple[str, Any, bool, str]] = [
@@ -123,7 +123,7 @@ def checked_request(
     run = _in_samples(run)
     middles = {batch: middle_rate(run, batch) for batch in batches}
     weight_decays = tuple(dict.fromkeys(rate(run.optimizer.weight_decay, factor) for factor in decays))
-    return Request(run, Space(middles, tuple(rates), weight_decays, seeds, extend), same, seconds)
+    return SweepRequest(run, Space(middles, tuple(rates), weight_decays, seeds, extend), same, seconds)
 
 
 def worker_slots(run: config.Run, jobs: int, devices: Sequence[str] | None) -> list[WorkerSlot]:
@@ -148,7 +148,7 @@ class _Lengths(NamedTuple):
 class _Sweep:
     """A sweep in progress."""
 
-    def __init__(self, request: Request, out: Path, slots: list[WorkerSlot], train: Train, say: Callable[[str], None]) -> None:
+    def __init__(self, request: SweepRequest, out: Path, slots: list[WorkerSlot], train: Train, say: Callable[[str], None]) -> None:
         self.base, self.space, self.request = request.run, request.space, request
         self.out, self.slots, self.train, self.say = out, slots, train, say
         self.began = time.monotonic()
@@ -219,7 +219,9 @@ def write_rows(out: Path, outcomes: Mapping[Case, RunOutcome]) -> None:
     write_whole(out / "rows.jsonl", "".join(f"{json.dumps(row)}\n" for row in rows_of(outcomes)))
 
 
-def write_results(request: Request, outcomes: Mapping[Case, RunOutcome], out: Path, device: str | None, processes: int) -> Measured:
+def write_results(
+    request: SweepRequest, outcomes: Mapping[Case, RunOutcome], out: Path, device: str | None, processes: int
+) -> Measured:
     """Write the files of a sweep and return its measurement; ValueError if every run has failed."""
     batches = summaries(request.space, outcomes, processes)
     if not batches:

@@ -1,4 +1,4 @@
-"""The checkpoints of a run side by side: which are complete, and how a new one takes its place among them."""
+"""The folder of a run's checkpoints: which are complete, and how a new one is added."""
 
 from __future__ import annotations
 
@@ -11,27 +11,28 @@ from pathlib import Path
 
 from megabatch.training.checkpoint import manifest
 
-# A new checkpoint is written under PARTIAL and renamed when it is complete. One of the same step is set aside as OLD until then,
-# and counts where a crash came between the two. What is to be deleted becomes PARTIAL first, as deleting takes several calls too.
+# A new checkpoint is written with the suffix PARTIAL and renamed when it is complete. An existing one of the same step becomes OLD
+# meanwhile, and counts if a crash comes between the two renames. A checkpoint is also renamed to PARTIAL before it is deleted,
+# since deleting takes several calls.
 PARTIAL, OLD = ".partial", ".old"
 COMPLETE = re.compile(rf"step-(\d{{8,}})({re.escape(OLD)})?")
-# Every name that a save gives to a folder; others are not deleted.
+# All names that saving gives to folders; others are never deleted.
 NAMES = re.compile(rf"{COMPLETE.pattern}({re.escape(PARTIAL)})*")
 
 
 def place(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
+    """Return the path of the checkpoint of a step."""
     return folder / f"step-{step:08d}"
 
 
 def step_of(path: Path) -> int | None:
-    """The step in the name of a complete checkpoint; None for any other name."""
+    """Return the step in the name of a complete checkpoint, or None for any other name."""
     match = COMPLETE.fullmatch(path.name)
     return int(match[1]) if match else None
 
 
 def available(folder: str | Path) -> list[Path]:
-    """The complete checkpoints in `folder`, oldest step first; a save that was cut short is not among them."""
+    """Return the complete checkpoints in `folder` in the order of their steps."""
     folder = Path(folder)
     if not folder.is_dir():
         return []
@@ -40,12 +41,12 @@ def available(folder: str | Path) -> list[Path]:
 
 
 def newest(folder: str | Path) -> Path | None:
-    """The complete checkpoint of the last step, or None."""
+    """Return the complete checkpoint of the last step, or None."""
     return next(reversed(available(folder)), None)
 
 
 def before(path: Path) -> Path | None:
-    """The last checkpoint of an earlier step whose files are all there."""
+    """Return the last checkpoint of an earlier step that has all its files, or None."""
     step = step_of(path)
     for other in reversed(available(path.parent)):
         number = step_of(other)
@@ -60,7 +61,7 @@ def before(path: Path) -> Path | None:
 
 
 def begin(target: Path) -> Path:
-    """A fresh folder to write the checkpoint `target` in; what earlier saves left unfinished is deleted."""
+    """Create and return an empty folder for the checkpoint `target`; delete incomplete checkpoints of earlier saves."""
     target.parent.mkdir(parents=True, exist_ok=True)
     for path in target.parent.iterdir():
         superseded = path.name.endswith(OLD) and path not in available(target.parent)
@@ -72,7 +73,7 @@ def begin(target: Path) -> Path:
 
 
 def publish(partial: Path, target: Path, keep: int) -> None:
-    """Makes the written folder the checkpoint `target`, then deletes all but the `keep` newest; `target` always stays."""
+    """Rename the written folder to `target`, then delete all but the `keep` newest checkpoints; `target` always stays."""
     sync(partial)
     old = target.with_name(target.name + OLD)
     if target.exists():
@@ -86,22 +87,22 @@ def publish(partial: Path, target: Path, keep: int) -> None:
 
 
 def discard(path: Path) -> None:
-    """Deletes a checkpoint; what cannot be deleted now is tried again by the next save."""
-    doomed = path.with_name(path.name + PARTIAL)
+    """Delete a checkpoint; the next save tries again if that fails."""
+    partial = path.with_name(path.name + PARTIAL)
     with contextlib.suppress(OSError):
-        os.rename(path, doomed)
-        shutil.rmtree(doomed)
+        os.rename(path, partial)
+        shutil.rmtree(partial)
 
 
 def sync(folder: Path) -> None:
-    """Waits until the names in the folder are on the disk, where the system can say so."""
+    """Flush the names in the folder to disk, where the system supports it."""
     if not hasattr(os, "O_DIRECTORY"):
         return
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network file systems know no such call for folders.
+        # Some network file systems do not support fsync on folders.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, as JSON: facts, files with sizes and checksums, tensors with the place of their bytes."""
+"""The manifest of a checkpoint as JSON: metadata ("facts"), files with checksums, tensors with the place of their bytes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ import torch
 
 NAME = "checkpoint.json"
 FORMAT = 1
-# Pieces that a checksum takes at once: large enough for the speed of memory, small beside a tensor.
+# Bytes that a checksum reads at once: large enough for full memory bandwidth, small compared with a tensor.
 PIECE = 1 << 24
 FILE = re.compile(r"rank-\d{5,}\.safetensors")
-# The names that safetensors gives to the types that it knows.
+# The dtypes of safetensors by their names there.
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -41,7 +41,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Box:
-    """A box of a tensor, and where its bytes begin."""
+    """A rectangular part of a tensor, and the offset `at` of its bytes in a file."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -51,7 +51,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor, whole, and the boxes that it was written in."""
+    """A whole tensor, and the boxes that it was written in."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -76,16 +76,16 @@ def nbytes(dtype: str, sizes: Iterable[int]) -> int:
 
 
 def as_json(manifest: Manifest) -> str:
-    """The manifest as text, with a checksum of its own."""
+    """Return the manifest as JSON, with a checksum of its content."""
     content = dataclasses.asdict(manifest)
     return json.dumps({"format": FORMAT, "crc32": _sum(content), "content": content}, allow_nan=False)
 
 
 def read(path: Path) -> Manifest:
-    """The manifest of the checkpoint at `path`. A ValueError says why it cannot be trusted, as the end of a sentence."""
+    """Return the manifest of the checkpoint at `path`. The message of a ValueError continues "checkpoint PATH"."""
     if not (path / NAME).is_file():
-        what = f"it has no file {NAME}" if path.is_dir() else "there is no such folder"
-        raise ValueError(f"is not a checkpoint of megabatch: {what}")
+        reason = f"it has no file {NAME}" if path.is_dir() else "there is no such folder"
+        raise ValueError(f"is not a checkpoint of megabatch: {reason}")
     try:
         table = json.loads((path / NAME).read_text("utf-8"))
         number = table["format"]
@@ -102,27 +102,27 @@ def read(path: Path) -> Manifest:
 
 
 def check_sizes(path: Path, manifest: Manifest) -> None:
-    """Raises ValueError where a file is missing, no plain file, or has another size."""
+    """Raise ValueError where a file is missing, is not a regular file, or has another size."""
     for name, file in manifest.files.items():
         try:
             status = os.lstat(path / name)
         except FileNotFoundError:
             raise ValueError(f"is truncated: file {name} is missing") from None
         if not stat.S_ISREG(status.st_mode):
-            raise ValueError(f"is altered: {name} is not a plain file")
+            raise ValueError(f"is altered: {name} is not a regular file")
         if status.st_size != file.bytes:
             word = "truncated" if status.st_size < file.bytes else "altered"
-            raise ValueError(f"is {word}: file {name} has {status.st_size} bytes, {file.bytes} were written")
+            raise ValueError(f"is {word}: file {name} has {status.st_size} bytes, and {file.bytes} were written")
 
 
 def check_sum(path: Path, name: str, file: File) -> None:
-    """Raises ValueError where the file's content is not what was written."""
-    found = 0
+    """Raise ValueError where the checksum of a file differs from the one that was written."""
+    checksum = 0
     with open(path / name, "rb") as stream:
         while piece := stream.read(PIECE):
-            found = zlib.crc32(piece, found)
-    if found != file.crc32:
-        raise ValueError(f"is altered: file {name} has the checksum {found:08x}, {file.crc32:08x} was written")
+            checksum = zlib.crc32(piece, checksum)
+    if checksum != file.crc32:
+        raise ValueError(f"is altered: file {name} has the checksum {checksum:08x}, and {file.crc32:08x} was written")
 
 
 def _sum(content: Any) -> int:
@@ -130,14 +130,14 @@ def _sum(content: Any) -> int:
 
 
 def _manifest(content: dict[str, Any]) -> Manifest:
-    """The manifest, every value checked: nothing in it may lead outside the folder, or leave a part of a tensor unread."""
+    """Return the manifest after checking every value: no path may lead outside the folder, no part of a tensor may be missing."""
     files = {name: File(_count(f["bytes"]), _count(f["crc32"])) for name, f in content["files"].items()}
     for name in files:
         if not FILE.fullmatch(name):
-            raise ValueError(f"file {name!r} is none of a checkpoint's")
+            raise ValueError(f"file {name!r} does not belong to a checkpoint")
     tensors = {name: _entry(name, entry, files) for name, entry in content["tensors"].items()}
     if not isinstance(content["facts"], dict):
-        raise ValueError("facts are no table")
+        raise ValueError("facts are not a table")
     return Manifest(content["facts"], files, tensors)
 
 
@@ -151,7 +151,7 @@ def _entry(name: str, table: dict[str, Any], files: dict[str, File]) -> Entry:
             offset + size <= whole for offset, size, whole in zip(box.offsets, box.sizes, entry.shape, strict=True)
         )
         if not within or box.at + nbytes(entry.dtype, box.sizes) > files[box.file].bytes:
-            raise ValueError(f"a box of {name!r} lies outside of its tensor or its file")
+            raise ValueError(f"a box of {name!r} is outside of its tensor or its file")
     if sum(math.prod(box.sizes) for box in boxes) != math.prod(entry.shape):
         raise ValueError(f"the boxes of {name!r} do not fill it")
     return entry
@@ -159,7 +159,7 @@ def _entry(name: str, table: dict[str, Any], files: dict[str, File]) -> Entry:
 
 def _count(value: Any) -> int:
     if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is no size")
+        raise ValueError(f"{value!r} is not a size")
     return value
 
 

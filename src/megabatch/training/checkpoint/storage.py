@@ -1,6 +1,6 @@
-"""Where torch.distributed.checkpoint leaves its bytes: a safetensors file for each rank and one manifest. Nothing is pickled.
+"""Storage of torch.distributed.checkpoint: a safetensors file for each rank and one manifest, without pickle.
 
-PyTorch plans who writes and who reads which part of a tensor. Its own storage is not used: it unpickles what it finds.
+PyTorch plans which rank writes and reads which part of a tensor. Its own storage is not used, because it unpickles files.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megabatch.training.checkpoint.manifest import DTYPE_NAMES, DTYPES, NAME, PI
 
 @dataclass(frozen=True)
 class Share:
-    """What the plan tells a rank: the name of its file, and the bytes of the tensors over all ranks."""
+    """What the plan assigns to a rank: the name of its file, and the bytes of the tensors of all ranks."""
 
     file: str
     needed: int
@@ -51,14 +51,14 @@ class Part:
 
     @property
     def name(self) -> str:
-        """Its name in the file: the tensor's own where it is there whole."""
+        """Its name in the file: the tensor's own name if the tensor is whole."""
         assert self.item.tensor_data is not None
         whole = self.box.sizes == tuple(self.item.tensor_data.size)
         return self.item.index.fqn if whole else f"{self.item.index.fqn}@{','.join(map(str, self.box.offsets))}"
 
 
 class Writer(StorageWriter):
-    """Writes into a partial folder, which becomes the checkpoint `target` when every rank is through."""
+    """Writes into a partial folder, which becomes the checkpoint `target` when every rank has finished."""
 
     def __init__(self, target: Path, facts: Mapping[str, Any], keep: int) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Writer(StorageWriter):
         share: Share = plan.storage_data
         self.needed = share.needed
         if not self.partial.is_dir():
-            raise OSError(f"the first rank made {self.partial}, this one does not see it: all ranks must share the folder")
+            raise OSError(f"the first rank created {self.partial}, and this rank does not see it; all ranks must share the folder")
         future: Future[list[WriteResult]] = Future()
         future.set_result(self._write(share.file, plan.items, planner) if plan.items else [])
         return future
@@ -102,7 +102,7 @@ class Writer(StorageWriter):
         with open(self.partial / name, "wb") as stream:
             crc = write_bytes(stream, memoryview(head), 0)
             for part in parts:
-                # One at a time on the way from a device to the disk.
+                # One tensor at a time is copied to the host.
                 tensor = planner.resolve_data(part.item)
                 assert isinstance(tensor, Tensor)
                 tensor = tensor.detach().cpu().contiguous()
@@ -125,7 +125,7 @@ class Writer(StorageWriter):
         for name, file in files.items():
             path = self.partial / name
             if not path.exists() or path.stat().st_size != file.bytes:
-                raise OSError(f"{path} was written and is not there: all ranks must share the folder")
+                raise OSError(f"{path} was written and is missing; all ranks must share the folder")
         with open(self.partial / NAME, "w", encoding="utf-8") as stream:
             stream.write(as_json(Manifest(self.facts, files, tensors)))
             stream.flush()
@@ -190,7 +190,7 @@ class Reader(StorageReader):
         return future
 
     def _read(self, stream: IO[bytes], item: ReadItem) -> Tensor:
-        """The part of a box that the item asks for: of its rows only those, as ranks usually hold rows."""
+        """Return the part of a box that the item needs. Only its rows are read, since ranks usually hold rows."""
         dtype, box = self.places[item.storage_index]
         first, rows = (item.storage_offsets[0], item.lengths[0]) if box.sizes else (0, 1)
         tensor = torch.empty((rows, *box.sizes[1:]) if box.sizes else (), dtype=dtype, device="cpu")
@@ -203,7 +203,7 @@ class Reader(StorageReader):
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU; it must outlive the view."""
+    """Return the memory of a contiguous CPU tensor, which must outlive the view."""
     assert tensor.is_contiguous() and tensor.device.type == "cpu"
     if tensor.nbytes == 0:
         return memoryview(b"")
@@ -211,7 +211,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def write_bytes(stream: IO[bytes], view: memoryview, crc: int) -> int:
-    """The checksum after these bytes; one pass over the memory feeds both it and the file."""
+    """Write bytes and return the updated checksum, in one pass over the memory."""
     for start in range(0, len(view), PIECE):
         piece = view[start : start + PIECE]
         crc = zlib.crc32(piece, crc)
@@ -220,7 +220,7 @@ def write_bytes(stream: IO[bytes], view: memoryview, crc: int) -> int:
 
 
 def _parts(items: list[WriteItem], file: str, at: int) -> list[Part]:
-    """Where each item goes if the first begins at `at`."""
+    """Return the place of each item, if the first one begins at `at`."""
     parts = []
     for item in items:
         assert item.tensor_data is not None, f"{item.index.fqn} is not a tensor"
@@ -233,7 +233,7 @@ def _parts(items: list[WriteItem], file: str, at: int) -> list[Part]:
 
 
 def _header(parts: list[Part]) -> tuple[bytes, int]:
-    """The header of a safetensors file and its length; other programs read it, we have the manifest."""
+    """Return the header of a safetensors file and its length. Other programs read it; megabatch reads the manifest."""
     table = {}
     for part in parts:
         end = part.box.at + nbytes(part.dtype, part.box.sizes)

@@ -1,4 +1,4 @@
-"""Squared norms of gradients as they arise: each micro-batch's own, seen before it is added to the others, and the whole one's."""
+"""Collects squared gradient norms during backward: of each micro-batch before it is accumulated, and of the whole batch."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 from ...ring import Group, Ring
 from .estimator import Estimate, Micro, Moments, estimate, moments
 
-# Steps that an estimate looks back on: enough to average, few enough for the noise to be that of now.
+# Steps that an estimate averages over: enough to reduce its variance, few enough to follow the training.
 WINDOW = 50
 
 
 class Seen(NamedTuple):
-    """A micro-batch as a rank saw it: the squared norm of what it added to the gradients, its rows, its share if it was given."""
+    """A micro-batch of one rank: the squared norm of what it added to the gradients, its rows, and its share if one was given."""
 
     square: float
     rows: float
@@ -29,15 +29,15 @@ class Seen(NamedTuple):
 
 
 class NoiseScale:
-    """The gradient noise scale of a training, from micro-batches and ranks that there are anyway.
+    """The gradient noise scale of a training, from its micro-batches and ranks.
 
-    model: the module that is trained, wrapped in DDP where there are several processes. Its gradients are looked at while backward
-        makes them; none is copied.
-    window: steps that the estimate looks back on.
-    scaler: what the loss is multiplied with before backward, for fp16.
-    group: where the model is in no wrapper: None for this process alone, or the ranks over which you average gradients yourself.
+    model: the trained module, wrapped in DDP where there are several processes. Hooks read its gradients during backward; none is
+        copied.
+    window: steps that the estimate averages over.
+    scaler: the GradScaler of the loss, for fp16.
+    group: for a model without wrapper: None for this process alone, or the ranks over which you average gradients yourself.
 
-    The gradient is to be a mean over the rows of the batch, and samples independent of each other: a contrastive loss is neither.
+    The gradient must be a mean over the rows of the batch, with independent samples. A contrastive loss is neither.
 
     >>> model = torch.nn.Linear(8, 1)
     >>> noise = NoiseScale(model, group=None)
@@ -55,18 +55,18 @@ class NoiseScale:
         self, model: nn.Module, *, window: int = WINDOW, scaler: torch.amp.GradScaler | None = None, group: Group = ...
     ) -> None:
         if window < 1:
-            raise ValueError(f"window is {window}: must be at least 1 step; {WINDOW} is usual")
+            raise ValueError(f"window is {window}: must be at least 1 step; the default is {WINDOW}")
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         if not self._parameters:
-            raise ValueError("no parameter of the model learns: there is no gradient whose noise could be measured")
+            raise ValueError("no parameter of the model is trainable: there is no gradient whose noise could be measured")
         if any(hasattr(p, "full_tensor") for p in self._parameters):
             raise ValueError(
-                "the model is sharded (fully_shard): no rank ever holds a gradient of its own rows alone; replicate it with DDP, "
+                "the model is sharded (fully_shard): no rank ever holds the gradient of its own rows alone; use DDP instead, "
                 "or compare gradients of independent batches"
             )
         self._ring = Ring(model.process_group) if isinstance(model, DistributedDataParallel) else Ring.of(group)
         self._scaler = scaler
-        # Ended micro-batches with their squares on the device; the rows and share of the one that is open, and its norms so far.
+        # Finished micro-batches with their squared norms on the device; rows and share of the open one, and its norms so far.
         self._ended: list[tuple[Tensor, float, float | None]] = []
         self._open: tuple[float, float | None] | None = None
         self._norms: dict[int, Tensor] = {}
@@ -75,10 +75,10 @@ class NoiseScale:
 
     @contextmanager
     def micro_batch(self, rows: float, share: float | None = None) -> Iterator[None]:
-        """Around the backward of one micro-batch, and only one. rows: samples, or tokens, that its loss is a mean over.
+        """Measure the backward of exactly one micro-batch. rows: samples, or tokens, that its loss is a mean over.
 
-        share: its weight in the gradient of the whole batch, over all ranks, where that is not its part of the rows: 1/4 for each
-            of four that are divided by 4, however many rows they have.
+        share: its weight in the gradient of the whole batch, over all ranks, if that is not its fraction of the rows: 1/4 for each
+            of four losses that are divided by 4, for any number of rows.
         """
         self.open(rows, share)
         try:
@@ -87,64 +87,64 @@ class NoiseScale:
             self.close()
 
     def step(self, norm: float | Tensor | None = None) -> Moments | None:
-        """What this step tells; None where it tells nothing: fewer than two micro-batches, or gradients that overflowed.
+        """Return the moments of this step; None if it has fewer than two micro-batches, or gradients that overflowed.
 
         Call it on all ranks after the last backward, and before the optimizer and scaler.update(). norm: of the whole gradient,
-        unscaled and not yet clipped, as clip_grad_norm_ returns it; without it gradients are looked at once more, and they must
-        still be as backward left them.
+        unscaled and not yet clipped, as clip_grad_norm_ returns it. Without it the norm is computed from the gradients, which must
+        be as backward left them.
         """
         self.close()
-        # A scaler that is disabled says 1.
+        # A disabled scaler returns 1.
         scale = 1.0 if self._scaler is None else self._scaler.get_scale()
         whole = self._norm() / scale if norm is None else float(norm)
         squares = torch.stack([square for square, _, _ in self._ended]).tolist() if self._ended else []
-        mine = [Seen(square, rows, share) for square, (_, rows, share) in zip(squares, self._ended, strict=True)]
+        own = [Seen(square, rows, share) for square, (_, rows, share) in zip(squares, self._ended, strict=True)]
         self._ended = []
-        # All ranks go by the first one's norm, so that rounding cannot make them disagree.
-        facts = self._gather((whole, mine))
-        whole, every = facts[0][0], [micro for _, part in facts for micro in part if micro.rows]
-        if len(every) < 2:
+        # All ranks use the norm of the first one, so that rounding cannot make them disagree.
+        gathered = self._gather((whole, own))
+        whole, seen = gathered[0][0], [micro for _, part in gathered for micro in part if micro.rows]
+        if len(seen) < 2:
             return None
-        micros = _unweighted(every, scale * self._ring.size)
+        micros = _unweighted(seen, scale * self._ring.size)
         if not all(map(math.isfinite, (whole, *(micro.square for micro in micros)))):
             return None
-        found = moments(micros, whole**2)
-        self.steps.append(found)
-        return found
+        step = moments(micros, whole**2)
+        self.steps.append(step)
+        return step
 
     def estimate(self) -> Estimate:
-        """The critical batch by the last steps, with its interval."""
+        """Return the critical batch of the last steps, with its interval."""
         return estimate(list(self.steps))
 
     def forget(self) -> None:
-        """Leaves out what a step that is begun anew has shown so far."""
+        """Discard the measurements of a step that is started again."""
         self._open, self._ended = None, []
         self._norms.clear()
 
     def open(self, rows: float, share: float | None = None) -> None:
-        """Begins a micro-batch; one that was open ends. For loops in which a context has no place."""
+        """Begin a micro-batch, and end the open one. For loops that cannot use `micro_batch`."""
         self.close()
         if rows < 0 or (share is not None and share <= 0):
-            raise ValueError(f"rows is {rows} and share {share}: a micro-batch has rows, and a share above 0")
+            raise ValueError(f"rows is {rows} and share {share}: rows must not be negative, and a share must be above 0")
         self._open = (rows, share)
 
     def close(self) -> None:
-        """Ends the micro-batch that is open; gradients that come later are nobody's."""
+        """End the open micro-batch; later gradients are not counted."""
         if self._open is not None:
             norms = list(self._norms.values()) or [torch.zeros((), device=self._parameters[0].device)]
-            # A model may lie on several devices.
+            # A model may be on several devices.
             square = torch.stack([norm.to(self._parameters[0].device) for norm in norms]).square().sum()
             self._ended.append((square, *self._open))
         self._open = None
         self._norms.clear()
 
     def remove(self) -> None:
-        """Looks at no gradient any more."""
+        """Remove the hooks from the model."""
         for hook in self._hooks:
             hook.remove()
 
     def state(self) -> list[list[float]]:
-        """What a checkpoint needs to keep, as JSON can say it."""
+        """Return what a checkpoint stores, as values that JSON has."""
         return [list(step) for step in self.steps]
 
     def load(self, state: Sequence[Sequence[float]]) -> None:
@@ -152,20 +152,20 @@ class NoiseScale:
         self.steps.extend(Moments(*step) for step in state)
 
     def _hook(self, place: int) -> Callable[[Tensor], None]:
-        """For one parameter: called by backward with the gradient that it is about to add."""
+        """Return the hook of one parameter, which backward calls with each gradient before accumulating it."""
 
-        def note(gradient: Tensor) -> None:
+        def record(gradient: Tensor) -> None:
             if self._open is None:
                 return
             if place in self._norms:
                 raise ValueError(
-                    "a parameter got two gradients in one micro-batch: one backward belongs into each micro_batch(); where "
-                    "activations are recomputed, use_reentrant=False"
+                    "a parameter got two gradients in one micro-batch: call backward once in each micro_batch(), and use "
+                    "use_reentrant=False where activations are recomputed"
                 )
             dtype = torch.promote_types(gradient.dtype, torch.float32)
             self._norms[place] = torch.linalg.vector_norm(gradient.detach(), dtype=dtype)
 
-        return note
+        return record
 
     def _norm(self) -> float:
         gradients = [p.grad for p in self._parameters if p.grad is not None]
@@ -181,10 +181,10 @@ class NoiseScale:
         return values
 
 
-def _unweighted(every: Sequence[Seen], factor: float) -> list[Micro]:
-    """Micro-batches with the norms of their own means: what was added was multiplied by their shares, and by `factor`."""
-    rows = math.fsum(micro.rows for micro in every)
-    if len({micro.share is None for micro in every}) > 1:
-        raise ValueError("some micro-batches of a step have a share and others have none: give it for all of them, or for none")
-    shares = [micro.rows / rows if micro.share is None else micro.share for micro in every]
-    return [Micro(m.square / (factor * share) ** 2, m.rows, share) for m, share in zip(every, shares, strict=True)]
+def _unweighted(seen: Sequence[Seen], factor: float) -> list[Micro]:
+    """Return micro-batches with the norms of their mean gradients: backward multiplied these by the share and by `factor`."""
+    rows = math.fsum(micro.rows for micro in seen)
+    if len({micro.share is None for micro in seen}) > 1:
+        raise ValueError("some micro-batches of a step have a share and others have none; give it for all of them, or for none")
+    shares = [micro.rows / rows if micro.share is None else micro.share for micro in seen]
+    return [Micro(m.square / (factor * share) ** 2, m.rows, share) for m, share in zip(seen, shares, strict=True)]

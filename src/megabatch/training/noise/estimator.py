@@ -1,9 +1,9 @@
-"""The critical batch that the noise of gradients implies: arithmetic on their squared norms.
+"""The critical batch from the noise of gradients: arithmetic on squared norms.
 
 A sample's gradient is G plus noise of covariance Σ, so the mean over n samples has a squared norm of |G|² + tr(Σ)/n in expectation.
-Two different n give both unknowns without bias, and B = tr(Σ)/|G|² is the batch at which noise and gradient are equally long: the
-critical batch (McCandlish et al., arXiv 1812.06162, appendix A.1). A ratio of unbiased estimates is not unbiased, so it is taken
-once, of their means over many steps.
+Two different n give unbiased estimates of both, and B = tr(Σ)/|G|² is the batch at which noise and gradient have equal norms: the
+critical batch (McCandlish et al., arXiv 1812.06162, appendix A.1). A ratio of unbiased estimates is biased, so it is taken once,
+of the means over many steps.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-# Groups of consecutive steps whose means are taken to be independent of each other, at most.
+# At most this many groups of consecutive steps, whose means are assumed to be independent.
 GROUPS = 16
 # Student's t at 97.5 % for 1, 2, … degrees of freedom: one less than there are groups.
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
-# With fewer steps than this an interval is everything.
+# With fewer steps than this the interval is unbounded.
 LEAST = 4
 
 
 class Micro(NamedTuple):
-    """A micro-batch: the squared norm of its mean gradient, the rows of that mean, its share in the gradient of the whole batch."""
+    """A micro-batch: the squared norm of its mean gradient, its rows, and its share in the gradient of the whole batch."""
 
     square: float
     rows: float
@@ -30,14 +30,14 @@ class Micro(NamedTuple):
 
 
 class Moments(NamedTuple):
-    """What one step tells: estimates of tr(Σ), the variance of a sample's gradient, and of |G|². Each may be negative by chance."""
+    """Estimates of one step: tr(Σ), the variance of a sample's gradient, and |G|². Each may be negative by chance."""
 
     trace: float
     signal: float
 
 
 class Estimate(NamedTuple):
-    """The critical batch with its 95 % interval, tr(Σ) and |G|² behind it, and the steps that it rests on."""
+    """The critical batch with its 95 % interval, the tr(Σ) and |G|² it follows from, and the number of steps."""
 
     critical: float
     low: float
@@ -48,16 +48,16 @@ class Estimate(NamedTuple):
 
 
 def moments(micros: Sequence[Micro], square: float) -> Moments:
-    """Estimates of tr(Σ) and |G|² without bias. `square`: the squared norm of Σ share·gradient, the gradient of the whole batch.
+    """Return unbiased estimates of tr(Σ) and |G|². square: the squared norm of Σ share·gradient, the gradient of the whole batch.
 
     Sizes and shares may differ: with shares a and sizes n, Σ a|gᵢ|² is |G|² + tr(Σ)·Σ a/n in expectation, the square of the whole
-    |G|² + tr(Σ)·Σ a²/n. Shares in proportion to sizes, as in a mean over samples, make these k/N and 1/N.
+    |G|² + tr(Σ)·Σ a²/n. With shares proportional to sizes, as in a mean over samples, these factors are k/N and 1/N.
 
     >>> moments([Micro(5.0, 2, 0.5), Micro(3.0, 2, 0.5)], 3.0)
     Moments(trace=4.0, signal=2.0)
     """
     if len(micros) < 2:
-        raise ValueError(f"{len(micros)} micro-batches: the noise shows between them, so at least 2 are needed; take smaller ones")
+        raise ValueError(f"{len(micros)} micro-batches: at least 2 are needed to measure the noise between them; use smaller ones")
     total = math.fsum(micro.share for micro in micros)
     if not math.isclose(total, 1, rel_tol=1e-6) or min(micro.rows for micro in micros) <= 0:
         raise ValueError(f"shares add up to {total:g} and rows are at least {min(m.rows for m in micros)}: must be 1 and above 0")
@@ -72,12 +72,12 @@ def moments(micros: Sequence[Micro], square: float) -> Moments:
 
 
 def estimate(steps: Sequence[Moments]) -> Estimate:
-    """The critical batch from the moments of steps in their order; its interval is Fieller's, and knows that steps depend.
+    """Return the critical batch from the moments of consecutive steps, with Fieller's interval over groups of dependent steps.
 
-    Where |G|² cannot be told from 0, the interval has no upper end (inf); where nothing can be told, it is 0 to inf.
+    Where |G|² does not differ significantly from 0, the upper end is inf; with too few steps the interval is 0 to inf.
     """
     if not steps:
-        raise ValueError("no step has been measured yet: each needs two micro-batches or more, over accumulation or ranks")
+        raise ValueError("no step has been measured yet: each needs at least two micro-batches, by accumulation or over ranks")
     trace, signal = _mean([step.trace for step in steps]), _mean([step.signal for step in steps])
     low, high = _interval(steps, trace, signal)
     critical = max(0.0, trace) / signal if signal > 0 else math.inf
@@ -85,7 +85,7 @@ def estimate(steps: Sequence[Moments]) -> Estimate:
 
 
 def sentence(critical: float, low: float, high: float) -> str:
-    """A critical batch and its interval in words.
+    """Return a critical batch and its interval as a phrase.
 
     >>> sentence(1000.0, 700.0, 1500.0)
     'critical batch 1,000 (95 % interval 700 to 1,500)'
@@ -99,7 +99,7 @@ def sentence(critical: float, low: float, high: float) -> str:
 
 
 def number(batch: float) -> str:
-    """A batch as people write it, to three digits.
+    """Return a batch to three digits.
 
     >>> number(1234.5), number(3.14159), number(math.inf)
     ('1,230', '3.14', 'no end')
@@ -110,7 +110,7 @@ def number(batch: float) -> str:
 
 
 def _interval(steps: Sequence[Moments], trace: float, signal: float) -> tuple[float, float]:
-    """The ratios r that the steps do not rule out: (trace − r·signal)² ≤ t²·Var(trace − r·signal), a quadratic in r."""
+    """Return the interval of ratios r with (trace − r·signal)² ≤ t²·Var(trace − r·signal), a quadratic inequality in r."""
     groups = _groups(steps)
     if len(groups) < LEAST:
         return 0.0, math.inf
@@ -119,7 +119,7 @@ def _interval(steps: Sequence[Moments], trace: float, signal: float) -> tuple[fl
         (len(group) * (_mean([s.trace for s in group]) - trace), len(group) * (_mean([s.signal for s in group]) - signal))
         for group in groups
     ]
-    # t² times the covariance of the two means, from groups of steps that may differ in length.
+    # t² times the covariance of the two means, from groups that may differ in length.
     factor = t**2 * len(groups) / (len(groups) - 1) / len(steps) ** 2
     tt = factor * math.fsum(a * a for a, _ in deviations)
     ts = factor * math.fsum(a * b for a, b in deviations)
@@ -127,12 +127,12 @@ def _interval(steps: Sequence[Moments], trace: float, signal: float) -> tuple[fl
     square, middle, constant = signal**2 - ss, trace * signal - ts, trace**2 - tt
     reach = middle + math.sqrt(max(0.0, middle**2 - square * constant))
     low = max(0.0, constant / reach) if reach > 0 else 0.0
-    # Where |G|² is within its own error of 0, or below it, no batch is too large to be the critical one.
+    # Where |G|² is within its own error of 0, or negative, the interval has no upper end.
     return low, reach / square if square > 0 and signal > 0 else math.inf
 
 
 def _groups(steps: Sequence[Moments]) -> list[Sequence[Moments]]:
-    """Runs of consecutive steps, nearly equally long: their means hardly depend on each other where single steps do."""
+    """Return groups of consecutive steps of nearly equal length: their means are almost independent, single steps are not."""
     count = min(GROUPS, len(steps))
     ends = [len(steps) * place // count for place in range(count + 1)]
     return [steps[a:b] for a, b in itertools.pairwise(ends)]

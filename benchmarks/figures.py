@@ -1,11 +1,14 @@
-"""Pictures of rows: time and memory against the batch size, one line an implementation, and the bars of the demo.
+"""Figures of the loss benchmark: time and memory against the batch size, a line per implementation, and the bars of the demo.
 
-Rows with a share of a matrix product are drawn as times at one size, and shares against the batch size.
+Rows with a share of a matrix product are drawn as times at one size, and shares against the batch size. The other benchmarks use
+`canvas`, the style and the colors.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -34,7 +37,7 @@ STYLE = {
 
 
 class Point(NamedTuple):
-    """One mark of a line: the implementation, the name it is shown under, and where it lies."""
+    """A point of a line: the implementation, its name in the figure, and the position."""
 
     name: str
     title: str
@@ -43,19 +46,19 @@ class Point(NamedTuple):
 
 
 class End(NamedTuple):
-    """Where a line ends and how its name is written there."""
+    """The end of a line, and how its name is written there."""
 
     batch: int
     value: float
     label: str
-    colour: str
+    color: str
     weight: str
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """Writes the picture of measured rows: for each loss a panel of seconds and a panel of extra MiB, both log-log.
+    """Write the figure of measured rows: for each loss a panel of seconds and a panel of extra MiB, both log-log.
 
-    Rows with a share of a matrix product have a picture of their own kind, see `draw_shares`.
+    Rows with a share of a matrix product are drawn by `draw_shares`.
     """
     if any("share" in row for row in rows):
         draw_shares(rows, path)
@@ -66,44 +69,37 @@ def draw(rows: list[Row], path: Path) -> None:
         raise ValueError("no row holds a measurement: run `python -m benchmarks.loss` first")
     losses = list(dict.fromkeys(row["loss"] for row in rows))
     names = [name for name in dict.fromkeys(row["implementation"] for row in rows) if name != "ours"]
-    colours = {"ours": OURS} | {name: OTHERS[place % len(OTHERS)] for place, name in enumerate(names)}
-
-    plt = _pyplot()
-    with plt.rc_context(STYLE):
-        figure, panels = plt.subplots(len(losses), 2, figsize=(11.5, 4.6 * len(losses) + 0.4), squeeze=False)
+    colors = {"ours": OURS} | {name: OTHERS[place % len(OTHERS)] for place, name in enumerate(names)}
+    hollow = " · hollow: what it would need, not run" if too_large else ""
+    with canvas(path, _where(rows[0]) + hollow) as plt:
+        _, panels = plt.subplots(len(losses), 2, figsize=(11.5, 4.6 * len(losses) + 0.4), squeeze=False)
         for (time_panel, memory_panel), loss in zip(panels, losses, strict=True):
             here = [row for row in rows if row["loss"] == loss]
             beyond = [row for row in too_large if row["loss"] == loss]
-            # Lines of time stop where memory ends, in the way of others: their names go into the empty corner.
-            ends = _lines(time_panel, _series(here, "total_s", 1), [], colours)
+            # Lines of time stop where memory ends, close to other lines: their names go into the empty corner.
+            ends = _lines(time_panel, _series(here, "total_s", 1), [], colors)
             _axes(time_panel, here, 0)
             _corner_names(time_panel, ends)
-            ends = _lines(memory_panel, _series(here, "extra_bytes", MIB), _series(beyond, "needed_bytes", MIB), colours)
+            ends = _lines(memory_panel, _series(here, "extra_bytes", MIB), _series(beyond, "needed_bytes", MIB), colors)
             _axes(memory_panel, here + beyond, max(len(end.label) for end in ends))
             _names(memory_panel, ends)
             time_panel.set_title(f"{loss}: forward + backward, seconds", loc="left", fontsize=11, fontweight="bold")
             memory_panel.set_title(f"{loss}: extra memory, MiB", loc="left", fontsize=11, fontweight="bold")
             _limit(memory_panel, here[0]["machine"]["memory_bytes"] / MIB)
-        figure.tight_layout(rect=(0, 0.035, 1, 1), h_pad=2.0, w_pad=2.5)
-        hollow = " · hollow: what it would need, not run" if too_large else ""
-        figure.text(0.01, 0.008, _where(rows[0]) + hollow, fontsize=8, color="#666666")
-        _save(figure, path)
-        plt.close(figure)
 
 
 def draw_shares(rows: list[Row], path: Path) -> None:
-    """Writes for each loss the times of all implementations at one size, and megabatch's share of a matrix product at all."""
+    """Write for each loss the times of all implementations at one size, and megabatch's share of a matrix product at all sizes."""
     rows = [row for row in rows if "share" in row and not is_option(row)]
     losses = list(dict.fromkeys(row["loss"] for row in rows))
     compared = [_most_compared([row for row in rows if row["loss"] == loss]) for loss in losses]
-    plt = _pyplot()
-    with plt.rc_context(STYLE):
+    with canvas(path, _shares_note(rows, losses), rect=(0, 0.045, 1, 1)) as plt:
         heights = [1.3 + max(BAR_INCHES * len(here), 2.6) for here in compared]
         seconds = [row["total_s"] for here in compared for row in here]
-        # Room on the right for the numbers beside the longest bar.
+        # Space on the right for the numbers beside the longest bar.
         limits = min(seconds) / 2, min(seconds) / 2 * (2 * max(seconds) / min(seconds)) ** 1.4
         layout = {"width_ratios": (1.35, 1), "height_ratios": heights}
-        figure, panels = plt.subplots(len(losses), 2, figsize=(12.5, sum(heights) + 0.3), squeeze=False, gridspec_kw=layout)
+        _, panels = plt.subplots(len(losses), 2, figsize=(12.5, sum(heights) + 0.3), squeeze=False, gridspec_kw=layout)
         for (time_panel, share_panel), loss, here in zip(panels, losses, compared, strict=True):
             _times(time_panel, here, limits)
             of_loss = [row for row in rows if row["loss"] == loss]
@@ -111,30 +107,30 @@ def draw_shares(rows: list[Row], path: Path) -> None:
             size = f"N = {here[0]['batch']:,}, D = {here[0]['dim']:,}"
             time_panel.set_title(f"{loss}: forward + backward, {size}", loc="left", fontsize=11, fontweight="bold")
             share_panel.set_title(f"{loss}: share of cuBLAS's rate", loc="left", fontsize=11, fontweight="bold")
-        figure.tight_layout(rect=(0, 0.045, 1, 1), h_pad=2.0, w_pad=2.5)
-        rates = [row["matrix_product_tflops"] for row in rows]
-        machine, flop = rows[0]["machine"], " and ".join(f"{USEFUL_FLOP[loss]}·N²·D for {loss}" for loss in losses)
-        where = f"{device_name(machine)} · torch {machine['torch']} · {rows[0]['dtype']} · {machine['date'][:10]}"
-        span = f"{min(rates):,.0f} to {max(rates):,.0f}"
-        rate = f"100 %: a bfloat16 matrix product beside each row, {span} TFLOP/s, counting {flop}"
-        hatched = " · hatched: wrong result" if any(not row["right"] for row in rows) else ""
-        figure.text(0.01, 0.012, f"{where} · {rate}{hatched}", fontsize=8, color="#666666")
-        _save(figure, path)
-        plt.close(figure)
+
+
+def _shares_note(rows: list[Row], losses: list[str]) -> str:
+    rates = [row["matrix_product_tflops"] for row in rows]
+    machine, flop = rows[0]["machine"], " and ".join(f"{USEFUL_FLOP[loss]}·N²·D for {loss}" for loss in losses)
+    where = f"{device_name(machine)} · torch {machine['torch']} · {rows[0]['dtype']} · {machine['date'][:10]}"
+    span = f"{min(rates):,.0f} to {max(rates):,.0f}"
+    rate = f"100 %: a bfloat16 matrix product beside each row, {span} TFLOP/s, counting {flop}"
+    hatched = " · hatched: wrong result" if any(not row["right"] for row in rows) else ""
+    return f"{where} · {rate}{hatched}"
 
 
 def draw_bars(rows: list[Row], path: Path, heading: str) -> None:
-    """Writes the demo's picture: extra memory and time of each row as horizontal bars with their numbers."""
-    plt = _pyplot()
-    with plt.rc_context(STYLE | {"axes.spines.bottom": False, "axes.spines.left": False}):
+    """Write the figure of the demo: extra memory and time of each row as horizontal bars with their numbers."""
+    style = {"axes.spines.bottom": False, "axes.spines.left": False}
+    with canvas(path, _where(rows[0]), style, rect=(0, 0.06, 1, 0.98), w_pad=3) as plt:
         figure, panels = plt.subplots(1, 2, figsize=(10, 1.5 + 0.75 * len(rows)))
         for panel, name, values, unit in (
             (panels[0], "extra memory", [row["extra_bytes"] / MIB for row in rows], "MiB"),
             (panels[1], "forward + backward", [row["total_s"] for row in rows], "s"),
         ):
             places = range(len(rows) - 1, -1, -1)
-            colours = [OURS if row["implementation"] == "ours" else OTHERS[0] for row in rows]
-            panel.barh(places, values, color=colours, height=0.55)
+            colors = [OURS if row["implementation"] == "ours" else OTHERS[0] for row in rows]
+            panel.barh(places, values, color=colors, height=0.55)
             for place, value in zip(places, values, strict=True):
                 panel.text(value + max(values) * 0.02, place, f"{three_digits(value)} {unit}", va="center")
             panel.set_yticks(places, [title(row) for row in rows])
@@ -142,14 +138,10 @@ def draw_bars(rows: list[Row], path: Path, heading: str) -> None:
             panel.set_xlim(0, max(values) * 1.3)
             panel.set_title(name, loc="left", fontsize=11)
         figure.suptitle(heading, x=0.02, ha="left", fontsize=12.5, fontweight="bold")
-        figure.tight_layout(rect=(0, 0.06, 1, 0.98), w_pad=3)
-        figure.text(0.02, 0.02, _where(rows[0]), fontsize=8, color="#666666")
-        _save(figure, path)
-        plt.close(figure)
 
 
 def _most_compared(rows: list[Row]) -> list[Row]:
-    """The rows of the size that most implementations were measured at, the largest of such, the fastest row first."""
+    """Return the rows of the size at which most implementations were measured (the largest such size), the fastest row first."""
     sizes: dict[tuple[int, int], list[Row]] = {}
     for row in rows:
         sizes.setdefault((row["batch"], row["dim"]), []).append(row)
@@ -158,7 +150,7 @@ def _most_compared(rows: list[Row]) -> list[Row]:
 
 
 def _times(panel: Axes, rows: list[Row], limits: tuple[float, float]) -> None:
-    """Horizontal bars of milliseconds, of which some are many times as long as others: the axis is logarithmic, and says so."""
+    """Draw horizontal bars of milliseconds on a logarithmic axis, since some are many times as long as others."""
     places = list(range(len(rows) - 1, -1, -1))
     values = [row["total_s"] * 1000 for row in rows]
     low, high = (1000 * seconds for seconds in limits)
@@ -194,7 +186,7 @@ def _times(panel: Axes, rows: list[Row], limits: tuple[float, float]) -> None:
 
 
 def _shares(panel: Axes, rows: list[Row], dim: int) -> None:
-    """Shares of a matrix product against the batch: a line of the width compared, points for others, and OpenCLIP's line."""
+    """Draw shares of a matrix product against the batch: a line for the compared width, points for others, and OpenCLIP's line."""
     sizes = sorted({row["batch"] for row in rows})
     panel.set_xscale("log", base=2)
     panel.set_xticks(sizes, [_short(size) for size in sizes], fontsize=9)
@@ -211,20 +203,20 @@ def _shares(panel: Axes, rows: list[Row], dim: int) -> None:
     panel.annotate(
         "matrix product by cuBLAS", (1, 1), (-2, 4), ("axes fraction", "data"), "offset points", ha="right", fontsize=8.5
     )
-    for name, colour in (("openclip", OTHERS[0]), ("ours", OURS)):
+    for name, color in (("openclip", OTHERS[0]), ("ours", OURS)):
         line = sorted((row["batch"], row["share"]) for row in rows if row["implementation"] == name and row["dim"] == dim)
         if not line:
             continue
         bold = name == "ours"
-        panel.plot(*zip(*line, strict=True), color=colour, marker="o", ms=5, lw=2.6 if bold else 1.6, zorder=4 if bold else 3)
-        style = {"color": colour, "fontweight": "bold" if bold else "normal", "va": "center", "textcoords": "offset points"}
+        panel.plot(*zip(*line, strict=True), color=color, marker="o", ms=5, lw=2.6 if bold else 1.6, zorder=4 if bold else 3)
+        style = {"color": color, "fontweight": "bold" if bold else "normal", "va": "center", "textcoords": "offset points"}
         panel.annotate(TITLES[name], line[-1], xytext=(9, 0), **style)
     widths = sorted({row["dim"] for row in rows if row["implementation"] == "ours"} | {dim})
     for place, width in enumerate(widths):
         points = [(row["batch"], row["share"]) for row in rows if row["implementation"] == "ours" and row["dim"] == width]
         look = {"marker": "^sDv"[place % 4], "ms": 7, "mfc": "white", "mew": 1.4, "ls": "none", "zorder": 5}
         if width == dim:
-            # Its line is there already: this one is for the legend.
+            # Its line exists already: this one is for the legend.
             points, look = [(math.nan, math.nan)], {"marker": "o", "ms": 5, "lw": 2.6}
         panel.plot(*zip(*points, strict=True), color=OURS, label=f"D = {width:,}", **look)
     if len(widths) > 1:
@@ -232,7 +224,7 @@ def _shares(panel: Axes, rows: list[Row], dim: int) -> None:
 
 
 def _short(size: int) -> str:
-    """A batch size as a tick beside others.
+    """Return a batch size as a short label of a tick.
 
     >>> _short(1000), _short(65536), _short(1048576)
     ('1,000', '64 Ki', '1 Mi')
@@ -243,48 +235,55 @@ def _short(size: int) -> str:
     return f"{size:,}"
 
 
-def _pyplot() -> Any:
+@contextmanager
+def canvas(path: Path, note: str, style: Mapping[str, Any] | None = None, **layout: Any) -> Iterator[Any]:
+    """Yield pyplot in the style of all benchmarks; on exit, write its current figure to `path` with a note below.
+
+    style: further settings of matplotlib. layout: arguments of `tight_layout`.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    return plt
-
-
-def _save(figure: Any, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=160, facecolor="white")
+    with plt.rc_context({**STYLE, **(style or {})}):
+        yield plt
+        figure = plt.gcf()
+        figure.tight_layout(**{"rect": (0, 0.04, 1, 1), "w_pad": 2.5, "h_pad": 2.0, **layout})
+        figure.text(0.01, 0.01, note, fontsize=8, color="#666666")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=160, facecolor="white")
+        plt.close(figure)
 
 
 def _series(rows: list[Row], field: str, unit: float) -> list[Point]:
     return [Point(row["implementation"], title(row), row["batch"], max(row[field] / unit, 1e-6)) for row in rows]
 
 
-def _lines(panel: Axes, points: list[Point], beyond: list[Point], colours: dict[str, str]) -> list[End]:
-    """Draws a line for each implementation, hollow where it would need more than there is, and returns their ends."""
+def _lines(panel: Axes, points: list[Point], beyond: list[Point], colors: dict[str, str]) -> list[End]:
+    """Draw a line for each implementation, hollow where it would need more memory than there is, and return their ends."""
     panel.set_xscale("log", base=2)
     panel.set_yscale("log")
     values = [point.value for point in points + beyond]
     panel.set_ylim(min(values) / 6, max(values) * 2)
     ends = []
-    for name, colour in colours.items():
+    for name, color in colors.items():
         line = sorted((point.batch, point.value) for point in points if point.name == name)
         more = sorted((point.batch, point.value) for point in beyond if point.name == name)
         if not line:
             continue
         ours = name == "ours"
-        panel.plot(*zip(*line, strict=True), color=colour, marker="o", ms=5, lw=2.6 if ours else 1.6, zorder=4 if ours else 3)
+        panel.plot(*zip(*line, strict=True), color=color, marker="o", ms=5, lw=2.6 if ours else 1.6, zorder=4 if ours else 3)
         if more:
-            panel.plot(*zip(line[-1], *more, strict=True), color=colour, lw=1.2, ls=(0, (1, 2)), zorder=2)
-            panel.plot(*zip(*more, strict=True), color=colour, marker="o", ms=5, mfc="white", ls="none", zorder=3)
+            panel.plot(*zip(line[-1], *more, strict=True), color=color, lw=1.2, ls=(0, (1, 2)), zorder=2)
+            panel.plot(*zip(*more, strict=True), color=color, marker="o", ms=5, mfc="white", ls="none", zorder=3)
         label = next(point.title for point in points if point.name == name)
-        ends.append(End(*(line + more)[-1], label, colour, "bold" if ours else "normal"))
+        ends.append(End(*(line + more)[-1], label, color, "bold" if ours else "normal"))
     return ends
 
 
 def _axes(panel: Axes, rows: list[Row], letters: int) -> None:
-    """Ticks, grid and limits, with room on the right for names of so many letters."""
+    """Set ticks, grid and limits, with space on the right for names of so many letters."""
     sizes = sorted({row["batch"] for row in rows})
     panel.set_xticks(sizes, [f"{size:,}" for size in sizes], fontsize=7.5 if len(sizes) > 4 else 9)
     panel.yaxis.set_major_formatter(lambda value, _: f"{value:,.12g}")
@@ -300,7 +299,7 @@ def _axes(panel: Axes, rows: list[Row], letters: int) -> None:
 
 
 def _slopes(panel: Axes) -> None:
-    """Draws a key in the lower right corner, which growing lines leave empty: the slopes of N and of N²."""
+    """Draw the slopes of N and of N² in the lower right corner, which growing lines leave empty."""
     low, high = panel.get_xlim()
     left, right = low * (high / low) ** 0.83, low * (high / low) ** 0.92
     base = panel.get_ylim()[0] * 1.3
@@ -311,14 +310,14 @@ def _slopes(panel: Axes) -> None:
 
 
 def _corner_names(panel: Axes, ends: list[End]) -> None:
-    """Writes the names in the upper left corner, which growing lines leave empty, the highest line first."""
+    """Write the names in the upper left corner, which growing lines leave empty, the highest line first."""
     for place, end in enumerate(sorted(ends, key=lambda end: (-end.batch, -end.value))):
-        style = {"color": end.colour, "fontweight": end.weight, "va": "top", "textcoords": "offset points"}
+        style = {"color": end.color, "fontweight": end.weight, "va": "top", "textcoords": "offset points"}
         panel.annotate(f"● {end.label}", (0, 1), xytext=(12, -6 - 15 * place), xycoords="axes fraction", **style)
 
 
 def _names(panel: Axes, ends: list[End]) -> None:
-    """Writes each line's name beside its end, pushed apart where two would overlap."""
+    """Write each line's name beside its end, moved apart where two would overlap."""
     low, high = (math.log(limit) for limit in panel.get_ylim())
     gap = (high - low) * 0.055
     ends = sorted(ends, key=lambda end: end.value)
@@ -330,7 +329,7 @@ def _names(panel: Axes, ends: list[End]) -> None:
                 places[lower] -= short / 2
                 places[lower + 1] += short / 2
     for place, end in zip(places, ends, strict=True):
-        style = {"color": end.colour, "fontweight": end.weight, "va": "center"}
+        style = {"color": end.color, "fontweight": end.weight, "va": "center"}
         panel.annotate(end.label, (end.batch, math.exp(place)), xytext=(9, 0), textcoords="offset points", **style)
 
 
