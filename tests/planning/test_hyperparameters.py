@@ -42,7 +42,7 @@ def test_a_locked_tower_needs_half_the_updates_of_one_from_scratch():
     assert updates_needed(10**8, "locked") < updates_needed(10**8, "pretrained") < updates_needed(10**8)
 
 
-def test_the_embedded_budget_comes_out_at_1024():
+def test_768_times_1024_samples_seen_give_a_batch_of_1024():
     # 786,432 samples seen: 976 · (786,432 / 2,000,000) ** 0.488 = 619 updates; 786,432 / 619 = 1,270, nearest power of two 1,024.
     choice = contrastive(768 * 1024, 42_276)
     assert choice.batch == 1024

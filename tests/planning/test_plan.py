@@ -136,7 +136,7 @@ def test_changes_name_numbers(medical):
 
 def test_without_arguments_the_embedded_default_on_this_machine():
     result = plan(tools=SMALL)
-    # About 0.8 M samples seen allow some 600 updates of a thousand samples, not of 4,096.
+    # 262,144 samples seen allow some 360 updates of about 700 samples, not of 4,096.
     assert result.batch == 1024
     assert result.run.optimizer.lr == config.build(config.EMBEDDED).optimizer.lr
     assert result.run.x.name == "cnn"
