@@ -51,7 +51,7 @@ def test_a_planned_run_tells_what_its_tensors_took(pairs, tmp_path):
         assert 12 * result["parameters"] < result["step_bytes"] < result["peak_bytes"] / 2
         found[rows] = result["step_bytes"]
     assert found[96] > found[24]
-    assert "of tensors in one step" in (out / "report.html").read_text()
+    assert "tensors of one step" in (out / "report.html").read_text()
 
 
 OPTIONS = {
@@ -150,7 +150,7 @@ def test_killed_in_mid_run_and_resumed_is_bit_equal(pairs, tmp_path):
     step = checkpoint.read_metadata(checkpoint.newest(tmp_path / "parts" / "checkpoints"))["step"]
     assert 0 < step <= 40
     for command in (whole, start_training(pairs, tmp_path, "parts")):
-        assert command.wait(120) == 0, command.stderr
+        assert command.wait(600) == 0, command.stderr
     assert_equal(final(tmp_path / "whole"), final(tmp_path / "parts"))
 
 
@@ -160,7 +160,7 @@ def start_training(pairs, folder, name):
     return Command(folder / f"printed by {name}", "train", "--trust-code", folder / f"{name}.toml")
 
 
-def wait_for(condition, command, seconds=60):
+def wait_for(condition, command, seconds=600):
     end = time.monotonic() + seconds
     while not condition():
         assert command.process.is_alive(), command.stderr
