@@ -190,7 +190,7 @@ OPTIONS = {
     "null": (None, "null"),
     "surrogate": ("\ud800", "Unicode"),
     "key": ({"\udfff": 1}, "Unicode"),
-    "set": ({1, 2}, "set cannot be kept"),
+    "set": ({1, 2}, "set cannot be written"),
     "key that is no text": ({1: 2}, "must be a text"),
 }
 
