@@ -70,7 +70,7 @@ def main() -> None:
     declare_torchvision_schemas()
     problem = problem_of(Request(**REQUEST))
     estimator = estimator_for(problem)
-    example = as_markdown(plan_report(plan_for(problem, estimator)))
+    example = as_markdown(plan_report(plan_for(problem, estimator)), detail=False)
     text = DOCS.read_text("utf-8")
     for name, part in (("example", example), ("inf-cl", published(estimator))):
         text = re.sub(

@@ -21,13 +21,13 @@ ORIGIN = "measured on NVIDIA H200, 2026-11-15"
 CLASSIFY = config.build(config.EMBEDDED, ["compute.precision=bf16", "loss.objective=classify"])
 
 
-def planned(*found, model=RUN, gpu="H200", **asked):
+def planned(*results, model=RUN, gpu="H200", **asked):
     # 786,432 samples seen give a batch of 1,024.
-    return plan(model, gpu=gpu, tools=TOOLS, measured=found, seen=768 * 1024, **asked)
+    return plan(model, gpu=gpu, tools=TOOLS, measured=results, seen=768 * 1024, **asked)
 
 
-def of(found, run=RUN, device="NVIDIA H200"):
-    return Measured(found, config.as_table(run), device, "2.13.0", "2026-11-15")
+def of(result, run=RUN, device="NVIDIA H200"):
+    return Measured(result, config.as_table(run), device, "2.13.0", "2026-11-15")
 
 
 KINDS = [
@@ -38,11 +38,11 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize("found", KINDS)
-def test_every_measurement_comes_back_from_its_file(found, tmp_path):
-    path = measurements.write(of(found), tmp_path / "new" / "measured.json")
-    assert measurements.read(path) == of(found)
-    assert measurements.read(path).kind == type(found).__name__.lower()
+@pytest.mark.parametrize("result", KINDS)
+def test_every_measurement_comes_back_from_its_file(result, tmp_path):
+    path = measurements.write(of(result), tmp_path / "new" / "measured.json")
+    assert measurements.read(path) == of(result)
+    assert measurements.read(path).kind == type(result).__name__.lower()
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"measured": "magic"}', '{"measured": "fit", "found": {}}', "[1]"])
@@ -63,29 +63,29 @@ def test_without_measurements_nothing_changes():
 @given(st.integers(0, 14), st.floats(1e-6, 1), st.sampled_from(["samples", "updates", "time"]), st.sampled_from([1, 2]))
 @settings(max_examples=40, deadline=None)
 def test_a_plan_takes_batch_and_rate_of_a_sweep(power, lr, same, gpus):
-    found = planned(of(Sweep(gpus * 2**power, lr, same)), gpus=gpus)
-    assert (found.batch, found.run.batch.size, found.run.optimizer.lr) == (gpus * 2**power, gpus * 2**power, lr)
+    result = planned(of(Sweep(gpus * 2**power, lr, same)), gpus=gpus)
+    assert (result.batch, result.run.batch.size, result.run.optimizer.lr) == (gpus * 2**power, gpus * 2**power, lr)
     for name in ("batch", "learning rate"):
-        assert ORIGIN in found.number(name).why and found.number(name).confidence == "measured"
-    assert not any(note.startswith("Sweep the learning rate") for note in found.notes)
-    assert Plan.from_json(found.as_json()) == found
+        assert ORIGIN in result.number(name).why and result.number(name).confidence == "measured"
+    assert not any(note.startswith("Sweep the learning rate") for note in result.notes)
+    assert Plan.from_json(result.as_json()) == result
 
 
 def test_a_sweeps_batch_is_a_multiple_of_the_gpus():
-    found = planned(of(Sweep(512, 1e-3, "samples")), gpus=3)
-    assert found.batch == 513 and "from 512 to 513" in found.number("batch").why
+    result = planned(of(Sweep(512, 1e-3, "samples")), gpus=3)
+    assert result.batch == 513 and "from 512 to 513" in result.number("batch").why
     # The batch is nearly the sweep's, so the rate is the same to two digits.
-    assert found.run.optimizer.lr == 1e-3
+    assert result.run.optimizer.lr == 1e-3
 
 
 def test_of_a_sweep_over_other_data_only_the_rate_is_used():
     other = dataclasses.replace(RUN, data=dataclasses.replace(RUN.data, source="other.csv"))
-    found = planned(of(Sweep(256, 1e-3, "samples"), other))
-    assert found.batch == planned().batch == 1024
+    result = planned(of(Sweep(256, 1e-3, "samples"), other))
+    assert result.batch == planned().batch == 1024
     # Adam, four times the batch: twice the rate.
-    assert found.run.optimizer.lr == pytest.approx(2e-3)
-    assert found.number("learning rate").confidence == "medium" and ORIGIN in found.number("learning rate").why
-    assert any("'other.csv'" in note for note in found.notes)
+    assert result.run.optimizer.lr == pytest.approx(2e-3)
+    assert result.number("learning rate").confidence == "medium" and ORIGIN in result.number("learning rate").why
+    assert any("'other.csv'" in note for note in result.notes)
 
 
 def test_given_values_take_precedence_over_measured_ones():
@@ -115,16 +115,16 @@ def profile(*points, against="batch"):
 def test_measured_steps_replace_predictions_at_their_batch_and_chunk(seconds):
     before = planned()
     row = point(before.strategy, seconds, reserved_bytes=before.peak_bytes + 10**8)
-    found = planned(of(profile(row)))
-    assert found.strategy == before.strategy
-    assert (found.seconds_per_step, found.peak_bytes) == (seconds, before.peak_bytes + 10**8)
-    assert found.run.planned == config.Planned(found.peak_bytes, seconds)
-    assert sum(found.memory.values()) == found.peak_bytes
+    result = planned(of(profile(row)))
+    assert result.strategy == before.strategy
+    assert (result.seconds_per_step, result.peak_bytes) == (seconds, before.peak_bytes + 10**8)
+    assert result.run.planned == config.Planned(result.peak_bytes, seconds)
+    assert sum(result.memory.values()) == result.peak_bytes
     less = planned(of(profile({**row, "reserved_bytes": before.peak_bytes // 2})))
     assert sum(less.memory.values()) == pytest.approx(less.peak_bytes, abs=10) and less.peak_bytes == before.peak_bytes // 2
     for name in ("seconds per step", "peak memory"):
-        assert ORIGIN in found.number(name).why and found.number(name).confidence == "measured"
-    assert sum(found.time.values()) == pytest.approx(seconds)
+        assert ORIGIN in result.number(name).why and result.number(name).confidence == "measured"
+    assert sum(result.time.values()) == pytest.approx(seconds)
 
 
 def test_elsewhere_predictions_are_scaled_by_what_was_measured_nearby():
@@ -132,8 +132,8 @@ def test_elsewhere_predictions_are_scaled_by_what_was_measured_nearby():
     # Twice the time and 1.1 times the memory at this batch; another factor at an eighth, which is farther from twice the batch.
     small = dataclasses.replace(before.strategy, shard=128, chunk=128)
     rows = [point(before.strategy, 2 * before.seconds_per_step, reserved_bytes=round(1.1 * before.peak_bytes)), point(small, 5.0)]
-    found = planned(of(profile(*rows)))
-    ways, expected = ({way.name: way for way in each.alternatives} for each in (found, before))
+    result = planned(of(profile(*rows)))
+    ways, expected = ({way.name: way for way in each.alternatives} for each in (result, before))
     assert ways["twice the batch"].seconds_per_step == pytest.approx(2 * expected["twice the batch"].seconds_per_step, rel=1e-6)
     assert ways["twice the batch"].hours == pytest.approx(2 * expected["twice the batch"].hours, rel=1e-6)
     asked = planned(of(profile(rows[0])), batch=4096)
@@ -148,29 +148,29 @@ def test_the_fastest_of_the_measured_chunks_is_taken():
     strategy, seconds = planned().strategy, {128: 1.0, 200: 0.5, 1024: 2.0}
     assert strategy.chunk == 1024
     rows = [point(dataclasses.replace(strategy, chunk=chunk, keep=1), seconds[chunk]) for chunk in seconds]
-    found = planned(of(profile(*rows, against="chunk")))
-    assert found.strategy.chunk == 200
-    assert "of 3 timed chunks" in found.number("chunk").why
-    assert found.number("chunk").confidence == "measured"
+    result = planned(of(profile(*rows, against="chunk")))
+    assert result.strategy.chunk == 200
+    assert "of 3 timed chunks" in result.number("chunk").why
+    assert result.number("chunk").confidence == "measured"
     # A profile over batches does not compare chunks.
     assert planned(of(profile(*rows))).strategy.chunk == 1024
 
 
 def test_the_chunk_of_fit_caps_the_chunk():
-    found = planned(of(Fit(100, 90 * 2**30)))
-    assert found.strategy.chunk == found.run.batch.chunk == 100
-    assert all(part in found.number("chunk").why for part in ("100 rows", "90.0 GiB", ORIGIN))
-    assert found.number("chunk").confidence == "measured"
-    assert found.peak_bytes <= found.limit_bytes
+    result = planned(of(Fit(100, 90 * 2**30)))
+    assert result.strategy.chunk == result.run.batch.chunk == 100
+    assert all(part in result.number("chunk").why for part in ("100 rows", "90.0 GiB", ORIGIN))
+    assert result.number("chunk").confidence == "measured"
+    assert result.peak_bytes <= result.limit_bytes
 
 
 def test_what_has_run_fits_whatever_was_predicted():
     # 8.6e9 bytes of the 10 GiB may be used: 64 rows by prediction, but 90 rows ran.
     assert planned(memory="10GiB").strategy.chunk == 64
-    found = planned(of(Fit(90, None)), memory="10GiB")
-    assert (found.strategy.chunk, found.strategy.keep) == (90, 1)
+    result = planned(of(Fit(90, None)), memory="10GiB")
+    assert (result.strategy.chunk, result.strategy.keep) == (90, 1)
     # A strategy that has not run still has to fit by prediction.
-    assert next(way.batch for way in found.alternatives if way.name == "what fits without chunks") == 64
+    assert next(way.batch for way in result.alternatives if way.name == "what fits without chunks") == 64
     # At eight times the batch of fit the shard takes more memory, so the prediction decides again.
     assert planned(of(Fit(90, None)), memory="10GiB", batch=8192).strategy.chunk == 64
 
@@ -178,23 +178,23 @@ def test_what_has_run_fits_whatever_was_predicted():
 def test_critical_batch_that_was_measured():
     before = planned(model=CLASSIFY, priority="speed")
     assert any("is a prior" in note for note in before.notes)
-    found = planned(of(Noise(200.0, 120.0, 310.0, 64, False, branch=256), CLASSIFY), model=CLASSIFY, priority="speed")
-    assert found.batch <= 200 and found.batch < before.batch
-    why = found.number("batch").why
+    result = planned(of(Noise(200.0, 120.0, 310.0, 64, False, branch=256), CLASSIFY), model=CLASSIFY, priority="speed")
+    assert result.batch <= 200 and result.batch < before.batch
+    why = result.number("batch").why
     assert "1 + 200/B" in why and f"the critical batch is 200 (120 to 310), {ORIGIN}" in why
-    assert found.number("batch").confidence == "measured"
-    assert not any("prior" in note for note in found.notes) and any("256" in note for note in found.notes)
+    assert result.number("batch").confidence == "measured"
+    assert not any("prior" in note for note in result.notes) and any("256" in note for note in result.notes)
 
 
 def test_noise_of_compared_samples_does_not_choose_a_classifiers_batch_either():
-    found = planned(of(Noise(2.0, 1.0, 3.0, 64, True), CLASSIFY), model=CLASSIFY, priority="speed")
-    assert found.batch == planned(model=CLASSIFY, priority="speed").batch
+    result = planned(of(Noise(2.0, 1.0, 3.0, 64, True), CLASSIFY), model=CLASSIFY, priority="speed")
+    assert result.batch == planned(model=CLASSIFY, priority="speed").batch
 
 
 def test_noise_of_compared_samples_is_a_note():
-    found = planned(of(Noise(200.0, 120.0, 310.0, 64, True)))
-    assert found.batch == planned().batch
-    assert any("batch 64" in note and "200 (120 to 310)" in note and ORIGIN in note for note in found.notes)
+    result = planned(of(Noise(200.0, 120.0, 310.0, 64, True)))
+    assert result.batch == planned().batch
+    assert any("batch 64" in note and "200 (120 to 310)" in note and ORIGIN in note for note in result.notes)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -222,26 +222,26 @@ def test_the_second_tower_of_a_classifier_does_not_count():
 
 def test_another_precision_is_refused_where_it_counts_and_noted_where_it_does_not():
     other = config.build(config.EMBEDDED)
-    for found in KINDS[:2]:
+    for result in KINDS[:2]:
         with pytest.raises(ValueError, match=r"compute.precision = 'fp32', but the plan has 'bf16'"):
-            planned(of(found, other))
-        planned(of(found, other), precision="fp32")
-    for found in KINDS[2:]:
-        assert any("in fp32, but the plan is in bf16" in note for note in planned(of(found, other)).notes)
+            planned(of(result, other))
+        planned(of(result, other), precision="fp32")
+    for result in KINDS[2:]:
+        assert any("in fp32, but the plan is in bf16" in note for note in planned(of(result, other)).notes)
 
 
 def test_measurements_of_another_device_have_lower_confidence():
     before = planned()
-    found = planned(of(Fit(100, None), device="NVIDIA A100-SXM4-80GB"))
-    assert found.strategy == before.strategy and any("its chunk is not used" in note for note in found.notes)
+    result = planned(of(Fit(100, None), device="NVIDIA A100-SXM4-80GB"))
+    assert result.strategy == before.strategy and any("its chunk is not used" in note for note in result.notes)
     row = point(before.strategy, 3.0, predicted_seconds=2.0)
-    found = planned(of(profile(row), device="NVIDIA A100-SXM4-80GB"))
-    assert found.seconds_per_step == pytest.approx(1.5 * before.seconds_per_step)
-    assert found.number("seconds per step").confidence == "low"
-    assert any("not on H200" in note and "scaled" in note for note in found.notes)
-    found = planned(of(profile(point(before.strategy, 3.0)), device="NVIDIA A100-SXM4-80GB"))
-    assert found.seconds_per_step == before.seconds_per_step
-    assert any("it is not used" in note for note in found.notes)
+    result = planned(of(profile(row), device="NVIDIA A100-SXM4-80GB"))
+    assert result.seconds_per_step == pytest.approx(1.5 * before.seconds_per_step)
+    assert result.number("seconds per step").confidence == "low"
+    assert any("not on H200" in note and "scaled" in note for note in result.notes)
+    result = planned(of(profile(point(before.strategy, 3.0)), device="NVIDIA A100-SXM4-80GB"))
+    assert result.seconds_per_step == before.seconds_per_step
+    assert any("it is not used" in note for note in result.notes)
 
 
 def test_on_a_cpu_measurements_must_be_of_this_machine():
@@ -257,8 +257,8 @@ def test_only_profiles_may_be_given_more_than_once():
     strategy = planned().strategy
     rows = [point(dataclasses.replace(strategy, chunk=chunk, keep=1), seconds) for chunk, seconds in ((128, 1.0), (256, 0.5))]
     assert planned(*(of(profile(row, against="chunk")) for row in rows)).strategy.chunk == 256
-    found = planned(of(Fit(100, None)), of(Sweep(512, 1e-3, "samples")))
-    assert (found.batch, found.strategy.chunk) == (512, 100)
+    result = planned(of(Fit(100, None)), of(Sweep(512, 1e-3, "samples")))
+    assert (result.batch, result.strategy.chunk) == (512, 100)
 
 
 def test_a_measurement_without_a_readable_configuration_is_refused():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import math
 
 import pytest
@@ -12,6 +13,7 @@ from megabatch import evidence
 from megabatch.costs.devices import DEVICES, find_device
 from megabatch.costs.hardware import find_machine, parse_bytes, with_rates
 from megabatch.objectives import saturation_of
+from megabatch.planning import choose_batch, request, search
 from megabatch.planning.choose_batch import (
     CriticalBatch,
     contrastive,
@@ -40,7 +42,7 @@ def test_a_locked_tower_needs_half_the_updates_of_one_from_scratch():
     assert updates_needed(10**8, "locked") < updates_needed(10**8, "pretrained") < updates_needed(10**8)
 
 
-def test_the_embedded_budget_comes_out_at_1024():
+def test_768_times_1024_samples_seen_give_a_batch_of_1024():
     # 786,432 samples seen: 976 · (786,432 / 2,000,000) ** 0.488 = 619 updates; 786,432 / 619 = 1,270, nearest power of two 1,024.
     choice = contrastive(768 * 1024, 42_276)
     assert choice.batch == 1024
@@ -131,18 +133,18 @@ def test_fine_tuning_is_small():
 )
 def test_learning_rate_follows_the_batch(size, optimizer, rate):
     base = base_recipe("contrastive", 10**6, optimizer, (1e-3, 256))
-    found = derive_hyperparameters(size, 10**6, 10**6, base)
-    assert found.lr == pytest.approx(rate)
-    assert found.sweep == ()
+    result = derive_hyperparameters(size, 10**6, 10**6, base)
+    assert result.lr == pytest.approx(rate)
+    assert result.sweep == ()
 
 
 def test_outside_the_tested_range_the_rate_is_swept():
     base = base_recipe("contrastive", 10**6, "adamw", (1e-3, 256))
-    found = derive_hyperparameters(65_536, 10**9, 10**8, base)
-    assert found.lr == pytest.approx(0.016)
-    assert found.sweep == pytest.approx((0.004, 0.008, 0.016, 0.032))
-    assert "sweep" in found.numbers[0].shown
-    assert found.numbers[0].confidence == "low"
+    result = derive_hyperparameters(65_536, 10**9, 10**8, base)
+    assert result.lr == pytest.approx(0.016)
+    assert result.sweep == pytest.approx((0.004, 0.008, 0.016, 0.032))
+    assert "sweep" in result.numbers[0].shown
+    assert result.numbers[0].confidence == "low"
 
 
 def test_warm_up_is_two_over_one_minus_beta2():
@@ -223,7 +225,7 @@ def test_machines_as_people_write_them():
     [
         ({"gpu": "H200", "gpus": 0}, "gpus is 0"),
         ({"gpu": "0xH200"}, "gpus is 0"),
-        ({"gpu": "8xH200", "gpus": 4}, "say the number once"),
+        ({"gpu": "8xH200", "gpus": 4}, "the number once"),
         ({"gpu": "G80"}, "no such device is known"),
         ({"memory": "-1GiB"}, "must be above 0"),
     ],
@@ -262,3 +264,9 @@ def test_counts_and_bases_as_people_write_them():
 def test_requests_that_make_no_sense(asked, complaint):
     with pytest.raises(ValueError, match=complaint):
         Request(**asked)
+
+
+@pytest.mark.parametrize("module", [choose_batch, evidence, request, search])
+def test_examples_of_docstrings_run(module):
+    tried = doctest.testmod(module)
+    assert tried.attempted and not tried.failed

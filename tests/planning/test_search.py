@@ -35,21 +35,21 @@ def test_what_is_chosen_fits_and_the_next_size_up_does_not(ranks, power, gib):
     candidates = candidate_strategies(ranks * 2**power, ranks, precisions=("bf16",))
     limit = int(gib * GIB)
     try:
-        found = search(candidates, memory, seconds, limit)
+        result = search(candidates, memory, seconds, limit)
     except ValueError:
         assert all(memory(dataclasses.replace(each, chunk=1)) > limit for each in candidates)
         return
-    strategy = found.strategy
+    strategy = result.strategy
     assert strategy.shard * strategy.ranks == strategy.batch == ranks * 2**power
-    assert found.peak == memory(strategy) <= limit
-    assert found.seconds == seconds(strategy)
+    assert result.peak == memory(strategy) <= limit
+    assert result.seconds == seconds(strategy)
     if strategy.chunk < strategy.shard:
         assert memory(dataclasses.replace(strategy, chunk=2 * strategy.chunk, keep=0)) > limit
     if strategy.keep < strategy.chunks:
         assert memory(dataclasses.replace(strategy, keep=strategy.keep + 1)) > limit
     # No other strategy at its largest chunk is faster by more than the factor that simplicity is worth.
     others = [best for each in candidates if (best := best_chunk(each, memory, seconds, limit))]
-    assert found.seconds <= 1.05**2 * min(other.seconds for other in others)
+    assert result.seconds <= 1.05**2 * min(other.seconds for other in others)
 
 
 @given(st.floats(8, 400), st.floats(1, 4), st.booleans())
@@ -78,14 +78,14 @@ def test_as_many_chunks_are_kept_as_fit(spare):
     def cheap(strategy):
         return 1000 * strategy.chunk + 10 * strategy.chunk * max(0, strategy.keep - 1)
 
-    found = best_chunk(Strategy(1, 1024, 1024), cheap, seconds, 128_000 + spare * 1280)
-    assert found is not None
-    assert (found.strategy.chunk, found.strategy.keep) == (128, min(8, 1 + spare))
+    result = best_chunk(Strategy(1, 1024, 1024), cheap, seconds, 128_000 + spare * 1280)
+    assert result is not None
+    assert (result.strategy.chunk, result.strategy.keep) == (128, min(8, 1 + spare))
 
 
 def test_weights_that_do_not_fit_on_one_rank_are_sharded():
-    found = search(candidate_strategies(64, 8, precisions=("bf16",)), memory, seconds, 5 * GIB)
-    assert found.strategy.sharding == "fsdp2"
+    result = search(candidate_strategies(64, 8, precisions=("bf16",)), memory, seconds, 5 * GIB)
+    assert result.strategy.sharding == "fsdp2"
 
 
 def test_a_batch_that_is_no_multiple_of_the_ranks_and_zero_ranks_are_refused():

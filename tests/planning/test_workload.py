@@ -50,12 +50,12 @@ def test_workspaces_are_those_of_the_devices_capability(work: Workload) -> None:
 
 def test_towers_are_counted_as_the_device_computes_them() -> None:
     run = config.build(config.EMBEDDED, ["x.name=vit", "x.options={}"])
-    here, there = (workload(Request(run, data=100_000), run, "fp32", find_machine(gpu)) for gpu in ("cpu", "H200"))
-    on_cpu, on_cuda = (count_work(here.modules[0], here.inputs[0], device=device) for device in ("cpu", "cuda"))
-    assert here.towers[0] == on_cpu != on_cuda == there.towers[0]
-    assert here.towers[0].forward.flops == there.towers[0].forward.flops
+    cpu, h200 = (workload(Request(run, data=100_000), run, "fp32", find_machine(gpu)) for gpu in ("cpu", "H200"))
+    on_cpu, on_cuda = (count_work(cpu.modules[0], cpu.inputs[0], device=device) for device in ("cpu", "cuda"))
+    assert cpu.towers[0] == on_cpu != on_cuda == h200.towers[0]
+    assert cpu.towers[0].forward.flops == h200.towers[0].forward.flops
     half = workload(Request(run, data=100_000), run, "bf16", find_machine("H200")).towers[0]
-    assert {"attention"} == {call.kind for call in half.forward.calls if "attention" in call.kind}
+    assert {"attention"} == {call.op_class for call in half.forward.calls if "attention" in call.op_class}
 
 
 def test_a_locked_tower_has_no_backward(work: Workload) -> None:

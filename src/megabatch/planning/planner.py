@@ -95,7 +95,7 @@ def notes(problem: Problem, estimator: Estimator, follows: Hyperparameters) -> l
     request, device, fact = problem.request, problem.machine.device, FACTS["no accumulation"]
     lines = []
     if request.pairs:
-        lines.append(f"Chunks, not accumulation, reach the batch: {fact.says} ({fact.source}).")
+        lines.append(f"Chunks, not accumulation, reach the batch, because {fact.says} ({fact.source}).")
         lines.append(
             "Whether a larger batch is better at equal samples is known only from a measurement on your data: compare with half of"
             " it."
