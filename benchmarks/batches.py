@@ -1,9 +1,9 @@
-"""Why the batch matters: one budget of samples spent at several batches, `python -m benchmarks.batches --help`.
+"""Held-out recall against the batch at a fixed number of samples: `python -m benchmarks.batches --help`.
 
 Each batch is trained on the embedded pairs with several learning rates and seeds, and with further rates as long as the best is
-the lowest or the highest. The rate is chosen on the characters that the embedded default holds out, on which its towers were
-chosen too; what is reported is measured on as many others, on which nothing was. All pairs lie on the device, and on CUDA a step
-is one captured graph: what is compared is learning, not reading.
+the lowest or the highest. The rate is chosen on the characters that the embedded default holds out, which also selected its towers;
+the reported recall is measured on as many others, which selected nothing. All pairs are on the device, and on CUDA a step is one
+captured graph, so that the data loader plays no part.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ from megabatch.training.schedules import step_schedule
 
 RESULTS = Path(__file__).parent / "results"
 BATCHES, SEEDS = (64, 512, 4096, 16384), (0, 1, 2)
-# Around the square-root rule from the embedded default's rate at its batch, which the middle one is.
+# Factors around the rate that the square-root rule gives from the embedded default's rate and batch.
 STEP = 3.0
 RATE_FACTORS = (1 / STEP, 1.0, STEP)
-# A batch for which so many were tried, and the best is still the lowest or the highest, is given up.
+# The most rates that are tried for a batch if the best is still the lowest or the highest.
 MOST_RATES = 6
 SHOWN = ("batch", "lr", "seed", "choosing_1", "x_to_y_1", "y_to_x_1", "train_seconds", "error")
 
 
-# The pairs and the device of a process that trains cases.
+# The pairs and the device of a worker process.
 _here: tuple[dict[str, Pairs], torch.device]
 
 
 class Pairs(NamedTuple):
-    """All pairs of a source, prepared."""
+    """All preprocessed pairs of a source."""
 
     x: Tensor
     y: Tensor
@@ -71,11 +71,11 @@ class Case(NamedTuple):
 
 
 def load(run: config.Run) -> dict[str, Pairs]:
-    """The pairs to train on, to choose the rate on (those that `run` holds out), and to report (as many of the others)."""
+    """Return the pairs for training, for choosing the rate (those that `run` holds out), and for reporting (as many others)."""
     x, y = build_towers(run)
     fraction = run.data.held_out
     training, held_out = open_data(replace(run, data=replace(run.data, held_out=2 * fraction)), x.kind, y.kind)
-    # What a smaller fraction holds out lies within what a larger one does.
+    # The pairs that a smaller fraction holds out are among those of a larger one.
     reported, choosing = split(held_out, fraction)
     parts = {"training": training, "choosing": choosing, "reported": reported}
     found = {}
@@ -89,7 +89,7 @@ def load(run: config.Run) -> dict[str, Pairs]:
 
 
 def train(case: Case, pairs: dict[str, Pairs], device: torch.device) -> dict[str, Any]:
-    """One row: the quality after the case's samples."""
+    """Train one case and return its row of the results."""
     settings = {"batch.size": case.batch, "schedule.samples": case.samples, "seed": case.seed, "optimizer.lr": case.lr}
     run = config.build(config.EMBEDDED, [f"{key}={value}" for key, value in settings.items()])
     torch.manual_seed(run.seed)
@@ -98,14 +98,14 @@ def train(case: Case, pairs: dict[str, Pairs], device: torch.device) -> dict[str
     rate = torch.zeros((), device=device)
     optimizer = build_optimizer(model, run.optimizer)
     for group in optimizer.param_groups:
-        # What a captured graph reads has to be on the device.
+        # A captured graph reads the rate from the device.
         group |= {"capturable": device.type == "cuda", "fused": device.type == "cuda", "foreach": False, "lr": rate}
     began = time.perf_counter()
     steps = step_schedule(run, len(here["training"].x))[: case.samples // case.batch]
-    take = _Step(model, optimizer, run, here["training"], case.batch)
+    take_step = _Step(model, optimizer, run, here["training"], case.batch)
     for step, rows in zip(steps, _stream(len(here["training"].x), case, device), strict=False):
         rate.fill_(run.optimizer.lr * step.rate)
-        loss = take(rows)
+        loss = take_step(rows)
     found = {name: _quality(model, here[name]) for name in ("choosing", "reported")}
     return {
         **case._asdict(),
@@ -120,7 +120,7 @@ def train(case: Case, pairs: dict[str, Pairs], device: torch.device) -> dict[str
 
 
 class _Step:
-    """One optimizer step on the rows of the training pairs that it is called with; on CUDA captured at the first call."""
+    """One optimizer step on the given rows of the training pairs; on CUDA captured at the first call."""
 
     def __init__(self, model: Pair, optimizer: torch.optim.Optimizer, run: config.Run, pairs: Pairs, batch: int) -> None:
         self.model, self.optimizer, self.run, self.pairs = model, optimizer, run, pairs
@@ -150,7 +150,7 @@ class _Step:
         return loss.detach()
 
     def _capture(self) -> None:
-        """Steps before the capture would train: they run on a copy of the state that is put back."""
+        """Capture a step. The warm-up steps before the capture change the state, which is restored after them."""
         side = torch.cuda.Stream()
         before = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
         with torch.cuda.stream(side):
@@ -167,7 +167,7 @@ class _Step:
 
 
 def _stream(length: int, case: Case, device: torch.device) -> Iterator[Tensor]:
-    """Rows of one batch after the other, through shuffled epochs without a gap."""
+    """Yield the rows of consecutive batches from an endless stream of shuffled epochs."""
     rest = torch.zeros(0, dtype=torch.int64, device=device)
     for epoch in itertools.count():
         generator = torch.Generator().manual_seed(stable_hash(case.seed, epoch))
@@ -186,7 +186,7 @@ def _quality(model: Pair, pairs: Pairs) -> Any:
 
 
 def cases(samples: int, batches: Sequence[int]) -> list[Case]:
-    """Every batch with every rate and seed, the longest first."""
+    """Return every batch with every rate and seed, the longest first."""
     default = config.build(config.EMBEDDED)
     rates = {b: default.optimizer.lr * math.sqrt(b / default.batch.size) for b in batches}
     return [
@@ -259,7 +259,7 @@ def _recall(row: Mapping[str, Any]) -> float:
 
 
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
-    """The table of kept rows, each batch at its best rate, and a line that says what it shows."""
+    """Return the results as a Markdown table with each batch at its best rate, and a line that describes it."""
     lines = ["| batch | updates | learning rate | held-out recall@1 | seeds |", "| ---: | ---: | ---: | ---: | --- |"]
     for best in best_rates(rows):
         mean = sum(best.recalls) / len(best.recalls)
@@ -277,7 +277,7 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def further(rows: Sequence[dict[str, Any]]) -> list[Case]:
-    """The next rate for every batch whose best one is the lowest or the highest that was tried: the best may lie beyond it."""
+    """Return the next rate of every batch whose best rate is the lowest or highest tried, since a better one may be beyond it."""
     found = []
     for best in best_rates(rows):
         tried = sorted({row["lr"] for row in rows if row["batch"] == best.batch})
@@ -289,14 +289,14 @@ def further(rows: Sequence[dict[str, Any]]) -> list[Case]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The exit code: 0, or 1 where a case failed."""
+    """Run the benchmark and return the exit code: 0, or 1 if a case failed."""
     parser = argparse.ArgumentParser(prog="benchmarks.batches", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--samples", type=int, default=1_000_000)
     parser.add_argument("--batches", default=",".join(map(str, BATCHES)))
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--redraw", type=Path, help="only draw the figure of a file of rows")
+    parser.add_argument("--redraw", type=Path, help="Only draw the figure of a results file.")
     options = parser.parse_args(arguments)
     out = options.redraw or options.out or RESULTS / f"batches-{options.device}.jsonl"
     if not options.redraw:
@@ -307,7 +307,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _measure(options: argparse.Namespace, out: Path) -> None:
-    """Trains what the file does not hold yet, each case in one of several processes."""
+    """Train the cases that the file does not have yet, in several processes."""
     rows = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
     machine = describe(options.device)
     with tempfile.TemporaryDirectory() as folder, out.open("a") as file:
@@ -330,13 +330,13 @@ def _measure(options: argparse.Namespace, out: Path) -> None:
 
 
 def missing(work: Sequence[Case], rows: Sequence[dict[str, Any]]) -> list[Case]:
-    """The cases that have no row yet."""
+    """Return the cases without a row."""
     done = {tuple(row[field] for field in Case._fields) for row in rows}
     return [case for case in work if case not in done]
 
 
 def _begin(file: str, device: str) -> None:
-    """What a process needs for all its cases."""
+    """Load the pairs in a worker process."""
     global _here
     torch.set_num_threads(1)
     _here = {name: Pairs(*part) for name, part in torch.load(file, weights_only=True).items()}, torch.device(device)

@@ -1,6 +1,6 @@
 """One batch of 16,384 pairs on this machine, with and without the similarity matrix: `python -m benchmarks.demo`.
 
-Both run in processes of their own, both are checked against the formula in float64, and the numbers are this machine's.
+Both run in separate processes and are checked against the formula in float64. The numbers are measured on this machine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HEADERS = ("implementation", "forward s", "backward s", "total s", "extra MiB", 
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The exit code: 0 when every result agrees with the formula, 1 when one does not or ours gives none."""
+    """Run the demo and return the exit code: 0 if every result agrees with the formula, 1 otherwise or if ours has no result."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.demo", description=__doc__.splitlines()[0])
     parser.add_argument("--batch", type=int, default=16_384)
     parser.add_argument("--dim", type=int, default=512)
@@ -32,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(str(error))
 
     heading = f"The CLIP loss of {options.batch:,} pairs, D = {options.dim}, float32"
-    print(f"{heading}, forward and backward, each in a process of its own")
+    print(f"{heading}, forward and backward, each in a separate process")
     rows = []
     for name, words in (("ours", "megabatch, tile by tile"), ("full matrix", "the full similarity matrix")):
         with _working(words):
@@ -55,11 +55,11 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def _sentence(ours: Row, full: Row) -> str:
-    """The result in one sentence, with the numbers measured."""
+    """Return the result as one sentence with the measured numbers."""
     if "total_s" not in ours:
-        return f"megabatch gave no result: {report.reason(ours)}."
+        return f"megabatch has no result: {report.reason(ours)}."
     mib, seconds = report.three_digits(ours["extra_bytes"] / 2**20), report.three_digits(ours["total_s"])
-    start = f"At a batch of {ours['batch']:,}, megabatch took {mib} MiB beside the inputs and {seconds} s"
+    start = f"At a batch of {ours['batch']:,}, megabatch took {mib} MiB in addition to the inputs and {seconds} s"
     exact = f"equal to the formula up to {ours['errors']['gradient']:.0e} of the largest gradient entry"
     if "total_s" not in full:
         return f"{start}, {exact}; the full matrix was not measured: {report.reason(full)}."
@@ -72,7 +72,7 @@ def _sentence(ours: Row, full: Row) -> str:
 
 @contextmanager
 def _working(words: str) -> Iterator[None]:
-    """Shows that something runs, and prints how long it took."""
+    """Show that a measurement is running, and print how long it took."""
     start = time.monotonic()
     if importlib.util.find_spec("rich") is None or not sys.stdout.isatty():
         print(f"  {words} …", flush=True)

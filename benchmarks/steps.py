@@ -1,7 +1,7 @@
 """Memory of a whole training step against batch and chunk, on the embedded pairs: `python -m benchmarks.steps --help`.
 
-Each case is a process of its own. Its peak is compared with what has to grow with the batch: the inputs, and the embeddings with
-their gradients. Everything else is the chunk's.
+Each case runs in a separate process. Its peak is compared with what must grow with the batch: the inputs, and the embeddings with
+their gradients. Everything else depends on the chunk.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from megabatch.training.objective import Contrastive
 
 RESULTS = Path(__file__).parent / "results"
 PAIRS, CHUNKS = (4096, 16384, 65536), (128, 1024)
-# For each dimension of an embedding, its number and its gradient.
+# Each embedding has a gradient of the same size.
 COPIES = 2
 
 
 def measure(pairs: int, chunk: int, device: str) -> dict[str, Any]:
-    """One row: a first small step, so that libraries and gradients are in place, then the step that is measured."""
+    """Return one row. A small step comes first, so that libraries are loaded and gradients exist before the measured one."""
     run = config.build(config.EMBEDDED, [f"batch.chunk={chunk}", "batch.keep=0", "data.workers=0", f"compute.device={device}"])
     with ranks(run.compute) as here:
         parts = assemble(run, here)
@@ -57,7 +57,7 @@ def measure(pairs: int, chunk: int, device: str) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The exit code: 0, or 1 where a case failed."""
+    """Run the benchmark and return the exit code: 0, or 1 if a case failed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.steps", description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--pairs", default=",".join(map(str, PAIRS)))
@@ -91,7 +91,7 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """The table of kept rows, and a line that says what it shows."""
+    """Return the results as a Markdown table, and a line that describes it."""
     first = rows[0]
     lines = [
         "| pairs | chunk | peak above the inputs | embeddings and gradients |",

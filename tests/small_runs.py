@@ -1,4 +1,4 @@
-"""Trainings of a few steps on a hundred pairs of texts, and what they leave behind."""
+"""Trainings of a few steps on a hundred pairs of texts, and readers of their files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megabatch import config
 from megabatch.training import checkpoint, loop
 from megabatch.training.loop import Training
 
-# The runs here name towers of the tests: they are trusted.
+# These runs name towers of the tests, which are trusted.
 train = functools.partial(loop.train, trust_code=True)
 
 
@@ -49,14 +49,14 @@ def run_of(pairs, out, *overrides, steps=6):
 
 
 def final(out):
-    """Every tensor of the run's newest checkpoint."""
+    """Return every tensor of the run's newest checkpoint."""
     from safetensors.torch import load_file
 
     path = checkpoint.newest(Path(out) / "checkpoints")
-    found = {}
+    tensors = {}
     for file in sorted(path.glob("*.safetensors")):
-        found |= load_file(file)
-    return found
+        tensors |= load_file(file)
+    return tensors
 
 
 def log_of(out, event):
@@ -71,7 +71,7 @@ def assert_equal(a, b):
 
 
 def stopping(monkeypatch, after):
-    """A SIGTERM that arrives during step `after`."""
+    """Send SIGTERM to this process during step `after`."""
     before = Training.step
 
     def step(self, *args):

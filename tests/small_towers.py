@@ -33,20 +33,20 @@ class Greedy(Bytes):
 
     def forward(self, codes: Tensor) -> Tensor:
         if len(codes) > self.limit:
-            raise torch.OutOfMemoryError(f"out of memory: {len(codes)} rows, room for {self.limit}")
+            raise torch.OutOfMemoryError(f"out of memory: {len(codes)} rows, the limit is {self.limit}")
         return super().forward(codes)
 
 
 class Poisoned(Bytes):
-    """Not a number for texts that begin with an X."""
+    """Returns NaN for texts that begin with an X."""
 
     def forward(self, codes: Tensor) -> Tensor:
-        found = super().forward(codes)
-        return torch.where((codes[:, :1] == ord("X")), torch.nan, found)
+        embeddings = super().forward(codes)
+        return torch.where((codes[:, :1] == ord("X")), torch.nan, embeddings)
 
 
 class Normed(Bytes):
-    """With statistics over the batch."""
+    """Has batch normalisation."""
 
     def __init__(self, dim: int) -> None:
         super().__init__(dim)

@@ -1,4 +1,4 @@
-"""A run's configuration: what is read is what was written, and nothing wrong passes."""
+"""The configuration of a run: reading restores what was written, and wrong values are refused."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_wrong_values_are_named_with_the_rule(override, words):
 
 
 def test_a_run_says_how_long_it_is_exactly_once():
-    with pytest.raises(ValueError, match="does not say how long"):
+    with pytest.raises(ValueError, match="has no length"):
         config.build({})
     with pytest.raises(ValueError, match="samples and epochs"):
         config.build({"schedule": {"samples": 5, "epochs": 2}})

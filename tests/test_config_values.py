@@ -1,4 +1,4 @@
-"""Values that a configuration refuses before anything is trained, and those that it must not refuse."""
+"""Values that a configuration refuses before training, and values that it must accept."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LENGTH = {"schedule": {"steps": 10}}
 
 
 def fields():
-    """Every key of every section, with its type."""
+    """Yield every key of every section, with its type."""
     for section in dataclasses.fields(config.Run):
         hint = typing.get_type_hints(config.Run)[section.name]
         if not dataclasses.is_dataclass(hint):
@@ -31,7 +31,7 @@ def fields():
 
 
 def list_of(hint):
-    """The type of a key that takes a list, where it does."""
+    """Return the tuple type of a key that takes a list, or None."""
     return next((each for each in (hint, *typing.get_args(hint)) if typing.get_origin(each) is tuple), None)
 
 
@@ -44,7 +44,7 @@ TEXTS = [key for key in keys_of(str) if not key.endswith(".options")]
 
 
 def table_with(key, value):
-    """A table that holds a value at a key, beside a length if the key is none."""
+    """Return a table with a value at a key, and a length unless the key is one."""
     table = {} if key.removeprefix("schedule.") in config.LENGTHS else {"schedule": {"steps": 10}}
     section, _, name = key.rpartition(".")
     (table.setdefault(section, {}) if section else table)[name] = value
@@ -52,7 +52,7 @@ def table_with(key, value):
 
 
 def shaped(key, value):
-    """The value as the key takes it: alone, or in a list of as many as it has."""
+    """Return the value as the key takes it: alone, or repeated in a list."""
     hint = list_of(dict(fields())[key])
     if hint is None:
         return value

@@ -6,13 +6,14 @@ Files that compare a name are files to touch when another one is added. Document
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from megabatch import objectives, optimizers
+from megabatch import data, objectives, optimizers, towers
 
 PACKAGE = Path(__file__).parents[1] / "src" / "megabatch"
 
@@ -20,7 +21,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "megabatch"
 class Record(NamedTuple):
     """A kind of choice: its names, and how many files of the package may hold one of them as a string.
 
-    foreign: files that hold the same string as another tool's value, which a new choice of ours does not touch.
+    foreign: files that hold the same string with another meaning, which a new choice does not touch.
     """
 
     kind: str
@@ -34,6 +35,17 @@ RECORDS = (
     *(Record("loss", tuple(n for n in (name, spec.function) if n), 4) for name, spec in objectives.OBJECTIVES.items()),
     # OpenCLIP's command line has an optimizer "adamw" too.
     *(Record("optimizer", (name,), 2, frozenset({"audit/readers/open_clip.py"})) for name in optimizers.OPTIMIZERS),
+    # OpenCLIP's command line takes timm's optimizers; environment.py lists installed packages.
+    *(
+        Record("tower library", (name,), 2, frozenset({"audit/readers/open_clip.py", "environment.py"}))
+        for name, library in towers.LIBRARIES.items()
+        if library.takes_model
+    ),
+    # "folder" is an argument of verbs, "table" a part of a report, and the embedded default is trained on "glyphs".
+    *(
+        Record("data format", (name,), 2, frozenset({"cli/training.py", "reporting/report.py", "config.py", "planning/request.py"}))
+        for name in data.FORMATS
+    ),
 )
 
 
@@ -45,11 +57,16 @@ def string_literals(source: str) -> set[str]:
     return {node.value for node in constants if isinstance(node.value, str)}
 
 
+@functools.cache
+def literals_by_file(package: Path) -> dict[str, set[str]]:
+    """Return the string literals of each file of a package."""
+    files = sorted(package.rglob("*.py"))
+    return {file.relative_to(package).as_posix(): string_literals(file.read_text("utf-8")) for file in files}
+
+
 def files_naming(names: Iterable[str], package: Path = PACKAGE) -> list[str]:
     """Return the files that hold one of the names as a string."""
-    names = set(names)
-    files = sorted(package.rglob("*.py"))
-    return [file.relative_to(package).as_posix() for file in files if names & string_literals(file.read_text("utf-8"))]
+    return [file for file, literals in literals_by_file(package).items() if literals & set(names)]
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: f"{record.kind}-{record.names[0]}")

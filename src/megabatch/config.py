@@ -55,7 +55,7 @@ EMBEDDED = {
     "y": {"name": "text"},
     "loss": {"label_smoothing": 0.1},
     "optimizer": {"lr": 4e-3},
-    "schedule": {"samples": 256 * 1024},
+    "schedule": {"samples": 160 * 1024},
     "evaluate": {"every": 64, "large": "auto"},
 }
 

@@ -1,5 +1,4 @@
-"""The benchmarks: a wrong result of ours gets no time and one of others is marked, the exact answer is the formula's, and kept
-rows can be shown again."""
+"""The benchmark of the losses: wrong results are refused or marked, exact results agree with the formula, tables and figures."""
 
 from __future__ import annotations
 
@@ -95,7 +94,7 @@ def test_a_wrong_result_of_another_package_is_timed_and_marked(monkeypatch: pyte
     off = f"gradient off by {wrong['errors']['gradient']:.0e}"
     text = report.markdown(rows)
     assert f"{off} |" in text and "Results said to be off do not agree" in text and "Every other result agreed" in text
-    # What it is off by is said of it alone, not as the rounding of a right result.
+    # Its error is reported for it alone, not as the rounding error of a right result.
     assert "(other)" not in text and "(megabatch)" in text
     assert report.table(rows)[1][-1].endswith("(wrong)") and not report.table(rows)[0][-1].endswith("(wrong)")
     assert [line.split(":")[0] for line in report.wrong(rows)] == ["clip, other, N = 64"]
@@ -104,7 +103,7 @@ def test_a_wrong_result_of_another_package_is_timed_and_marked(monkeypatch: pyte
 
 
 @pytest.mark.parametrize(("kind", "smoothing"), [("clip", 0.0), ("clip", 0.1), ("siglip", 0.0)])
-def test_the_exact_answer_is_that_of_the_full_formula(kind: str, smoothing: float) -> None:
+def test_the_exact_result_is_that_of_the_full_formula(kind: str, smoothing: float) -> None:
     torch.manual_seed(0)
     pairs = [F.normalize(torch.randn(20, 16, dtype=torch.float64), dim=1) for _ in range(2)]
     index = torch.cat([torch.arange(20), torch.randint(20, (33,))])
@@ -119,7 +118,7 @@ def test_the_exact_answer_is_that_of_the_full_formula(kind: str, smoothing: floa
     exact = check.answer(kind, counted, index[rows], 7.0, -3.0, chunk=6, smoothing=smoothing)
     scalars = [None if leaf.grad is None else float(leaf.grad) for leaf in (scale, bias)]
     errors = check.errors(check.Result(value.item(), x.grad[rows], y.grad[rows], *scalars), exact)
-    # Float64 on both sides: only its own rounding is left.
+    # float64 on both sides: only rounding remains.
     assert max(errors.values()) < 1e-13, errors
 
 
@@ -141,16 +140,16 @@ def test_a_process_that_dies_or_takes_too_long_is_a_row(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("resets", [True, False])
-def test_the_peak_is_seen_after_it_is_gone(resets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_peak_is_measured_although_memory_was_freed(resets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not resets:
         monkeypatch.setattr(memory, "_reset_high_water_mark", lambda: False)
 
     def work() -> None:
-        # Pages straight from the system: an allocator might hand out what it kept.
+        # Pages directly from the system: an allocator might reuse freed memory.
         with mmap.mmap(-1, 64 * MIB) as block:
             for page in range(0, 64 * MIB, 4096):
                 block[page] = 1
-            # Long enough for the sampling fallback to look.
+            # Long enough for the sampling fallback.
             time.sleep(0.05)
 
     assert 60 * MIB < memory.peak_of(work, "cpu").extra_bytes < 80 * MIB
@@ -166,7 +165,7 @@ def test_absent_packages_are_named_and_unknown_ones_refused() -> None:
 @pytest.mark.parametrize(
     "peer", [peer for peer in peers.PEERS if not peer.by_default], ids=lambda peer: f"{peer.name}, {peer.loss}"
 )
-def test_options_of_ours_are_right_and_run_only_where_named(peer: peers.Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_of_ours_are_right_and_run_only_if_selected(peer: peers.Peer, monkeypatch: pytest.MonkeyPatch) -> None:
     assert measure(Case(peer.loss, peer.name, batch=64))["unavailable"] == "megabatch runs on CUDA only"
     monkeypatch.setattr(peers, "PEERS", (replace(peer, cuda_only=False),))
     dtype = "bfloat16" if peer.name == "ours, int8" else "float32"
@@ -180,13 +179,13 @@ def test_options_of_ours_are_right_and_run_only_where_named(peer: peers.Peer, mo
     assert named() == [] and set(named("--only", f"{peer.name}")) == {peer.name}
 
 
-def test_names_with_a_comma_of_their_own_are_found_in_a_list() -> None:
+def test_names_that_contain_a_comma_can_be_listed() -> None:
     names = ["ours", "ours, ids", "ours, label smoothing", "openclip", "module:function"]
     assert loss._names(",".join(names)) == names
 
 
-class Mark:
-    """Stands for a CUDA event: each one recorded takes the next of the given milliseconds."""
+class FakeEvent:
+    """A fake CUDA event: each recorded one takes the next of the given milliseconds."""
 
     clock: Iterator[float]
 
@@ -196,28 +195,28 @@ class Mark:
     def record(self) -> None:
         self.at = next(self.clock)
 
-    def elapsed_time(self, end: Mark) -> float:
+    def elapsed_time(self, end: FakeEvent) -> float:
         return end.at - self.at
 
 
 @pytest.fixture
-def marks(monkeypatch: pytest.MonkeyPatch) -> type[Mark]:
-    monkeypatch.setattr(torch.cuda, "Event", Mark)
+def fake_events(monkeypatch: pytest.MonkeyPatch) -> type[FakeEvent]:
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    return Mark
+    return FakeEvent
 
 
-def test_steps_on_cuda_are_timed_apart_from_the_products_between_them(marks: type[Mark]) -> None:
-    # Two products, forward and backward of three steps, of which the first warms up.
-    marks.clock = iter([0, 90, 91, 99, 100, 104, 106, 114, 120, 128, 131, 139])
+def test_steps_on_cuda_are_timed_without_the_matrix_products_between_them(fake_events: type[FakeEvent]) -> None:
+    # Two matrix products, forward and backward of three steps; the first is a warm-up.
+    fake_events.clock = iter([0, 90, 91, 99, 100, 104, 106, 114, 120, 128, 131, 139])
     batch = measuring._inputs(Case("clip", "formula", batch=8, dim=4), 8)
     steps, tflops = measuring._enqueued(peers.find("formula", "clip").load(), batch, 2, measuring.SUSTAINED_S, size=16)
     assert steps == [(0.002, 0.008), (0.003, 0.008)]
-    assert tflops == pytest.approx(2 * 16**3 / 0.003 / 1e12)  # two products in the median of 4 and 8 ms
+    assert tflops == pytest.approx(2 * 16**3 / 0.003 / 1e12)  # two matrix products in the median of 4 and 8 ms
 
 
-def test_after_a_rest_a_step_is_timed_and_products_of_as_many_operations(
-    marks: type[Mark], monkeypatch: pytest.MonkeyPatch
+def test_after_a_rest_a_step_and_matrix_products_of_equal_flops_are_timed(
+    fake_events: type[FakeEvent], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rests: list[float] = []
     monkeypatch.setattr(measuring.time, "sleep", rests.append)
@@ -225,8 +224,8 @@ def test_after_a_rest_a_step_is_timed_and_products_of_as_many_operations(
     monkeypatch.setattr(measuring, "_factors", lambda size, device: (torch.ones(1, 1), torch.ones(1, 1)))
     monkeypatch.setattr(measuring, "PRODUCT_SIZE", 4)
     measuring._rested_product_tflops.cache_clear()
-    # Three steps of 5, 9 and 7 ms; as many times the products, 2, 4 and 3 ms.
-    marks.clock = iter([0, 5, 100, 109, 200, 207, 300, 302, 400, 404, 500, 503])
+    # Three steps of 5, 9 and 7 ms, and three times the matrix products, of 2, 4 and 3 ms.
+    fake_events.clock = iter([0, 5, 100, 109, 200, 207, 300, 302, 400, 404, 500, 503])
     case = Case("clip", "formula", batch=8, dim=4)
     row = measuring._after_a_rest(case, peers.find("formula", "clip").load(), measuring._inputs(case, 8), 3)
     assert row["rested_s"] == 0.007 and rests == [measuring.REST_S, measuring.HEAD_START_CYCLES] * 6
@@ -234,7 +233,7 @@ def test_after_a_rest_a_step_is_timed_and_products_of_as_many_operations(
     assert row["rested_product_tflops"] == pytest.approx(products * 2 * measuring.PRODUCT_SIZE**3 / 0.003 / 1e12)
 
 
-def test_the_share_counts_useful_operations_alone() -> None:
+def test_the_share_counts_only_useful_flops() -> None:
     row = {"loss": "clip", "batch": 1000, "dim": 100, "total_s": 1e-3, "matrix_product_tflops": 2.0}
     assert share(row) == {"useful_flop": 8 * 10**8, "share": pytest.approx(0.4)}
     assert share(row | {"loss": "siglip"})["useful_flop"] == 6 * 10**8
@@ -243,11 +242,11 @@ def test_the_share_counts_useful_operations_alone() -> None:
 
 
 @pytest.mark.parametrize(("device", "batch", "warm_up"), [("cpu", 4096, 128), ("cuda", 65536, 65536), ("cuda", 2**20, 32768)])
-def test_batches_of_seconds_warm_up_at_a_smaller_size(device: str, batch: int, warm_up: int) -> None:
+def test_large_batches_warm_up_at_a_smaller_size(device: str, batch: int, warm_up: int) -> None:
     assert measuring._warm_up_batch(Case("clip", "ours", batch=batch, device=device)) == warm_up
 
 
-def test_a_study_is_put_together_from_several_runs(tmp_path: Path) -> None:
+def test_rows_of_several_runs_are_combined(tmp_path: Path) -> None:
     def run(*more: str) -> list[tuple[int, int]]:
         options = ["--losses", "clip", "--only", "ours", "--repeats", "1", "--in-process", "--out", str(tmp_path / "rows.jsonl")]
         assert loss.main([*options, *more]) == 0
@@ -258,7 +257,7 @@ def test_a_study_is_put_together_from_several_runs(tmp_path: Path) -> None:
     assert run("--sizes", "8", "--dim", "8") == [(8, 8)]
 
 
-def test_after_a_failed_kernel_cases_get_processes_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_failed_kernel_each_case_runs_in_a_new_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     places = []
 
     def failing(case: Case) -> Row:
@@ -278,29 +277,29 @@ def test_after_a_failed_kernel_cases_get_processes_of_their_own(tmp_path: Path, 
 
 @pytest.fixture
 def shared(tmp_path: Path) -> Path:
-    """Rows as a GPU gives them: two widths, options, and a peer that is wrong."""
+    """Rows as measured on a GPU: two widths, options, and a peer with a wrong result."""
     machine = {"gpu": "NVIDIA H200", "torch": "2.11.0", "date": "2026-11-15T00:00:00", "memory_bytes": 2**37}
     gpu = {"dtype": "bfloat16", "device": "cuda", "right": True, "tolerance": 0.1, "machine": machine}
 
-    def row(kind: str, name: str, batch: int, dim: int, ms: float, **more: object) -> Row:
-        made = measured(batch, name, ms / 1000, 512) | gpu | {"loss": kind, "dim": dim} | more
-        made |= {"matrix_product_tflops": 700.0}
+    def shared_row(kind: str, name: str, batch: int, dim: int, ms: float, **more: object) -> Row:
+        row = measured(batch, name, ms / 1000, 512) | gpu | {"loss": kind, "dim": dim} | more
+        row |= {"matrix_product_tflops": 700.0}
         if batch < 2**20:
-            made |= {"rested_s": ms / 1000 / 1.25, "rested_product_tflops": 800.0}
-        return made | share(made)
+            row |= {"rested_s": ms / 1000 / 1.25, "rested_product_tflops": 800.0}
+        return row | share(row)
 
     wrong = {"right": False, "errors": {"gradient": 0.9, "scale": 0.01}, "version": "25.1.1"}
     rows = [
-        row("clip", "openclip", 65536, 768, 127, version="3.3.0"),
-        row("clip", "cut-cross-entropy", 65536, 768, 1500, **wrong),
-        row("siglip", "ours", 65536, 768, 31),
-        row("clip", "ours", 65536, 768, 40),
-        row("clip", "ours", 65536, 1024, 52),
-        row("clip", "ours", 8192, 768, 0.7),
-        row("clip", "ours", 2**20, 768, 10_600),
+        shared_row("clip", "openclip", 65536, 768, 127, version="3.3.0"),
+        shared_row("clip", "cut-cross-entropy", 65536, 768, 1500, **wrong),
+        shared_row("siglip", "ours", 65536, 768, 31),
+        shared_row("clip", "ours", 65536, 768, 40),
+        shared_row("clip", "ours", 65536, 1024, 52),
+        shared_row("clip", "ours", 8192, 768, 0.7),
+        shared_row("clip", "ours", 2**20, 768, 10_600),
         gpu | {"loss": "clip", "implementation": "openclip", "batch": 2**20, "dim": 768, "needed_bytes": 2**43, "skipped": "large"},
-        row("clip", "ours, ids", 65536, 768, 42),
-        row("siglip", "ours, diagnostics", 65536, 768, 62),
+        shared_row("clip", "ours, ids", 65536, 768, 42),
+        shared_row("siglip", "ours, diagnostics", 65536, 768, 62),
     ]
     report.write_rows(tmp_path / "shared.jsonl", rows)
     return tmp_path / "shared.jsonl"
@@ -316,7 +315,7 @@ def test_rows_with_shares_as_markdown(shared: Path) -> None:
     assert lines[4].startswith("| 65,536 | 768 | OpenCLIP | 127 ms | 30 % | 1.00× | 102 ms |")
     assert lines[5].startswith("| 65,536 | 768 | Cut Cross-Entropy (gradient off by 9e-01) | 1.50 s | 3 % | 0.08× | 1.20 s |")
     assert lines[7] == "| 1,048,576 | 768 | **megabatch** | **10.6 s** | 91 % |  |  |  |  | 512 MiB |"
-    assert lines[8] == "| 1,048,576 | 768 | OpenCLIP | needs 8,192 GiB | | | | | | |"
+    assert lines[8] == "| 1,048,576 | 768 | OpenCLIP | needs 8,192 GiB |  |  |  |  |  |  |"
     assert "with torch 2.11.0, OpenCLIP 3.3.0, Cut Cross-Entropy 25.1.1, 2026-11-15." in lines[-1]
     assert "700 TFLOP/s; percentages are shares of their rate, counting 8·N²·D (clip) and 6·N²·D (siglip) operations" in lines[-1]
     assert "as many operations after the same rest, which ran at 800 TFLOP/s" in lines[-1]
@@ -337,9 +336,9 @@ def test_tables_of_parts_of_a_file(shared: Path, monkeypatch: pytest.MonkeyPatch
 def test_rows_with_shares_are_shown_and_drawn(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert loss.main(["--redraw", str(shared)]) == 0
     assert shared.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    shown = capsys.readouterr().out
-    assert "of cuBLAS" in shown and "94.2%" in shown and "103.1%" in shown and "9.0e-01 (wrong)" in shown
-    assert "timed, but wrong: clip, Cut Cross-Entropy, N = 65,536: gradient off by 9.0e-01, 1.0e-01 allowed" in shown
+    printed = capsys.readouterr().out
+    assert "of cuBLAS" in printed and "94.2%" in printed and "103.1%" in printed and "9.0e-01 (wrong)" in printed
+    assert "timed, but wrong: clip, Cut Cross-Entropy, N = 65,536: gradient off by 9.0e-01, 1.0e-01 allowed" in printed
 
 
 def test_gradient_errors_on_clustered_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,7 +350,7 @@ def test_gradient_errors_on_clustered_pairs(tmp_path: Path, monkeypatch: pytest.
     first = report.read_rows(out)
     assert errors.main([*size, "--draws", "2"]) == 0
     rows = report.read_rows(out)
-    # The first draw is the one of before: root mean square and largest of two have it among them.
+    # The first draw is the same as before: it is part of the root mean square and of the largest of two.
     for one, both in zip(first, rows, strict=True):
         assert one["largest_errors"].items() == one["errors"].items()
         for name, error in one["errors"].items():
@@ -360,10 +359,10 @@ def test_gradient_errors_on_clustered_pairs(tmp_path: Path, monkeypatch: pytest.
             assert largest == error or mean == pytest.approx(math.sqrt((error**2 + largest**2) / 2))
     assert len(rows) == 2 * sum(len(errors.contestants("cpu", loss)) for loss in check.LOSSES)
     assert all(0.5 < row["value"] < 8 for row in rows if row["loss"] == "clip")
-    # Gradients are returned in the precision of the embeddings, which alone is off by up to its unit roundoff.
+    # Gradients have the precision of the embeddings, which alone causes errors of up to its unit roundoff.
     for name, allowed in (("bfloat16", 2**-8), ("float16", 2**-11), ("float32", 1e-5)):
-        found = [row["errors"]["gradient"] for row in rows if row["implementation"] == "ours" and row["dtype"] == name]
-        assert found and max(found) < allowed
+        gradient_errors = [row["errors"]["gradient"] for row in rows if row["implementation"] == "ours" and row["dtype"] == name]
+        assert gradient_errors and max(gradient_errors) < allowed
     assert {"bias" in row["errors"] for row in rows if row["loss"] == "siglip"} == {True}
 
     monkeypatch.setattr(readme, "ROOT", tmp_path)
@@ -374,12 +373,12 @@ def test_gradient_errors_on_clustered_pairs(tmp_path: Path, monkeypatch: pytest.
     assert "over 2 draws of 128 pairs in clusters of 16, D = 32" in lines[-1]
 
 
-def test_kept_rows_are_drawn_again(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_kept_rows_can_be_drawn(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert loss.main(["--redraw", str(kept)]) == 0
     assert kept.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    shown = capsys.readouterr().out
-    assert "1.50×" in shown and "25.0%" in shown
-    assert "OpenCLIP, N = 512: needs about 9 GiB" in shown
+    printed = capsys.readouterr().out
+    assert "1.50×" in printed and "25.0%" in printed
+    assert "OpenCLIP, N = 512: needs about 9 GiB" in printed
 
 
 def test_kept_rows_as_markdown(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -392,19 +391,17 @@ def test_kept_rows_as_markdown(kept: Path, capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="would measure for minutes")
 @pytest.mark.parametrize(
-    ("arguments", "said"), [([], "no CUDA device"), (["--kinds", "int8"], "kinds int8: choose among bfloat16")]
+    ("arguments", "message"), [([], "no CUDA device"), (["--kinds", "int8"], "kinds int8: choose among bfloat16")]
 )
-def test_block_sizes_are_not_measured_where_they_cannot_be(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_block_sizes_are_not_tuned_without_a_gpu(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     tune = pytest.importorskip("benchmarks.tune")
     with pytest.raises(SystemExit):
         tune.main(arguments)
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="would measure for a minute")
-def test_clocks_are_not_measured_where_there_are_none(capsys: pytest.CaptureFixture[str]) -> None:
+def test_clocks_are_not_measured_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         clocks.main([])
     assert "no CUDA device" in capsys.readouterr().err
@@ -413,7 +410,7 @@ def test_clocks_are_not_measured_where_there_are_none(capsys: pytest.CaptureFixt
     assert "--batch is 1: clocks are seen in steps that fill a device, of 1,024 pairs or more" in capsys.readouterr().err
 
 
-def test_a_line_of_clocks_compares_what_had_the_same_rest() -> None:
+def test_a_row_of_clocks_compares_times_after_the_same_rest() -> None:
     times = {"ours": (0.04, 0.03), "ours, int8": (0.03, 0.024), "products": (0.05, 0.031), "openclip": (0.12, 0.12)}
     rows = [
         {"implementation": name, "rest": rest, "total_s": s, "matrix_product_tflops": 799.6 if rest and name == "products" else 700}
@@ -426,14 +423,14 @@ def test_a_line_of_clocks_compares_what_had_the_same_rest() -> None:
     assert (second[0], second[5:7], second[-2:]) == ("0.5", ("31.0 ms", "800 TFLOP/s"), ("4.00×", "5.00×"))
 
 
-def test_panels_of_products_cover_every_pair_once() -> None:
+def test_panels_of_matrix_products_cover_every_pair_once() -> None:
     seen = torch.zeros(5, 5)
     for rows, columns in clocks._panels(5, side=2):
         seen[rows, columns] += 1
     assert bool((seen == 1).all())
 
 
-def test_measured_block_sizes_replace_those_of_the_same_device_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tuned_block_sizes_replace_only_those_of_the_same_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tune = pytest.importorskip("benchmarks.tune")
     monkeypatch.setattr(tune.tuned_configs, "TUNED", tmp_path / "tuned_configs.json")
     (tmp_path / "tuned_configs.json").write_text('{"blocks": [], "pipelines": []}')

@@ -1,4 +1,4 @@
-"""The benchmark of encoders: a wrong gradient gets no time, rows do not touch each other, and kept ones can be shown again."""
+"""The benchmark of encoders: wrong gradients are not timed, rows are independent, kept rows can be drawn."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ FIELDS = {
 
 
 class OnePercentOff(TwoPass):
-    """Right but for one weight."""
+    """All gradients are right except that of one weight."""
 
     def step(self, batch: Batch) -> Tensor:
         loss = super().step(batch)
@@ -54,7 +54,7 @@ class OnePercentOff(TwoPass):
 
 
 class ScaleTooOften(Accumulation):
-    """Claims the gradient of the scale that accumulation gives for its own."""
+    """Returns the gradient of the scale that accumulation gives."""
 
     scale_is_trained = True
 
@@ -83,7 +83,7 @@ def made() -> Bench:
 
 @pytest.fixture
 def bench(made: Bench) -> Bench:
-    # A test may put another scheme under a name that was checked before.
+    # A test may replace a scheme whose name was checked before.
     made.checked.clear()
     return made
 
@@ -94,7 +94,7 @@ def case(contestant: str = "two-pass", keep: int | str | None = None, **more: ob
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The rows of one quick run, with its picture beside them."""
+    """Return the file of one quick run's rows; its figure is beside it."""
     path = tmp_path_factory.mktemp("encoders") / "rows.jsonl"
     only = "megabatch,two-pass,OpenCLIP accumulation"
     assert encoders.main(["--quick", "--cases", "contestants", "--only", only, "--output", str(path)]) == 0
@@ -115,7 +115,7 @@ def test_a_quick_run_measures_every_contestant(out: Path) -> None:
         assert row["seconds_min"] <= row["seconds"] <= row["seconds_max"] and row["hardware_share"] >= row["useful_share"] > 0
         assert row["machine"]["torch"] == torch.__version__ and row["machine"]["transformers"]
     assert rows[0]["kept"] == {"image": 0, "text": 0} and rows[1]["kept"] == {"image": 1, "text": 0}
-    # As many chunks as the check has: the known mistake of that scheme.
+    # Wrong by the number of chunks of the check: the known error of that scheme.
     assert [round(row["scale_factor"], 2) for row in rows] == [1, 1, 1, 1, 4]
 
 
@@ -136,7 +136,7 @@ def test_a_wrong_gradient_is_refused_and_not_timed(wrong: type[Scheme], bench: B
     assert row["error"].startswith("wrong gradient") and row["right"] is False and "seconds" not in row
 
 
-def test_rows_do_not_depend_on_those_before(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_do_not_depend_on_earlier_ones(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     first = bench.row(case())
     monkeypatch.setitem(schemes.SCHEMES, "uncached", OutOfMemory)
     failed = bench.row(case("uncached"))
@@ -146,7 +146,7 @@ def test_rows_do_not_depend_on_those_before(bench: Bench, monkeypatch: pytest.Mo
     assert again["errors"] == first["errors"] and again["loss"] == first["loss"]
 
 
-def test_operations_count_what_is_computed_again(bench: Bench) -> None:
+def test_flops_include_recomputation(bench: Bench) -> None:
     none, some, every = (bench.row(case("megabatch", keep)) for keep in (0, 1, 3))
     plain = bench.row(case("uncached"))
     images, texts = (6 * bench.flops[tower].forward for tower in ("image", "text"))
@@ -155,7 +155,7 @@ def test_operations_count_what_is_computed_again(bench: Bench) -> None:
         assert row["hardware_flops"] - row["useful_flops"] == pytest.approx(again)
 
 
-def test_operations_of_a_tower_are_those_of_its_products(bench: Bench) -> None:
+def test_flops_of_a_tower_are_those_of_its_matrix_products(bench: Bench) -> None:
     text = bench.clip.config.text_config
     width, inner, length = text.hidden_size, text.intermediate_size, text.max_position_embeddings
     products = length * (4 * width**2 + 2 * width * inner) + 2 * length**2 * width
@@ -163,19 +163,19 @@ def test_operations_of_a_tower_are_those_of_its_products(bench: Bench) -> None:
     assert bench.flops["text"].forward == forward and bench.flops["text"].both == 3 * forward
 
 
-def test_what_does_not_compile_is_skipped_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_case_that_does_not_compile_is_skipped_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench("cpu", small=True)
     monkeypatch.setitem(schemes.SCHEMES, "megabatch", DoesNotCompile)
     assert bench.row(case("megabatch", 0, compiled=True))["skipped"] == "torch.compile: RuntimeError: no compiler"
 
 
-def test_a_process_that_dies_is_a_row_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_dies_gives_a_row_and_the_others_still_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     codes = [-9, 0]
     out = tmp_path / "rows.jsonl"
     report.write_rows(out, [])
 
     def run(command: list[str], **_: object) -> subprocess.CompletedProcess:
-        # The second process measures the one case that is left.
+        # The second process measures the remaining case.
         code = codes.pop(0)
         if code == 0:
             report.write_rows(out, [*report.read_rows(out), {"contestant": "the second"}])
@@ -188,7 +188,7 @@ def test_a_process_that_dies_is_a_row_and_the_others_go_on(tmp_path: Path, monke
     assert rows[1] == {"contestant": "the second"} and not codes
 
 
-def test_an_absent_package_is_named_and_other_rows_stay(
+def test_a_missing_package_is_named_and_other_rows_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(schemes.SentenceTransformers, "package", "no_such_package")
@@ -203,7 +203,7 @@ def test_an_absent_package_is_named_and_other_rows_stay(
 
 
 @pytest.mark.parametrize(("option", "value"), [("--cases", "none"), ("--only", "nobody"), ("--redraw", "nowhere.jsonl")])
-def test_bad_arguments_get_one_line(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments_are_refused_in_one_line(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         encoders.main([option, value])
     assert value in capsys.readouterr().err

@@ -164,7 +164,7 @@ def test_an_image_finds_images_of_the_other_side(images, tables):
             "captioned",
             "nowhere.png",
             None,
-            "there is no such image file; to search for this text, name the side of texts: --side y",
+            "there is no such image file; to search for this text, choose the side of texts: --side y",
         ),
         ("captioned", "a caption", "x", "tower x takes images"),
         ("images", "a caption", None, "towers for images only"),

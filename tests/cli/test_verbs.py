@@ -192,9 +192,9 @@ def test_a_signal_ends_a_run_with_a_checkpoint(images, tmp_path, number):
         (["train", "data.source=nowhere.csv", "schedule.steps=1"], "nowhere.csv"),
         (["train", "batch.size=0"], "batch.size is 0"),
         (["train", "x.name=resnet"], "resnet"),
-        (["evaluate", "nowhere"], "holds no run"),
-        (["search", "nowhere", "text"], "holds no run"),
-        (["embed", "nowhere", "a.png"], "holds no run"),
+        (["evaluate", "nowhere"], "is not the folder of a run"),
+        (["search", "nowhere", "text"], "is not the folder of a run"),
+        (["embed", "nowhere", "a.png"], "is not the folder of a run"),
     ],
 )
 def test_what_cannot_be_met_is_one_sentence(arguments, words, tmp_path, monkeypatch, capsys):

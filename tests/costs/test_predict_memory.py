@@ -168,6 +168,7 @@ def measured_rows() -> list[dict[str, Any]]:
     return [row for row in rows if row["contestant"] == "megabatch" and row["chunk"] == 64 and row.get("peak_allocated_mib")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", measured_rows(), ids=lambda row: f"keep {row['kept']}")
 def test_clip_vit_l_14_agrees_with_measurements_on_an_h200(chunk_of_64: Any, row: dict[str, Any]) -> None:
     kept = {"x": row["kept"]["image"], "y": row["kept"]["text"]}

@@ -24,16 +24,16 @@ KEPT = Path(__file__).parents[2] / "benchmarks" / "results" / "rates-cuda.json"
 
 
 def test_rates_of_this_machine_are_plausible():
-    found = measure_here(seconds=0.02)
-    assert found.kind == "cpu" and found.device and found.memory > 2**30
+    measured = measure_here(seconds=0.02)
+    assert measured.kind == "cpu" and measured.device and measured.memory > 2**30
     # From a slow core to a large server.
-    assert 1e8 < found.products["fp32"] < 1e14
-    assert 1e8 < found.bandwidth < 1e13
-    assert (found.copy, found.link, found.ranks) == (None, None, 1)
-    assert "fp32" in as_text(found) and "GB/s" in as_text(found)
+    assert 1e8 < measured.products["fp32"] < 1e14
+    assert 1e8 < measured.bandwidth < 1e13
+    assert (measured.copy, measured.link, measured.ranks) == (None, None, 1)
+    assert "fp32" in as_text(measured) and "GB/s" in as_text(measured)
     # A launch takes at least a few hundred instructions, on a core that may be shared.
-    assert found.host is not None and 1e-7 < found.host < 5e-3
-    assert f"{1e6 * found.host:,.3g} µs per launched operation" in as_text(found)
+    assert measured.host is not None and 1e-7 < measured.host < 5e-3
+    assert f"{1e6 * measured.host:,.3g} µs per launched operation" in as_text(measured)
 
 
 def test_a_slow_precision_is_measured_within_the_time_limit(monkeypatch):
@@ -63,14 +63,14 @@ def test_the_host_time_is_per_counted_operation(monkeypatch):
 def rates_of_rank(rank, size):
     from megabatch.config import Compute
 
-    with ranks(Compute(device="cpu")) as here:
-        return measure_rates(here.device, here.group, 0.02)
+    with ranks(Compute(device="cpu")) as world_rank:
+        return measure_rates(world_rank.device, world_rank.group, 0.02)
 
 
 def test_ranks_measure_their_link(world):
-    for found in world.run(2, rates_of_rank):
-        assert found.ranks == 2 and 1e6 < found.link < 1e12
-        assert "sent by each of 2 ranks" in as_text(found)
+    for measured in world.run(2, rates_of_rank):
+        assert measured.ranks == 2 and 1e6 < measured.link < 1e12
+        assert "sent by each of 2 ranks" in as_text(measured)
 
 
 def test_rates_are_restored_from_their_file(tmp_path):

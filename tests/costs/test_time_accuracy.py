@@ -98,9 +98,9 @@ def test_a_model_is_counted_once_and_failures_are_kept(monkeypatch: pytest.Monke
 
     monkeypatch.setattr("benchmarks.time_accuracy.predicting.work_of", count)
     rows = [asdict(Case("tiny", 8 << n)) | {"seconds": 1.0} for n in range(3)]
-    found = list(predicted_rows([rows[0], FAILED, *rows[1:]]))
-    assert found[1] == FAILED and len(found) == 4 and counted == ["tiny"]
-    assert found[0]["predicted_s"] <= found[2]["predicted_s"] <= found[3]["predicted_s"]
+    predicted = list(predicted_rows([rows[0], FAILED, *rows[1:]]))
+    assert predicted[1] == FAILED and len(predicted) == 4 and counted == ["tiny"]
+    assert predicted[0]["predicted_s"] <= predicted[2]["predicted_s"] <= predicted[3]["predicted_s"]
 
 
 def test_the_quick_cases_run_to_the_end_with_a_table(

@@ -513,7 +513,7 @@ def test_a_signal_stops_the_sweep_and_what_it_runs(tmp_path, monkeypatch):
     signs: list[StopSign] = []
     enter = StopSign.__enter__
     monkeypatch.setattr(StopSign, "__enter__", lambda self: signs.append(self) or enter(self))
-    with pytest.raises(Stopped, match="the same command continues from here") as stopped:
+    with pytest.raises(Stopped, match="the same command resumes") as stopped:
         sweep(base_run(), batches=[64], out=tmp_path, train=Train(), say=lambda line: None)
     assert stopped.value.status == 143 and not (tmp_path / "rows.jsonl").exists()
 

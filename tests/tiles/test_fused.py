@@ -132,7 +132,8 @@ def test_only_gradients_above_the_limit_are_computed_again(symmetric):
     marks = torch.stack([(part > limit).any(1) for part in panel.split(64, 1)])
     # A tile without a mark is not looked at.
     marks[2, 10:40] = False
-    int8.correct_large(work, whole, torch.tensor(2.0), panel, marks.to(torch.int8), 64, limit, gains)
+    correction = int8.Correction(torch.tensor(2.0), marks.to(torch.int8), 64, limit, *gains)
+    int8.correct_large(work, whole, panel, correction)
     again = (before > limit) & marks.repeat_interleave(64, 0)[:300].T
     exact = (2 * x.double() @ y.double().T).exp() * (gains[0][:70, None] + (gains[1][:300] if symmetric else 0.0))
     assert 500 < int(again.sum()) < 700 and torch.equal(panel[~again], before[~again])

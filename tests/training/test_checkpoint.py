@@ -1,4 +1,4 @@
-"""Checkpoints: bit for bit, whole or not at all, on any number of ranks, and nothing in them is executed."""
+"""Checkpoints are exact, written completely or not at all, load on any number of ranks, and execute no code."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def assert_same_bits(actual: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """The manifest as somebody writes it who knows the format: with the right checksum."""
+    """Rewrite the manifest with a matching checksum, as an attacker who knows the format would."""
     table = json.loads((path / "checkpoint.json").read_text())
     change(table["content"])
     table["crc32"] = zlib.crc32(json.dumps(table["content"], sort_keys=True).encode())
@@ -96,7 +96,7 @@ def test_a_part_can_be_loaded_by_itself(tmp_path):
     part = {"model": blank(saved["model"])}
     checkpoint.load(path, part, whole=False)
     assert_same_bits(part, {"model": saved["model"]})
-    with pytest.raises(ValueError, match="only in it"):
+    with pytest.raises(ValueError, match="only in the checkpoint"):
         checkpoint.load(path, part)
 
 
@@ -127,7 +127,7 @@ def test_a_second_save_of_a_step_replaces_the_first(tmp_path):
 
 
 def save_until(folder: Path, step: int, moment: int) -> None:
-    """Saves, and is killed just before the folder is touched for the moment-th time."""
+    """Save, and be killed just before the folder is touched for the moment-th time."""
     seen = 0
 
     def count(event: str, args: Any) -> None:
@@ -143,10 +143,10 @@ def save_until(folder: Path, step: int, moment: int) -> None:
 
 
 def forked(work: Callable[[], None]) -> int | None:
-    """The status that a child process ends with; None where it hangs, as it may if a thread of the parent held a lock just then."""
+    """Return the exit status of a child process; None if it hangs, because a thread of the parent held a lock during the fork."""
     pid = os.fork()
     if pid == 0:
-        # The child ends here, whatever happens: it is no worker.
+        # The child must end here: it is not a worker of pytest.
         try:
             work()
             os._exit(0)
@@ -163,7 +163,7 @@ def forked(work: Callable[[], None]) -> int | None:
 
 
 def crash(rank: int, size: int, parent: Path, step: int) -> list[bool]:
-    """For each moment of a save, whether the new checkpoint was there afterwards; a child process is killed at each."""
+    """Kill a child process at each moment of a save; return for each whether the new checkpoint existed afterwards."""
     dist.destroy_process_group()
     taken: list[bool] = []
     while True:
@@ -191,7 +191,7 @@ def crash(rank: int, size: int, parent: Path, step: int) -> list[bool]:
 @pytest.mark.parametrize("step", [1, 2])
 def test_killed_at_any_moment_complete_checkpoints_are_left(world, tmp_path, step):
     [taken] = world.run(1, crash, tmp_path, step)
-    # Both sides of the moment at which the new one takes over were seen.
+    # Kills before and after the rename were seen.
     assert taken == sorted(taken)
     assert taken.count(False) > 4
     assert taken.count(True) > 2
@@ -223,7 +223,7 @@ def test_damage_is_named_and_the_one_before_is_offered(tmp_path):
             checkpoint.load(path, loaded)
         assert_same_bits(loaded, blank(state()))
         assert str(path) in str(caught.value)
-        assert f"the one before is {before}" in str(caught.value)
+        assert f"the previous one, {before}" in str(caught.value)
         return str(caught.value)
 
     def flip(path: Path) -> None:
@@ -232,7 +232,7 @@ def test_damage_is_named_and_the_one_before_is_offered(tmp_path):
         (path / FILE).write_bytes(data)
 
     written = (before / FILE).stat().st_size
-    assert f"is truncated: file {FILE} has 100 bytes, {written} were written" in refusal(lambda p: os.truncate(p / FILE, 100))
+    assert f"is truncated: file {FILE} has 100 bytes, and {written} were written" in refusal(lambda p: os.truncate(p / FILE, 100))
     assert f"is truncated: file {FILE} is missing" in refusal(lambda p: (p / FILE).unlink())
     assert f"is altered: file {FILE} has the checksum" in refusal(flip)
     assert "not a checkpoint of megabatch: it has no file" in refusal(lambda p: (p / "checkpoint.json").unlink())
@@ -249,10 +249,10 @@ def test_what_is_offered_is_itself_complete(tmp_path):
         checkpoint.save(tmp_path, step, state(), {}, keep=9)
     for step in (2, 3):
         os.truncate(tmp_path / f"step-0000000{step}" / FILE, 10)
-    with pytest.raises(ValueError, match=r"the one before is .*step-00000001"):
+    with pytest.raises(ValueError, match=r"the previous one, .*step-00000001"):
         checkpoint.load(tmp_path / "step-00000003", state())
     os.truncate(tmp_path / "step-00000001" / FILE, 10)
-    with pytest.raises(ValueError, match="there is no complete one before it"):
+    with pytest.raises(ValueError, match="there is no complete earlier one"):
         checkpoint.load(tmp_path / "step-00000003", state())
 
 
@@ -263,9 +263,9 @@ def test_another_model_is_refused_before_anything_is_filled(tmp_path):
     del other["mask"]
     with pytest.raises(ValueError) as caught:
         checkpoint.load(path, other)
-    assert "model.gain is missing in it; mask is only in it" in str(caught.value)
-    assert "model.weight is float32 [7, 3] in it and float32 [3, 7] here" in str(caught.value)
-    assert "model.bias is bfloat16 [5] in it and float32 [5] here" in str(caught.value)
+    assert "model.gain is missing in the checkpoint; mask is only in the checkpoint" in str(caught.value)
+    assert "model.weight is float32 [7, 3] in the checkpoint and float32 [3, 7] in the run" in str(caught.value)
+    assert "model.bias is bfloat16 [5] in the checkpoint and float32 [5] in the run" in str(caught.value)
     assert other["odd"].eq(1).all()
 
 
@@ -284,7 +284,7 @@ def as_manifest(path: Path) -> None:
 
 
 def as_tensors(path: Path) -> None:
-    """Code in place of numbers, every size and sum as it should be."""
+    """Pickled code in place of numbers, with matching sizes and checksums."""
     torch.save(Evil(), path / FILE)
     data = (path / FILE).read_bytes()
     rewrite(path, lambda content: content["files"].update({FILE: {"bytes": len(data), "crc32": zlib.crc32(data)}}))
@@ -334,12 +334,12 @@ def not_filled(path: Path) -> None:
     [
         (as_dcp_has_it, "it has no file checkpoint.json"),
         (as_manifest, "checkpoint.json cannot be read"),
-        (as_tensors, "lies outside of its tensor or its file"),
+        (as_tensors, "is outside of its tensor or its file"),
         (as_bytes_entry, "'odd' is 'bytes', not a tensor of numbers"),
-        (elsewhere, "file '../secret' is none of a checkpoint's"),
-        (linked, "is not a plain file"),
-        (outside_of_its_file, "lies outside of its tensor or its file"),
-        (outside_of_its_tensor, "lies outside of its tensor or its file"),
+        (elsewhere, "file '../secret' does not belong to a checkpoint"),
+        (linked, "is not a regular file"),
+        (outside_of_its_file, "is outside of its tensor or its file"),
+        (outside_of_its_tensor, "is outside of its tensor or its file"),
         (not_filled, "the boxes of 'odd' do not fill it"),
     ],
 )
@@ -352,7 +352,7 @@ def test_nothing_in_a_checkpoint_is_executed_or_leads_out_of_it(tmp_path, monkey
         checkpoint.load(path, loaded)
     assert_same_bits(loaded, blank(state()))
     assert not (tmp_path / "executed").exists()
-    # The attack itself works where it is believed.
+    # The attack works if the file is unpickled.
     pickle.loads(pickle.dumps(Evil()))
     assert (tmp_path / "executed").exists()
 
@@ -365,12 +365,12 @@ def test_pickles_are_not_even_imported_to_read():
 
 def test_what_cannot_be_saved_is_refused_by_name(tmp_path):
     for tensors, facts, complaint in [
-        ({"optimizer": {"lr": 0.1}}, {}, r"optimizer\.lr is 0\.1: a checkpoint holds tensors"),
+        ({"optimizer": {"lr": 0.1}}, {}, r"optimizer\.lr is 0\.1: a checkpoint stores tensors"),
         ({"z": torch.zeros(2, dtype=torch.complex64)}, {}, "z is a torch.strided tensor of torch.complex64"),
         ({"s": torch.eye(2).to_sparse()}, {}, "s is a torch.sparse_coo tensor"),
         ({"a": {"b": torch.zeros(1)}, "a.b": torch.zeros(1)}, {}, "a.b names two tensors"),
-        ({}, {"x": torch.zeros(1)}, "must be what JSON can say"),
-        ({}, {"x": float("nan")}, "must be what JSON can say"),
+        ({}, {"x": torch.zeros(1)}, "values that JSON has"),
+        ({}, {"x": float("nan")}, "values that JSON has"),
     ]:
         with pytest.raises(ValueError, match=complaint):
             checkpoint.save(tmp_path, 1, tensors, facts, keep=1)
@@ -380,7 +380,7 @@ def test_what_cannot_be_saved_is_refused_by_name(tmp_path):
 
 
 def whole_state() -> dict[str, Tensor]:
-    """Rows that no number of ranks divides, fewer rows than ranks, split columns, and one copy on every rank."""
+    """Tensors with rows that do not divide by the ranks, fewer rows than ranks, split columns, and a copy on every rank."""
     generator = torch.Generator().manual_seed(3)
     sizes = {"rows": (7, 3), "few": (2, 5), "columns": (4, 5), "copied": (3,), "plain": (6,), "one": ()}
     return {name: torch.randn(size, generator=generator) for name, size in sizes.items()}
@@ -415,14 +415,14 @@ def test_split_tensors_come_back_on_another_number_of_ranks(world, tmp_path, bef
 
 
 def train(size: int, steps: range, path: str | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model after these steps, from the checkpoint if there is one; FSDP2 on several ranks."""
+    """Return a model after these steps, from the checkpoint if there is one; with FSDP2 on several ranks."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
     if size > 1:
         fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     if path is not None:
-        # A step makes the optimizer's state, which is then filled.
+        # A step creates the optimizer's state, which is then loaded.
         advance(model, optimizer, range(1))
         checkpoint.load(path, training_state(model, optimizer))
     advance(model, optimizer, steps)
@@ -462,7 +462,7 @@ def test_fsdp2_takes_up_the_state_of_one_process_and_one_process_that_of_fsdp2(w
 
 
 def fail_on_one(rank: int, size: int, folder: Path) -> list[tuple[str, str]]:
-    """The messages of every rank where only the last one is in trouble: no room, no tensor, no file."""
+    """Return the error messages of every rank when only the last one fails: full disk, no tensor, no file."""
     messages = []
 
     def trouble(work: Callable[[], Any]) -> None:

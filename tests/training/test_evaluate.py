@@ -1,4 +1,4 @@
-"""Recall, nearest neighbours and zero-shot accuracy: what a sort of the whole matrix says, without the matrix."""
+"""Recall, nearest neighbours and zero-shot accuracy against sorting the whole similarity matrix."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ TINY = 64
 
 
 def integers(rows: int, width: int, seed: int = 0) -> Tensor:
-    """Embeddings whose products are exact in every order, and often equal."""
+    """Return embeddings whose dot products are exact in any order of summation, and often equal."""
     return torch.randint(-2, 3, (rows, width), generator=torch.Generator().manual_seed(seed)).float()
 
 
 def brute_force(x: Tensor, y: Tensor, ids: Tensor | None) -> Retrieval:
-    """The definition, one row at a time, by sorting the answers that are not left out; partners come last among equals."""
+    """Return ranks by the definition: sort the candidates that are not left out, with the partner last among equals."""
     places = []
     for z in (x @ y.T, (x @ y.T).T):
         places.append([])
@@ -49,7 +49,7 @@ def test_recall_and_median_rank_are_those_of_a_sort(rows, duplicates, workspace)
     assert same(retrieval(x, y, ids=ids, workspace=workspace), expected)
 
 
-# numpy, on which Triton's interpreter runs the kernels, warns of what a GPU computes in silence.
+# Triton's interpreter uses numpy, which warns about overflows that a GPU computes silently.
 @pytest.mark.filterwarnings(r"ignore:(overflow|divide by zero|invalid value) encountered in:RuntimeWarning")
 def test_the_fused_tiles_rank_as_a_sort_does():
     pytest.importorskip("triton", reason="the fused tiles need Triton")
@@ -70,7 +70,7 @@ def test_recall_is_that_of_a_sort_in_every_dtype(dtype):
 @pytest.mark.parametrize("workspace", [None, TINY])
 def test_a_collapsed_model_finds_nothing_whatever_the_tile(width, workspace):
     row = normalize(torch.randn(1, width, generator=torch.Generator().manual_seed(0)), dim=1)
-    # Sums in another order round otherwise: with small tiles, the partner's similarity is not exactly that of the others.
+    # Summation in another order rounds differently: with small tiles, the partner's similarity differs from equal ones.
     found = retrieval(row.repeat(30, 1), row.repeat(30, 1), workspace=workspace)
     assert found.x_to_y == found.y_to_x == {1: 0, 5: 0, 10: 0}
     assert found.x_median_rank == found.y_median_rank == 30
@@ -95,7 +95,7 @@ def test_one_pair_is_found_and_so_says_chance():
 def test_random_embeddings_are_at_chance():
     x, y = (torch.randn(2000, 16, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
     found = retrieval(x, y)
-    # Ten standard deviations of a share of 10 / 2000.
+    # Ten standard deviations of a fraction of 10 / 2000.
     assert found.x_to_y[10] == pytest.approx(chance(2000)[10], abs=10 * (0.005 / 2000) ** 0.5)
     assert 800 < found.x_median_rank < 1200
 
@@ -106,8 +106,8 @@ def test_copies_of_an_image_are_no_rivals_and_each_caption_is_asked_for():
     captions = torch.tensor([[1.0, 0.1], [0.2, 1], [0.5, 0.9]])
     ids = torch.tensor([7, 7, 9])
     found = retrieval(images, captions, ids=ids)
-    # The image finds its first caption, not its second (0.2 against 0.5 of a stranger); the third image finds its own, which
-    # the copies of the first do not disturb.
+    # The image finds its first caption, not its second (0.2 against 0.5 of another image's caption); the third image finds its
+    # own, which the copies of the first do not affect.
     assert found.x_to_y[1] == pytest.approx(2 / 3 - 1 / 3)
     assert retrieval(images, captions).y_to_x[1] < found.y_to_x[1]
 
@@ -200,7 +200,7 @@ def test_zero_shot_accuracy_is_the_share_of_classes_found():
 def test_classes_that_look_alike_are_not_told_apart_by_luck():
     g = torch.Generator().manual_seed(0)
     row = normalize(torch.randn(1, 999, generator=g), dim=1)
-    # What tells these classes apart is less than the rounding of a similarity.
+    # These classes differ by less than the rounding of a similarity.
     classes = row + 1e-7 * normalize(torch.randn(9, 999, generator=g), dim=1)
     assert zero_shot(row.repeat(50, 1), classes, torch.arange(50) % 9) == {1: 0, 5: 0}
 
@@ -220,8 +220,8 @@ def evaluated(rows: int) -> None:
 def test_the_matrix_is_never_there():
     rows = 5_000
     peak = measured(evaluated, (64,), (rows,))
-    # The matrix would be 95 MiB. There are the embeddings, fewer than twenty numbers a row beside them, and about twice the
-    # working memory.
+    # The matrix would be 95 MiB. Allocated are the embeddings, fewer than twenty numbers per row, and about twice the working
+    # memory.
     assert peak < rows * 4 * (2 * 16 + 20) + 2 * 2 * MIB + 4 * MIB
 
 
@@ -231,7 +231,7 @@ def test_a_million_by_a_million_on_a_device():
     rows, device = 2**20, torch.device("cuda")
     g = torch.Generator(device).manual_seed(0)
     x, y = torch.randn(2, rows, 64, generator=g, device=device).bfloat16().unbind()
-    # Every second row knows its partner, the others do not.
+    # Every second row finds its partner, the others do not.
     y = torch.where(torch.arange(rows, device=device)[:, None] % 2 == 0, x, y).contiguous()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

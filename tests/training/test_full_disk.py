@@ -1,4 +1,4 @@
-"""A disk that is full at any write of a run: one sentence, nothing lost, and the same end when there is space again."""
+"""A disk that is full at any write of a run: one error, nothing lost, and the same result once there is space again."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ SMALL = ["x.name=text", 'x.options={"width": 8, "buckets": 64}', "y.name=x", "ch
 
 
 class Disk:
-    """The disk of a folder. It counts what takes space there (files that are created, bytes written and flushed, names changed and
-    made), and is full at the `full_at`-th of them; from then on, or, if it does not stay full, at that one alone."""
+    """A fake disk below a folder. It counts operations that take space (files created, bytes written, names changed) and
+    is full at the `full_at`-th of them; from then on or, if it does not stay full, at that one only."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.count, self.full_at, self.stays = folder, 0, 0, True
@@ -59,7 +59,7 @@ class Disk:
         return not isinstance(path, int) and os.path.abspath(os.fsdecode(path)).startswith(f"{self.folder}{os.sep}")
 
     def take(self, path=None):
-        """Count one more write; OSError if there is no space for it."""
+        """Count one more write; raise OSError if there is no space for it."""
         self.count += 1
         if self.full_at and (self.count == self.full_at or (self.stays and self.count > self.full_at)):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), None if path is None else os.fsdecode(path))
@@ -76,7 +76,7 @@ class Disk:
 
 
 class _File(io.FileIO):
-    """A file on that disk. As on a real one, a write with space for a half returns how much it wrote, and the next one fails."""
+    """A file on that disk. As on a real disk, a write that fits in part returns how much it wrote, and the next one fails."""
 
     def __init__(self, disk, file, mode):
         super().__init__(file, mode)
@@ -110,7 +110,7 @@ def disk(tmp_path, monkeypatch):
 
 
 class Case:
-    """A run that is started on the disk over and over, each time from the same folder and with space for one write more."""
+    """A run that is started repeatedly from the same folder, each time with space for one more write."""
 
     def __init__(self, tmp_path, disk, pairs, capsys, *options, begin, fresh=False):
         self.disk, self.capsys, self.folder, self.begin = disk, capsys, tmp_path / "disk" / "run", begin
@@ -139,7 +139,7 @@ class Case:
         full, disk.full_at = disk.count >= disk.full_at > 0, 0
         printed = self.capsys.readouterr().err
         if full and status == 0:
-            # What could not be deleted is deleted by the next save: no harm, and nothing to say.
+            # A checkpoint that could not be deleted is deleted by the next save: this is no error.
             assert not stays
         elif full:
             assert status == 1 and len(printed.splitlines()) == 1, (full_at, printed)
@@ -153,7 +153,7 @@ class Case:
         return full
 
     def _is_intact(self, before):
-        """Every file is whole, from before or new; checkpoints can be read; what is the user's is there."""
+        """Check that every file is complete, old or new, that checkpoints can be read, and that the user's files exist."""
         if not self.folder.exists():
             return
         mine = self.begin is not None and "--fresh" not in self.arguments
@@ -195,7 +195,7 @@ def test_a_disk_that_is_full_at_the_first_write_of_any_file_costs_nothing(tmp_pa
     begin = stopped(pairs, tmp_path / "stopped", monkeypatch)
     case = Case(tmp_path, disk, pairs, capsys, begin=begin)
     assert not case.start(0)
-    # The mark, which is not a file of Python's, then the machine, the log, a checkpoint's two files, the result.
+    # The mark (written through a descriptor), then environment.json, the log, a checkpoint's two files, the result.
     numbers = [1, *case.first_writes, case.writes]
     assert len(numbers) >= 7
     for number in numbers:
@@ -214,7 +214,7 @@ def test_a_disk_that_is_full_at_the_first_write_of_any_file_costs_nothing(tmp_pa
     ],
 )
 def test_a_disk_that_is_full_at_any_write_costs_nothing(tmp_path, disk, pairs, capsys, monkeypatch, begin, stays):
-    """stays: whether it is full from that write on, or there is space for the next one again."""
+    """stays: whether the disk is full from that write on, or only at that write."""
     fresh = begin.endswith("--fresh")
     options = []
     if begin == "nothing":
@@ -224,7 +224,7 @@ def test_a_disk_that_is_full_at_any_write_costs_nothing(tmp_path, disk, pairs, c
     else:
         folder = train(run_of(pairs, tmp_path / "finished", *SMALL, steps=4))
         if not fresh:
-            # Figures and a page follow; drawing all that stands in the page would take minutes.
+            # Figures and the report follow; drawing all of them would take minutes.
             options = ["watch.report=true"]
             monkeypatch.setattr(run_report, "curve_charts", lambda history: [])
     case = Case(tmp_path, disk, pairs, capsys, *options, begin=folder, fresh=fresh)
@@ -235,7 +235,7 @@ def test_a_disk_that_is_full_at_any_write_costs_nothing(tmp_path, disk, pairs, c
 
 
 def _full_on_first(rank, size, pairs, out):
-    """What each rank is told where the first one cannot write."""
+    """Return the error of each rank when the first one cannot write."""
     real = files.os.replace
 
     def full(*paths):
@@ -255,7 +255,7 @@ def test_every_rank_hears_that_the_first_one_cannot_write(world, pairs, tmp_path
 
 
 def test_the_imitated_disk_tears_files_and_fails(tmp_path, disk):
-    """A check that the tests above can fail: what is written in place is torn."""
+    """Check that the tests above can fail: a file that is written in place is torn."""
     disk.full_at = 2
     with pytest.raises(OSError, match="No space left"):
         (tmp_path / "disk" / "result.json").write_text("0123456789")

@@ -1,4 +1,4 @@
-"""A rank or the launcher killed with SIGKILL at any moment: the same command goes on, to the same parameters bit for bit."""
+"""A rank or the launcher killed with SIGKILL at any moment: the same command resumes to exactly the same parameters."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Launch:
         self.process.start()
 
     def pid(self, who: str) -> int | None:
-        """The process of a rank or the launcher; None while there is none."""
+        """Return the process of a rank or the launcher, or None before it exists."""
         if who == "the launcher":
             return self.process.pid
         path = self.notes / who
@@ -77,7 +77,7 @@ def _as_rank(file: Path, notes: Path) -> None:
 
     from megabatch import cli
 
-    # A forked rank would be sent a signal when the launcher dies. Those that torchrun starts as commands, as users do, are not.
+    # A forked rank would get a signal when the launcher dies. Ranks that torchrun starts as commands, as users do, do not.
     _prctl_pr_set_pdeathsig(0)
     (notes / f"rank {os.environ['RANK']}").write_text(str(os.getpid()))
     status = cli.main(["train", str(file)])
@@ -93,7 +93,7 @@ def folder(tmp_path_factory):
 
 
 def expected(folder, steps):
-    """The parameters of a run of so many steps that nobody killed."""
+    """Return the parameters of a run of so many steps that was not killed."""
     out = folder / f"whole-{steps}"
     if not out.exists():
         launch = Launch(write_run(folder, out.name, steps))
@@ -108,7 +108,7 @@ def write_run(folder, name, steps):
 
 
 def kill(launch, who, out, steps, delay):
-    """Kill once the log has so many steps, and a moment later; return whether the run was under way."""
+    """Kill a moment after the log has so many steps; return whether the run was still running."""
     log = out / "log.jsonl"
     while not log.exists() or log.read_bytes().count(b'"event": "step"') < steps:
         assert launch.process.is_alive(), launch.printed
@@ -122,18 +122,18 @@ def kill(launch, who, out, steps, delay):
 
 
 def killed_and_resumed(folder, who, seed, steps):
-    """The folder of a run of so many steps that was killed once, in its first three quarters, and then went on."""
+    """Return the folder of a run of so many steps that was killed once, in its first three quarters, and then resumed."""
     chance = random.Random(f"{who} {seed}")
     for attempt in range(5):
         file = write_run(folder, f"{who}-{seed}-{attempt}", steps)
         out = file.with_suffix("")
         first = Launch(file)
         if not kill(first, who, out, chance.randint(1, steps * 3 // 4), chance.uniform(0, 0.05)):
-            # A busy machine let it end before we looked.
+            # On a busy machine the run may end before the check.
             assert first.wait() == 0, first.printed
             continue
         if who != "the launcher":
-            # The launcher ends the other rank, and itself; ranks without a launcher are not waited for.
+            # The launcher ends the other rank and itself; ranks without a launcher are not waited for.
             assert first.wait() != 0
         second = Launch(file)
         assert second.wait() == 0, second.printed
@@ -159,7 +159,7 @@ def check(out, steps):
     assert run_folder.foreign(out) == [] and json.loads((out / "result.json").read_text())["steps"] == steps
     history = read_history(out / "log.jsonl")
     assert [row["step"] for row in history.steps] == list(range(1, steps + 1)) and history.unread == 0
-    # Two processes that wrote at the same time would have gone back and forth.
+    # Two processes writing at the same time would repeat steps.
     order = [row["step"] for row in map(json.loads, (out / "log.jsonl").read_text().splitlines()) if row["event"] == "step"]
     assert sum(after <= before for before, after in itertools.pairwise(order)) <= 1
 
@@ -170,7 +170,7 @@ def test_killed_once_it_ends_with_the_same_parameters(folder, who):
 
 
 def test_ranks_whose_launcher_was_killed_end_with_a_checkpoint(folder):
-    """They would train on, seen by nobody, and write to the folder of the run that goes on."""
+    """They would continue unnoticed and write to the folder of the resumed run."""
     file = write_run(folder, "endless", steps=10**5)
     launch, out = Launch(file), folder / "endless"
     try:

@@ -1,4 +1,4 @@
-"""A run's steps are computed when they are asked for, and are those that a list of all of them would hold."""
+"""The steps of a run are computed on access, and equal those of a complete list."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megabatch.training.signals import StopSign
 
 
 def listed(run, length, doubled=()):
-    """Every step, one after another: the definition that the lazy schedule has to agree with to the last bit."""
+    """Return every step in order: the definition that the lazy schedule must equal exactly."""
     pairs = listed_sizes(run.batch, run.schedule, length, doubled)
     first = list(itertools.accumulate(pairs, initial=0))
     steps = math.ceil(first[-1] / size_after(run.batch, 0)) if run.batch.schedule == "noise" else len(pairs)
@@ -63,7 +63,7 @@ def listed_rates(schedule, first, planned):
 
 @st.composite
 def runs(draw):
-    """A run, the samples of its source, and the steps after which a batch that follows the noise has doubled."""
+    """Draw a run, the samples of its source, and the steps after which a batch that follows the noise has doubled."""
     size = draw(st.integers(1, 5000))
     kind = draw(st.sampled_from(["constant", "linear", "exponential", "steps", "noise"]))
     batch = {"size": size, "schedule": kind}
@@ -150,7 +150,7 @@ def test_a_ramp_through_too_many_sizes_is_refused_and_one_within_the_limit_is_no
 
 @pytest.mark.parametrize("epochs", [1e-9, 0.0004])
 def test_epochs_of_less_than_one_sample_are_refused(epochs):
-    with pytest.raises(ValueError, match=rf"schedule.epochs is {epochs!r}: less than one sample of the 1,000 there are"):
+    with pytest.raises(ValueError, match=rf"schedule.epochs is {epochs!r}: with 1,000 samples, that is less than one"):
         step_schedule(config.build({"schedule": {"epochs": epochs}}), 1000)
 
 

@@ -1,4 +1,4 @@
-"""NoiseScale in loops of one's own: what it sees are the gradients of the micro-batches, scaled or not, on any number of ranks."""
+"""NoiseScale in a user's loop measures the gradients of micro-batches, with and without a scaler, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def data(rows: int, seed: int = 0) -> Tensor:
 
 
 def gradient(x: Tensor) -> Tensor:
-    """Of the mean over the rows, in one piece."""
+    """Return the gradient of the mean over all rows."""
     model = net()
     model(x).square().mean().backward()
     return torch.cat([p.grad.flatten() for p in model.parameters()])
@@ -70,7 +70,7 @@ def test_the_norm_that_clipping_returns_saves_a_look():
 
 
 def test_shares_that_are_not_in_proportion_to_rows():
-    """Four means divided by 4, as loops write it, however short the last one is."""
+    """Four means divided by 4, as training loops do, with a shorter last one."""
     pieces = list(data(20).split([6, 6, 6, 2]))
     model = net()
     noise = NoiseScale(model)
@@ -219,7 +219,7 @@ def test_mistakes_are_named():
         pass
     with pytest.raises(ValueError, match="window is 0"):
         NoiseScale(model, window=0)
-    with pytest.raises(ValueError, match="no parameter of the model learns"):
+    with pytest.raises(ValueError, match="no parameter of the model is trainable"):
         NoiseScale(net().requires_grad_(False))
     for share in (None, 0.5):
         with noise.micro_batch(4, share=share):

@@ -1,4 +1,4 @@
-"""The folder of a run: what is the user's is never deleted or replaced, and what a run wrote is known by name."""
+"""The folder of a run: files of the user are never deleted or replaced, and files of a run are known by name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megabatch.measuring.sweep import sweep
 from megabatch.training import checkpoint, inference, run_folder
 from megabatch.training.loop import train
 
-# Towers that are built in and small.
+# Small built-in towers.
 SMALL = ["x.name=text", 'x.options={"width": 8, "buckets": 64}', "y.name=x", "schedule.steps=2", "compute.threads=1"]
 
 
@@ -37,14 +37,14 @@ def pairs(tmp_path):
 
 @pytest.fixture
 def trained(pairs, tmp_path):
-    """The configuration of a run that has come to its end."""
+    """The configuration of a finished run."""
     run = run_of(pairs, tmp_path / "run", *SMALL)
     train(run)
     return run
 
 
 def tree(folder):
-    """Everything below a folder: what files hold, where links lead."""
+    """Return everything below a folder: the content of files, the targets of links."""
     found = {}
     for path in sorted(Path(folder).rglob("*")):
         name = path.relative_to(folder).as_posix()
@@ -56,7 +56,7 @@ def tree(folder):
 
 
 def told(run, **options):
-    """The sentence with which a training is refused."""
+    """Return the error with which a training is refused."""
     with pytest.raises(ValueError) as caught:
         train(run, **options)
     assert "\n" not in str(caught.value)
@@ -66,7 +66,7 @@ def told(run, **options):
 @pytest.mark.parametrize("fresh", [False, True])
 @pytest.mark.parametrize("out", [".", "settings", "settings/..", "link", "only", "data", "hidden"])
 def test_a_folder_that_no_run_made_stays_as_it_was(pairs, tmp_path, monkeypatch, out, fresh):
-    """Also where it holds a file named run.toml, the one of this very run."""
+    """Even if it has a run.toml of the same run."""
     monkeypatch.chdir(tmp_path)
     for folder in ("settings", "only", "hidden"):
         Path(folder).mkdir()
@@ -77,13 +77,13 @@ def test_a_folder_that_no_run_made_stays_as_it_was(pairs, tmp_path, monkeypatch,
     Path("settings", "run.toml").write_text(text)
     before = tree(tmp_path)
     assert cli.main(["train", "settings/run.toml", *(["--fresh"] if fresh else [])]) == 2
-    assert "megabatch did not make it" in told(run_of(pairs, out, *SMALL), fresh=fresh)
+    assert "is not one of megabatch" in told(run_of(pairs, out, *SMALL), fresh=fresh)
     assert tree(tmp_path) == before
 
 
 def test_out_that_is_a_file_is_refused(pairs, tmp_path):
     (tmp_path / "file").write_text("mine")
-    assert "that is a file" in told(run_of(pairs, tmp_path / "file", *SMALL), fresh=True)
+    assert "it is a file" in told(run_of(pairs, tmp_path / "file", *SMALL), fresh=True)
     assert (tmp_path / "file").read_text() == "mine"
 
 
@@ -121,7 +121,7 @@ def test_fresh_refuses_a_folder_that_holds_anything_else_before_it_deletes(train
     path.write_text("mine")
     before = tree(trained.out)
     sentence = told(trained, fresh=True)
-    assert name.partition("/mine.txt")[0].partition("/rank")[0] in sentence and "move that away" in sentence
+    assert name.partition("/mine.txt")[0].partition("/rank")[0] in sentence and "move that elsewhere" in sentence
     assert {n: v for n, v in tree(trained.out).items() if n != run_folder.MARK} == {
         n: v for n, v in before.items() if n != run_folder.MARK
     }
@@ -134,7 +134,7 @@ def test_fresh_follows_no_link(trained, tmp_path):
     for name in ("wandb", "tensorboard", "contact"):
         Path(trained.out, name).symlink_to(tmp_path / "elsewhere")
     assert "contact" in told(trained, fresh=True) and len(tree(tmp_path / "elsewhere")) == 2
-    # A run never makes a link, but other programs do in folders of their own.
+    # A run never creates links, but other programs do in their own folders.
     for name in ("wandb", "tensorboard", "contact"):
         Path(trained.out, name).unlink()
     Path(trained.out, "wandb").mkdir()
@@ -144,7 +144,7 @@ def test_fresh_follows_no_link(trained, tmp_path):
 
 
 class Killed(BaseException):
-    """As SIGKILL: nothing of ours catches it."""
+    """Like SIGKILL: no code of the package catches it."""
 
 
 def test_fresh_cut_short_at_any_moment_leaves_a_folder_that_fresh_can_clear(trained, tmp_path, monkeypatch):
@@ -227,7 +227,7 @@ def test_the_runs_own_file_keeps_its_comments_and_layout_while_it_says_the_same(
     inode = path.stat().st_ino
     assert cli.main(["train", str(path)]) == 0 and path.read_text() == text
     assert cli.main(["train", str(path), "--fresh"]) == 0 and path.read_text() == text
-    # What may change between two parts of a run was changed in the file itself: it says what the run does.
+    # A key that may change on resume was changed in the file itself, which still describes the run.
     text = text.replace("chunk = 8", "chunk = 5  # memory")
     path.write_text(text)
     assert cli.main(["train", str(path)]) == 0 and path.read_text() == text and path.stat().st_ino == inode
@@ -241,10 +241,10 @@ def test_an_edited_file_that_no_longer_says_what_the_run_does_is_kept_beside(tra
         assert cli.main(["train", str(path), f"batch.chunk={chunk}"]) == 0
         assert config.read(path).batch.chunk == chunk and "#" not in path.read_text()
         assert path.with_name(f"run.toml.{number}").read_text() == edited
-    # Nobody has edited what the run itself wrote.
+    # The file that the run itself wrote was not edited.
     assert cli.main(["train", str(path), "batch.chunk=7"]) == 0 and config.read(path).batch.chunk == 7
     assert not path.with_name("run.toml.3").exists()
-    # Remarks are the user's: --fresh leaves them.
+    # --fresh keeps the comments of the user.
     assert cli.main(["train", str(path), "--fresh"]) == 0 and path.with_name("run.toml.2").exists()
 
 
@@ -305,8 +305,8 @@ def test_a_file_system_without_locks_is_told(trained, monkeypatch):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes do not fork here")
 def test_a_forked_process_does_not_hold_the_folder(trained, monkeypatch):
-    """As the workers of a data loader, which live on for seconds when their parent is killed."""
-    # The child closes the file as the first thing it does, which takes a moment.
+    """Like the workers of a data loader, which live for seconds after their parent is killed."""
+    # The child closes the file first, which takes a moment.
     monkeypatch.setattr(run_folder, "WAIT", 3.0)
     with run_folder.claimed(trained.out, "train"):
         child = os.fork()
@@ -333,7 +333,7 @@ VERBS = {
 def test_a_measurement_leaves_runs_and_files_of_others_alone(trained, tmp_path, verb):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "log.jsonl").write_text("mine")
-    for out, words in ((tmp_path / "mine", "did not make it"), (Path(trained.out), "is one of `megabatch train`")):
+    for out, words in ((tmp_path / "mine", "is not one of megabatch"), (Path(trained.out), "is one of `megabatch train`")):
         before = tree(out)
         with pytest.raises(ValueError, match=words):
             VERBS[verb](trained, out)
@@ -383,7 +383,7 @@ def test_overwrite_replaces(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no such files here")
 def test_what_is_no_file_is_written_to_and_not_replaced(tmp_path):
-    """A process with the rights to replace /dev/null must not."""
+    """A process with permission to replace /dev/null must not do so."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
@@ -398,7 +398,7 @@ def test_what_is_no_file_is_written_to_and_not_replaced(tmp_path):
 
 
 def _write_everything(images, out, notes):
-    """A process in which runs write all that they can, and which notes every name that they touched below `out`."""
+    """A process in which runs write everything they can, and which records every name they touch below `out`."""
     touched = []
 
     def note(event, args):
@@ -439,7 +439,7 @@ def _made(folder):
 
 
 def test_every_file_that_a_run_writes_is_known_by_name(tmp_path):
-    """Temporary files and folders too: what a killed process leaves must not keep --fresh from its work."""
+    """Temporary files and folders too: leftovers of a killed process must not make --fresh refuse."""
     images, out, notes = tmp_path / "images", tmp_path / "run", tmp_path / "touched.json"
     images.mkdir()
     for number in range(24):
@@ -482,7 +482,7 @@ def test_embeddings_appear_whole_or_not_at_all(trained, tmp_path, monkeypatch):
 
 
 def test_a_stopped_run_goes_on_by_its_own_file(trained, pairs, tmp_path):
-    """With the mark, a lock and everything else beside it."""
+    """With the mark, a lock and all other files."""
     longer = run_of(pairs, tmp_path / "parts", *SMALL, "checkpoint.every=1")
     train(longer)
     last = checkpoint.newest(tmp_path / "parts" / "checkpoints")

@@ -6,7 +6,7 @@ import itertools
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megabatch import config
@@ -78,6 +78,7 @@ def test_a_last_batch_cut_short_keeps_its_rate():
     samples=st.integers(1, 3000),
     warmup=st.floats(0, 20),
 )
+@settings(deadline=None)
 def test_batches_grow_and_cover_the_stream_without_gaps(size, start, kind, ramp, samples, warmup):
     grows = {} if kind == "constant" else {"start": min(start, size), "ramp": ramp}
     batch = {"size": size, "schedule": kind, **grows}

@@ -1,4 +1,4 @@
-"""Whole trainings: the same result however many ranks, however often stopped, and a clear end where one cannot go on."""
+"""Whole trainings: the same result for any number of ranks and stops, and a clear error where a run cannot continue."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_run_learns_and_leaves_its_files(pairs, tmp_path):
 
 
 def test_a_planned_run_tells_what_its_tensors_took(pairs, tmp_path):
-    """The plan predicts tensors; on a CPU the process as a whole holds much more."""
+    """The plan predicts tensors; the whole process takes much more on a CPU."""
     plain = train(run_of(pairs, tmp_path / "plain", "schedule.steps=2"))
     assert json.loads((plain / "result.json").read_text())["step_bytes"] is None
     found = {}
@@ -47,7 +47,7 @@ def test_a_planned_run_tells_what_its_tensors_took(pairs, tmp_path):
         sizes = (f"batch.size={rows}", f"batch.chunk={rows}", "planned.peak_bytes=1000000")
         out = train(run_of(pairs, tmp_path / str(rows), "schedule.steps=2", "watch.report=true", *sizes))
         result = json.loads((out / "result.json").read_text())
-        # Weights and two moments of fp32 are held, and more than that is computed with.
+        # Weights and two moments in fp32 are held, and a step allocates more.
         assert 12 * result["parameters"] < result["step_bytes"] < result["peak_bytes"] / 2
         found[rows] = result["step_bytes"]
     assert found[96] > found[24]
@@ -108,7 +108,7 @@ def test_any_number_of_ranks_trains_to_the_same_parameters(world, pairs, tmp_pat
 
 
 def assert_close_runs(a, b):
-    """Parameters after six steps: sums in another order differ by a few units of the last place, which Adam's division enlarges."""
+    """Compare parameters after six steps: summation order changes the last digits, and the division of Adam enlarges that."""
     for whole, parts in zip(log_of(a, "step"), log_of(b, "step"), strict=True):
         assert whole["batch"] == parts["batch"]
         assert whole["loss"] == pytest.approx(parts["loss"], rel=1e-4)
@@ -122,7 +122,7 @@ def assert_close_runs(a, b):
 
 
 def whole_tensors(out):
-    """The parameters of a run's newest checkpoint, whatever number of ranks wrote it."""
+    """Return the parameters of a run's newest checkpoint, written by any number of ranks."""
     run = config.read(out / "run.toml", ["compute.sharding=ddp"])
     from megabatch.training.inference import opened
 
@@ -142,7 +142,7 @@ def test_another_number_of_ranks_goes_on_with_the_same_data(world, pairs, tmp_pa
 
 
 def test_killed_in_mid_run_and_resumed_is_bit_equal(pairs, tmp_path):
-    # All in processes of their own: what other tests have set in this one may change the order of a sum.
+    # All in separate processes: settings of other tests in this process may change the order of a sum.
     whole, parts = (start_training(pairs, tmp_path, name) for name in ("whole", "parts"))
     wait_for(lambda: checkpoint.newest(tmp_path / "parts" / "checkpoints") is not None, parts)
     parts.process.kill()

@@ -1,4 +1,4 @@
-"""Code that a run names is imported and called only where the command line or the calling program says so."""
+"""Code that a run names is imported and called only if the command line or the calling program allows it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megabatch.training.loop import train
 from megabatch.training.optimizer import build_optimizer
 from megabatch.trust import callables
 
-# Leaves a mark when it is imported and another one when it is called, and then ends the command with a ValueError.
+# Writes a file when it is imported and another when it is called, and then ends the command with a ValueError.
 HOSTILE = """
 from pathlib import Path
 
@@ -38,12 +38,12 @@ def run(*args, **kwargs):
 """
 VERBS = ("train", "evaluate", "embed", "search", "fit", "profile", "noise", "sweep", "plan")
 KEYS = ("x.name", "y.name", "optimizer.name")
-# These do not build an optimizer: nothing of it is called even with the switch.
+# These do not build an optimizer, so none is called even with --trust-code.
 WITHOUT_OPTIMIZER = ("evaluate", "embed", "search", "plan", "profile", "sweep")
 
 
 class Hostile:
-    """A folder with a module `hostile`, a run that names it at one key, and the folder of a run that looks trained."""
+    """A folder with a module `hostile`, a run that names it at one key, and the folder of a trained run."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -55,7 +55,7 @@ class Hostile:
         (folder / "trained" / "checkpoints" / "step-00000001").mkdir(parents=True)
 
     def write(self, key: str) -> config.Run:
-        """Write run.toml, and the trained folder's, with the hostile callable at a key."""
+        """Write both run.toml files with the hostile callable at a key."""
         table = {
             "out": str(self.folder / "out"),
             "data": {"source": str(self.folder / "pairs.jsonl")},
@@ -86,7 +86,7 @@ class Hostile:
         }[verb]
 
     def call(self, verb: str, run: config.Run, **trust: bool) -> Any:
-        """The verb as a Python function."""
+        """Call the verb as a Python function."""
         trained, out = self.folder / "trained", self.folder / "out"
         calls = {
             "train": lambda: train(run, **trust),
@@ -106,7 +106,7 @@ class Hostile:
 def hostile(tmp_path, monkeypatch):
     made = Hostile(tmp_path)
     monkeypatch.chdir(tmp_path)
-    # What a command appends to the search path ends with the test, and so does the module.
+    # Undo what a command appends to the search path, and unload the module.
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(tmp_path))])
     monkeypatch.delitem(sys.modules, "hostile", raising=False)
     yield made
@@ -117,7 +117,7 @@ def hostile(tmp_path, monkeypatch):
 @pytest.mark.parametrize("verb", VERBS)
 def test_no_verb_runs_code_of_a_file_without_the_switch(hostile, capsys, verb, key):
     hostile.write(key)
-    # Importable, so that nothing but the check keeps it from running.
+    # Importable, so that only the check prevents it from running.
     sys.path.append(str(hostile.folder))
     assert cli.main(hostile.arguments(verb)) == 2
     said = capsys.readouterr().err
@@ -334,7 +334,7 @@ class Pickled:
 
 
 def damaged_weights(folder: Path) -> dict[str, Path]:
-    """Files that are no weights, each in another way."""
+    """Files that are not weights, each for another reason."""
     from safetensors.torch import save_file
 
     folder.mkdir()
@@ -363,7 +363,7 @@ def test_weights_that_are_none_are_one_sentence_and_execute_nothing(tmp_path):
     folder = tmp_path / "weights"
     for name, path in damaged_weights(folder).items():
         if name == "unreadable.safetensors" and path.stat().st_uid == 0:
-            # Permissions do not bind root.
+            # Permissions do not apply to root.
             continue
         tower = config.Tower("text", {"width": 16, "depth": 0}, weights=str(path))
         with pytest.raises(ValueError, match=r"^tower y: weights ") as caught:

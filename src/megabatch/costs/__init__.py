@@ -6,5 +6,6 @@ CUDA's caching allocator.
 Time: `counting.count_work` lists the operations of an encoder with their FLOPs and bytes, `operations` sorts them into classes of
 similar efficiency, `devices` and `hardware` say what a machine can do, and `time.step_time` divides one by the other.
 
-Both take a `strategy.Strategy`: how a batch is split over ranks and chunks. Nothing here knows about plans.
+`memory.PeakMemory` and `time.step_time` answer for a `strategy.Strategy`: how a batch is split over ranks and chunks. Nothing here
+knows about plans.
 """

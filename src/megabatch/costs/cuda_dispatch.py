@@ -6,6 +6,7 @@ registrations are global to the process: they last for one trace, and traces in 
 
 from __future__ import annotations
 
+import functools
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -114,8 +115,10 @@ NOT_REPLACED = {
 _autocast_cpu = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
 
-def autocast_kernels() -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Yield operator names, without the namespace, and the kernel that makes autocast on a CPU do what it does on CUDA."""
+@functools.cache
+def autocast_kernels() -> tuple[tuple[str, Callable[..., Any]], ...]:
+    """Return operator names, without the namespace, and the kernel that makes autocast on a CPU do what it does on CUDA."""
+    kernels: list[tuple[str, Callable[..., Any]]] = []
     for name in torch._C._dispatch_get_all_op_names():
         if not name.startswith("aten::"):
             continue
@@ -123,9 +126,11 @@ def autocast_kernels() -> Iterator[tuple[str, Callable[..., Any]]]:
         short = name.removeprefix("aten::")
         packet, _, overload = short.partition(".")
         if on_cpu and not on_cuda:
-            yield short, torch.library.fallthrough_kernel
+            kernels.append((short, torch.library.fallthrough_kernel))
         elif on_cuda and not on_cpu and packet not in NOT_REPLACED:
-            yield short, _autocast_kernel(getattr(getattr(torch.ops.aten, packet), overload or "default"), packet)
+            operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+            kernels.append((short, _autocast_kernel(operator, packet)))
+    return tuple(kernels)
 
 
 def _autocast_kernel(operator: Any, packet: str) -> Callable[..., Any]:

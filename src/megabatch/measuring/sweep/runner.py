@@ -124,7 +124,7 @@ def run_all(
                     return outcomes
                 wait(running, timeout=POLL_S, return_when=FIRST_COMPLETED)
                 if sign.number:
-                    raise Stopped(f"stopped by signal {sign.number}; the same command continues from here", 128 + sign.number)
+                    raise Stopped(f"stopped by signal {sign.number}; the same command resumes the sweep", 128 + sign.number)
         except BaseException:
             # Leaving the pool waits for its threads, so their workers must stop.
             getattr(train, "stop", lambda: None)()

@@ -112,16 +112,28 @@ def _rotated(t, rotation, i, b, rows, WIDTH: tl.constexpr):
     return tl.dot(tl.where(((mixed >> 16) & 1) == 0, block, -block), rotation, input_precision="ieee")
 
 
-def correct_large(
-    launch: Launch, p: Panel, scale: Tensor, panel: Tensor, large: Tensor, tile: int, limit: Tensor,
-    gains: tuple[Tensor, Tensor | None]
-) -> None:  # fmt: skip
-    """Compute the large gradients of a panel again. large: marks (tile, row) of tiles of width `tile`; gains: unshifted."""
+class Correction(NamedTuple):
+    """What the large gradients of a panel are computed again from.
+
+    large: marks (tile, row) of tiles of width `tile_width` that have a gradient above the limit. Gains are unshifted.
+    """
+
+    scale: Tensor
+    large: Tensor
+    tile_width: int
+    limit: Tensor
+    row_gain: Tensor
+    column_gain: Tensor | None
+
+
+def correct_large(launch: Launch, p: Panel, panel: Tensor, correction: Correction) -> None:
+    """Compute the large gradients of a panel again, from the unquantised embeddings."""
+    scale, large, tile_width, limit, row_gain, column_gain = correction
     width, grid = launch.x_MD.shape[1], (cdiv(p.rows, CORRECTED_ROWS), cdiv(large.shape[0], CORRECTED_TILES))
     correct_kernel[grid](
-        part(launch.x_MD, p.r), part(launch.y_ND, p.c), scale, panel, large, limit, *gains, p.rows, p.columns,
-        panel.stride(0) // ROW_ALIGNMENT.value, WIDTH=width, PADDED_WIDTH=1 << (width - 1).bit_length(), N=tile, R=CORRECTED_ROWS,
-        TILES=CORRECTED_TILES, num_warps=1,
+        part(launch.x_MD, p.r), part(launch.y_ND, p.c), scale, panel, large, limit, row_gain, column_gain, p.rows, p.columns,
+        panel.stride(0) // ROW_ALIGNMENT.value, WIDTH=width, PADDED_WIDTH=1 << (width - 1).bit_length(), N=tile_width,
+        R=CORRECTED_ROWS, TILES=CORRECTED_TILES, num_warps=1,
     )  # fmt: skip
 
 

@@ -296,8 +296,8 @@ def sigmoid_sums(
         for safe in (False, True):
             sigmoid_kernel[launch.grid(p)](
                 *arguments, IS_LOCAL=pairs.is_local, MULTI_POSITIVE=is_multi_positive(pairs), RANKED=pairs.ranked and not safe,
-                SAFE=safe,
-                ROUND_TO_TF32=products is not None and products.rounds_to_tf32, WARPS=launch.blocks.warps, **launch.constants,
+                SAFE=safe, ROUND_TO_TF32=products is not None and products.rounds_to_tf32, WARPS=launch.blocks.warps,
+                **launch.constants,
             )  # fmt: skip
         merge_parts(p, row_sums, row_parts, column_sums, column_parts)
         if products is not None and panel is not None:

@@ -246,11 +246,8 @@ def _piece_sums(
         store_block(target, saved, row, column, pairs.rows, pairs.columns, M, N, DESCRIPTORS, False)
     total = reduce_rows(power, SUM, M, N)
     hardest, below = total, total
-    column_total, column_hardest, column_below = (
-        tl.zeros((1, N), tl.float32),
-        tl.zeros((1, N), tl.float32),
-        tl.zeros((1, N), tl.float32),
-    )
+    column_total = tl.zeros((1, N), tl.float32)
+    column_hardest, column_below = tl.zeros((1, N), tl.float32), tl.zeros((1, N), tl.float32)
     if RANKED:
         hardest = reduce_rows(z_negative, MAX, M, N)
         below = reduce_rows(is_below(z_negative, threshold_M[:, None]), SUM, M, N)
@@ -420,9 +417,8 @@ def softmax_stats(
                 target, stride = split.target(view), view.stride(0)
             stats_kernel[launch.grid(p)](
                 *operands, scale, *sums, *pair_args, target, stride, IS_LOCAL=pairs.is_local, MULTI_POSITIVE=multi_positive,
-                DROP=drops,
-                SMOOTHED=pairs.smoothed and not safe, RANKED=pairs.ranked and not safe, SAFE=safe, WARPS=launch.blocks.warps,
-                **split.constants,
+                DROP=drops, SMOOTHED=pairs.smoothed and not safe, RANKED=pairs.ranked and not safe, SAFE=safe,
+                WARPS=launch.blocks.warps, **split.constants,
             )  # fmt: skip
         merge_parts(p, row_sums, row_parts, column_sums, column_parts)
         # Free the partial sums before those of the next panel are allocated.

@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from ...contract import Softmax
-from ..int8 import Int8Embeddings, Int8Operands, correct_large
+from ..int8 import Correction, Int8Embeddings, Int8Operands, correct_large
 from ..launch import GradsRequest, Launch, Panel, cdiv, part
 from ..tile import LOG2_E, PairArgs, exp_peak_out_of_range, load_vector, mark_fallback, unshifted_gain
 from ..tuned_configs import Pipeline
@@ -283,7 +283,7 @@ class _GradientWriter:
             OUT_SLOTS=pipeline.out_slots, **constants(x, pipeline), **OPTIONS,
         )  # fmt: skip
         if int8 is not None:
-            correct_large(launch, p, scale, panel, int8_args.large, TILE, int8.limit, gains)
+            correct_large(launch, p, panel, Correction(scale, int8_args.large, TILE, int8.limit, *gains))
 
 
 def softmax_grads(launch: Launch, request: GradsRequest) -> Callable[[Panel, Tensor, PairArgs], bool]:
