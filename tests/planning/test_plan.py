@@ -141,9 +141,9 @@ def test_without_arguments_the_embedded_default_on_this_machine():
     # The run is short: its samples allow a few hundred updates of several hundred samples, not of 4,096.
     embedded = config.build(config.EMBEDDED)
     assert result.batch == contrastive(embedded.schedule.samples, GLYPHS).batch < 4096
-    # The rate was tuned at the batch of the embedded run.
+    # The rate was tuned at the batch of the embedded run; a plan rounds it to two digits.
     growth = result.batch / embedded.batch.size
-    assert result.run.optimizer.lr == pytest.approx(embedded.optimizer.lr * growth**0.5, rel=0.01)
+    assert result.run.optimizer.lr == pytest.approx(embedded.optimizer.lr * growth**0.5, rel=0.05)
     assert result.run.x.name == "cnn"
     assert any("4,096" in note for note in result.notes)
 
