@@ -31,10 +31,9 @@ from benchmarks.machine import describe
 from megabatch import config
 from megabatch.data.loader import Loader
 from megabatch.data.sampler import InOrder, split, stable_hash
-from megabatch.reporting.figures import save
+from megabatch.reporting.figures import Axis, Chart, Figure, Series, save
 from megabatch.reporting.format import count_text, percent_text
 from megabatch.reporting.history import number
-from megabatch.reporting.report import Axis, Chart, Figure, Series
 from megabatch.towers.model import Pair, build_pair, build_towers
 from megabatch.training.build import open_data
 from megabatch.training.evaluate import retrieval

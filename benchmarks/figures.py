@@ -74,18 +74,18 @@ def draw(rows: list[Row], path: Path) -> None:
     with canvas(path, _where(rows[0]) + hollow) as plt:
         _, panels = plt.subplots(len(losses), 2, figsize=(11.5, 4.6 * len(losses) + 0.4), squeeze=False)
         for (time_panel, memory_panel), loss in zip(panels, losses, strict=True):
-            here = [row for row in rows if row["loss"] == loss]
+            of_loss = [row for row in rows if row["loss"] == loss]
             beyond = [row for row in too_large if row["loss"] == loss]
             # Lines of time stop where memory ends, close to other lines: their names go into the empty corner.
-            ends = _lines(time_panel, _series(here, "total_s", 1), [], colors)
-            _axes(time_panel, here, 0)
+            ends = _lines(time_panel, _series(of_loss, "total_s", 1), [], colors)
+            _axes(time_panel, of_loss, 0)
             _corner_names(time_panel, ends)
-            ends = _lines(memory_panel, _series(here, "extra_bytes", MIB), _series(beyond, "needed_bytes", MIB), colors)
-            _axes(memory_panel, here + beyond, max(len(end.label) for end in ends))
+            ends = _lines(memory_panel, _series(of_loss, "extra_bytes", MIB), _series(beyond, "needed_bytes", MIB), colors)
+            _axes(memory_panel, of_loss + beyond, max(len(end.label) for end in ends))
             _names(memory_panel, ends)
             time_panel.set_title(f"{loss}: forward + backward, seconds", loc="left", fontsize=11, fontweight="bold")
             memory_panel.set_title(f"{loss}: extra memory, MiB", loc="left", fontsize=11, fontweight="bold")
-            _limit(memory_panel, here[0]["machine"]["memory_bytes"] / MIB)
+            _limit(memory_panel, of_loss[0]["machine"]["memory_bytes"] / MIB)
 
 
 def draw_shares(rows: list[Row], path: Path) -> None:
@@ -94,17 +94,17 @@ def draw_shares(rows: list[Row], path: Path) -> None:
     losses = list(dict.fromkeys(row["loss"] for row in rows))
     compared = [_most_compared([row for row in rows if row["loss"] == loss]) for loss in losses]
     with canvas(path, _shares_note(rows, losses), rect=(0, 0.045, 1, 1)) as plt:
-        heights = [1.3 + max(BAR_INCHES * len(here), 2.6) for here in compared]
-        seconds = [row["total_s"] for here in compared for row in here]
+        heights = [1.3 + max(BAR_INCHES * len(bars), 2.6) for bars in compared]
+        seconds = [row["total_s"] for bars in compared for row in bars]
         # Space on the right for the numbers beside the longest bar.
         limits = min(seconds) / 2, min(seconds) / 2 * (2 * max(seconds) / min(seconds)) ** 1.4
         layout = {"width_ratios": (1.35, 1), "height_ratios": heights}
         _, panels = plt.subplots(len(losses), 2, figsize=(12.5, sum(heights) + 0.3), squeeze=False, gridspec_kw=layout)
-        for (time_panel, share_panel), loss, here in zip(panels, losses, compared, strict=True):
-            _times(time_panel, here, limits)
+        for (time_panel, share_panel), loss, bars in zip(panels, losses, compared, strict=True):
+            _times(time_panel, bars, limits)
             of_loss = [row for row in rows if row["loss"] == loss]
-            _shares(share_panel, of_loss, here[0]["dim"])
-            size = f"N = {here[0]['batch']:,}, D = {here[0]['dim']:,}"
+            _shares(share_panel, of_loss, bars[0]["dim"])
+            size = f"N = {bars[0]['batch']:,}, D = {bars[0]['dim']:,}"
             time_panel.set_title(f"{loss}: forward + backward, {size}", loc="left", fontsize=11, fontweight="bold")
             share_panel.set_title(f"{loss}: share of cuBLAS's rate", loc="left", fontsize=11, fontweight="bold")
 

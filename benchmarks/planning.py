@@ -17,7 +17,6 @@ from megabatch.planning.problem import problem_of
 from megabatch.planning.report import plan_report
 from megabatch.planning.request import Request
 from megabatch.reporting.markdown import as_markdown
-from megabatch.reporting.report import Code
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "planning.md"
 REQUEST: dict[str, Any] = {
@@ -71,10 +70,7 @@ def main() -> None:
     declare_torchvision_schemas()
     problem = problem_of(Request(**REQUEST))
     estimator = estimator_for(problem)
-    report = plan_report(plan_for(problem, estimator))
-    # Without the configuration of the run, which is long.
-    sections = [section for section in report.sections if not any(isinstance(block, Code) for block in section.blocks)]
-    example = as_markdown(replace(report, sections=sections))
+    example = as_markdown(plan_report(plan_for(problem, estimator)), detail=False)
     text = DOCS.read_text("utf-8")
     for name, part in (("example", example), ("inf-cl", published(estimator))):
         text = re.sub(

@@ -236,7 +236,7 @@ def caption(rows: list[Row]) -> str:
     off = ", ".join(f"{error:.0e} ({name})" for name, error in worst_of.items())
     which = "Every result"
     if not all(_right(row) for row in _measured(rows)):
-        start += " Results said to be off do not agree with the formula and are shown for their time alone."
+        start += " Results marked as off disagree with the formula and are shown only for their time."
         which = "Every other result"
     return (
         f"{start} {which} agreed with the formula in float64 before it was timed; gradients are off by at most {off} of their "

@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "adapters": {"chunks", "losses", "measuring"},
     "measuring": FOUNDATION | {"chunks", "costs", "data", "losses", "planning", "reporting", "ring", "towers", "trust", "training"},
     "planning": FOUNDATION | {"costs", "reporting", "towers", "trust"},
-    "audit": {"config", "evidence", "files", "objectives", "optimizers", "reporting"},
+    "audit": {"config", "evidence", "files", "objectives", "optimizers", "reporting", "towers"},
     "training": FOUNDATION | {"chunks", "data", "losses", "reporting", "ring", "tiles", "tiles.contract", "towers", "trust"},
     "costs": FOUNDATION | {"towers"},
     "reporting": FOUNDATION,

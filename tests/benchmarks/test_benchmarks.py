@@ -93,8 +93,8 @@ def test_a_wrong_result_of_another_package_is_timed_and_marked(monkeypatch: pyte
 
     off = f"gradient off by {wrong['errors']['gradient']:.0e}"
     text = report.markdown(rows)
-    assert f"{off} |" in text and "Results said to be off do not agree" in text and "Every other result agreed" in text
-    # Its error is reported for it alone, not as the rounding error of a right result.
+    assert f"{off} |" in text and "disagree with the formula" in text and "Every other result agreed" in text
+    # Its error is stated separately, not as the rounding error of a correct result.
     assert "(other)" not in text and "(megabatch)" in text
     assert report.table(rows)[1][-1].endswith("(wrong)") and not report.table(rows)[0][-1].endswith("(wrong)")
     assert [line.split(":")[0] for line in report.wrong(rows)] == ["clip, other, N = 64"]

@@ -71,8 +71,8 @@ def no_work(monkeypatch):
         raise AssertionError("work has begun")
 
     monkeypatch.setattr(loop, "ranks", work)
-    for name in ("fit.fit_run.ranks", "profile.profile_run.ranks", "noise.noise_run.ranks", "sweep.sweep_runs.checked_request"):
-        monkeypatch.setattr(f"megabatch.measuring.{name}", work)
+    for name in ("training.distributed.ranks", "measuring.sweep.sweep_runs.checked_request"):
+        monkeypatch.setattr(f"megabatch.{name}", work)
 
 
 @pytest.mark.parametrize(

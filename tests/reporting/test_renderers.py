@@ -10,8 +10,12 @@ from html.parser import HTMLParser
 import pytest
 from PIL import Image
 from rich.console import Console
-from sample_reports import EVIL, VERBS
+from sample_reports import EVIL, VERBS, measured
 
+from megabatch.measuring.profile import profile_report, quantities
+from megabatch.measuring.profile import report as profile_reports
+from megabatch.measuring.profile.curve import Size, judge, point
+from megabatch.measuring.profile.quantities import Quantity, Timed
 from megabatch.reporting import figures, html
 from megabatch.reporting.format import bytes_text, change_text, count_text, percent_text, plain, seconds_text
 from megabatch.reporting.html import POLICY, Drawn, as_html
@@ -113,6 +117,17 @@ def test_every_figure_can_be_drawn(report, monkeypatch):
         figures.save(figure, png, figures.DARK)
         with Image.open(png) as image:
             assert image.width > 200 and len(image.convert("RGB").getcolors(2**20)) > 10
+
+
+def test_a_quantity_of_a_profile_is_one_record(monkeypatch, undrawn):
+    extra = Quantity("watts", "power", "{:.0f} W".format, lambda sample: 300.0, chart="power drawn")
+    for module in (quantities, profile_reports):
+        monkeypatch.setattr(module, "QUANTITIES", (*quantities.QUANTITIES, extra))
+    steps = [point(Size(batch, 8), Timed((0.5, 0.6), 2**20, None, 0), 1, None) for batch in (8, 16)]
+    report = profile_report(measured(judge(steps, "batch", None, None)))
+    assert steps[0]["watts"] == 300 and '"watts": 300.0' in as_json(report)
+    assert "300 W" in as_markdown(report) and '<td class="number">300 W</td>' in as_html(report)
+    assert "power drawn" in [chart.title for figure in report.figures() for chart in figure.charts]
 
 
 def test_only_what_the_template_expects_is_rendered():

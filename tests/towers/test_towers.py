@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from megabatch.config import Tower as Config
-from megabatch.towers import BuiltTower, build_tower, load_weights
+from megabatch.towers import LIBRARIES, BuiltTower, TowerLibrary, build_tower, find_library, load_weights, names_code
 from megabatch.towers.built_in import ngram_buckets
 from megabatch.towers.inputs import END, PADDING, ByteTokenizer, NormalizePixels, PrepareImage
 
@@ -483,3 +483,10 @@ def test_both_towers_of_open_clip_with_their_weights(tmp_path):
     assert torch.allclose(image_tower.module.eval().encoder(x), theirs.encode_image(x), atol=1e-6)
     assert image_tower.module(rows(image_tower)).shape == text_tower.module(tokens).shape == (len(CAPTIONS), DIM)
     assert build(Config("open_clip:ViT-S-32", {**options, "part": "text"}), "x").kind == "text"
+
+
+def test_a_library_in_the_table_is_found_by_its_prefix(monkeypatch):
+    library = TowerLibrary("mine:NAME", lambda request: pytest.fail("nothing is built here"))
+    assert names_code("mine:small")
+    monkeypatch.setitem(LIBRARIES, "mine", library)
+    assert find_library("mine:small") is library and not names_code("mine:small")

@@ -7,28 +7,11 @@ from pathlib import Path
 
 from .. import config
 from ..files import check_file, write_text
-from ..reporting.format import bytes_text, seconds_text
+from ..reporting.figures import Axis, Bars, Chart, Figure, Level, Points, Series
+from ..reporting.format import Format, bytes_text, seconds_text, whole
 from ..reporting.html import as_html
 from ..reporting.markdown import as_markdown
-from ..reporting.report import (
-    Axis,
-    Bars,
-    Chart,
-    Code,
-    Column,
-    Figure,
-    Format,
-    KeyNumber,
-    Level,
-    Notes,
-    Paragraph,
-    Points,
-    Report,
-    Section,
-    Series,
-    Table,
-    whole,
-)
+from ..reporting.report import Code, Column, KeyNumber, Notes, Paragraph, Report, Section, Table
 from .plan import Plan
 
 # Parts below this share of the whole are drawn together.
@@ -106,7 +89,7 @@ def _writer(path: Path) -> Callable[[Plan], str]:
     writers: dict[str, Callable[[Plan], str]] = {
         ".toml": as_toml,
         ".json": Plan.as_json,
-        ".md": lambda plan: as_markdown(plan_report(plan)),
+        ".md": lambda plan: as_markdown(plan_report(plan), detail=False),
         ".html": lambda plan: as_html(plan_report(plan)),
     }
     if path.suffix not in writers:
@@ -155,10 +138,7 @@ def _figures(plan: Plan) -> list[Figure]:
     )
     seconds = [(batch, seconds) for batch, _, seconds in plan.curve]
     time = _curve(plan, "predicted time of a step", seconds, Axis(format=seconds_text, scale="log2"))
-    parts = [
-        Bars("memory", _largest(plan.memory), bytes_text),
-        Bars("time of a step", _largest(plan.time), seconds_text),
-    ]
+    parts = [Bars("memory", _largest(plan.memory), bytes_text), Bars("time of a step", _largest(plan.time), seconds_text)]
     return [
         Figure([memory], "peak memory against the batch, with the device's limit"),
         Figure([time], "seconds per step against the batch"),

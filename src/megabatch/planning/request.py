@@ -177,7 +177,7 @@ def sample_budget(request: Request, base: config.Run) -> Budget:
     """Return the samples of a request, or those of the embedded default if the request names none."""
     data = parse_count(request.data, "data")
     if data is None:
-        if base.data.source != "glyphs":
+        if base.data.source != config.DEFAULTS.data.source:
             raise ValueError("data is not given: give the number of samples, as in data=10M")
         data = GLYPHS
     seen = parse_count(request.seen, "seen")

@@ -1,4 +1,4 @@
-"""Draws the figures of a report with matplotlib, in light or dark colors.
+"""Figures as data, and their drawing with matplotlib in light or dark colors.
 
 Only matplotlib's objects are used: its global state stays as it is, and no display is needed.
 """
@@ -6,26 +6,103 @@ Only matplotlib's objects are used: its global state stays as it is, and no disp
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from megabatch import packages
 from megabatch.files import replacing
 
-from .format import bytes_text
-from .report import Axis, Bars, Chart, Figure, Format, Points, Series
+from .format import Format, bytes_text, whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Canvas
 
+Points = Sequence[tuple[float, float]]
 Out = Path | str | IO[bytes]
 DPI = 160
-# More points than this on a line cannot be told apart; from so many points on, a line has no markers.
+# More points than this on a line are indistinguishable; from so many points on, a line has no markers.
 MOST_POINTS, UNMARKED = 400, 30
 LINE_STYLES = {"line": "-", "dashed": (0, (4, 3)), "dotted": (0, (1, 2))}
+
+
+class Level(NamedTuple):
+    """A horizontal line of a chart, with a text at its left end."""
+
+    value: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Series:
+    """Points of a chart. label: in the legend. color: index into the theme's colors; None is the faint color.
+
+    band: low and high of each point, as an area. errors: distances down and up of each point, as bars.
+    texts: beside the points, `offset` typographic points away. size: of the markers.
+    """
+
+    points: Points
+    label: str = ""
+    style: Literal["line", "dashed", "dotted", "points", "crosses", "rings"] = "line"
+    color: int | None = 0
+    band: Sequence[tuple[float, float]] = ()
+    errors: Sequence[tuple[float, float]] = ()
+    texts: Sequence[str] = ()
+    offset: tuple[int, int] = (0, 9)
+    size: float = 5
+
+
+@dataclass(frozen=True)
+class Axis:
+    """An axis of a chart. scale: "log2" marks doublings. ticks: positions and their labels; None chooses round numbers."""
+
+    label: str = ""
+    format: Format = whole
+    scale: Literal["linear", "log", "log2"] = "linear"
+    ticks: Mapping[int, str] | Mapping[float, str] | None = None
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Series over the same two axes. value: the most important number, beside the title."""
+
+    title: str
+    series: Sequence[Series]
+    x: Axis
+    y: Axis
+    levels: Sequence[Level] = ()
+    value: str = ""
+
+
+@dataclass(frozen=True)
+class Bars:
+    """One horizontal bar for each part of a whole."""
+
+    title: str
+    parts: Mapping[str, float]
+    format: Format
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Charts side by side. description: for readers who do not see it. file: name of its PNG file, if it is also written as one.
+
+    size: inches of one chart. separate: charts are pages' own images, so that they can flow on a narrow screen.
+    """
+
+    kind: ClassVar[str] = "figure"
+    charts: Sequence[Chart | Bars]
+    description: str
+    file: str = ""
+    columns: int = 2
+    size: tuple[float, float] = (7.2, 3.4)
+    separate: bool = False
+    detail: ClassVar[bool] = True
 
 
 class Theme(NamedTuple):

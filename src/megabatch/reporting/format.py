@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Callable
+from typing import Any
+
+Format = Callable[[Any], str]
 
 # Joiners are invisible, but letters and emoji need them; other invisible characters could reverse the text around them.
 JOINERS = "\u200c\u200d"
+
+
+def whole(value: float) -> str:
+    """Return a number without decimals, with commas.
+
+    >>> whole(1024)
+    '1,024'
+    """
+    return f"{value:,.0f}"
 
 
 def count_text(number: float) -> str:

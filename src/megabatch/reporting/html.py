@@ -16,8 +16,9 @@ from megabatch import packages
 from megabatch.files import write_text
 
 from . import figures
+from .figures import Figure
 from .format import plain
-from .report import Figure, Report
+from .report import Report
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -102,10 +103,4 @@ def _resource(name: str) -> str:
     return resources.files(__package__).joinpath(name).read_text("utf-8")
 
 
-FILTERS: dict[str, Callable[..., Any]] = {
-    "short": _short,
-    "long": _long,
-    "code": _code,
-    "drawn": drawn,
-    "image_uri": image_uri,
-}
+FILTERS: dict[str, Callable[..., Any]] = {"short": _short, "long": _long, "code": _code, "drawn": drawn, "image_uri": image_uri}

@@ -6,19 +6,20 @@ import json
 import math
 from typing import Any
 
+from .figures import Bars, Figure
 from .format import plain
-from .report import Bars, Block, Code, Figure, Gallery, Notes, Paragraph, Question, Report, Table
+from .report import Block, Code, Gallery, Notes, Paragraph, Question, Report, Table
 
 # Characters of a cell, a note or a paragraph.
 MOST_CHARACTERS = 1000
 RIGHT = {True: "✓ ", False: "✗ ", None: ""}
 
 
-def as_markdown(report: Report) -> str:
-    """Return the report as Markdown. Figures are left out: Markdown cannot hold them."""
+def as_markdown(report: Report, *, detail: bool = True) -> str:
+    """Return the report as Markdown, without figures. detail: with the blocks that a terminal leaves out."""
     parts = [f"**{_line(report.headline)}**", _line(report.subject), f"> {_line(report.warning)}" if report.warning else ""]
     for section in report.sections:
-        blocks = [text for text in map(_block, section.blocks) if text]
+        blocks = [text for text in (_block(block) for block in section.blocks if detail or not block.detail) if text]
         parts += [f"### {_line(section.title)}" if section.title and blocks else "", *blocks]
     return "\n\n".join(part for part in parts if part) + "\n"
 

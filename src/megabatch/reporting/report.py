@@ -5,26 +5,18 @@ Every verb fills one `Report`; terminal.py, html.py and markdown.py render it. V
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+
+from .figures import Figure
+from .format import Format, whole
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-Format = Callable[[Any], str]
 Row = Mapping[str, Any]
-Points = Sequence[tuple[float, float]]
 MISSING = "–"
-
-
-def whole(value: float) -> str:
-    """Return a number without decimals, with commas.
-
-    >>> whole(1024)
-    '1,024'
-    """
-    return f"{value:,.0f}"
 
 
 @dataclass(frozen=True)
@@ -70,82 +62,6 @@ class Table:
         """Return the columns that have a value in any row. brief: without those that are a detail."""
         filled = [column for column in self.columns if not self.rows or any(row.get(column.key) is not None for row in self.rows)]
         return [column for column in filled if not (brief and column.detail)]
-
-
-class Level(NamedTuple):
-    """A horizontal line of a chart, with a text at its left end."""
-
-    value: float
-    text: str
-
-
-@dataclass(frozen=True)
-class Series:
-    """Points of a chart. label: in the legend. color: index into the theme's colors; None is the faint color.
-
-    band: low and high of each point, as an area. errors: distances down and up of each point, as bars.
-    texts: beside the points, `offset` typographic points away. size: of the markers.
-    """
-
-    points: Points
-    label: str = ""
-    style: Literal["line", "dashed", "dotted", "points", "crosses", "rings"] = "line"
-    color: int | None = 0
-    band: Sequence[tuple[float, float]] = ()
-    errors: Sequence[tuple[float, float]] = ()
-    texts: Sequence[str] = ()
-    offset: tuple[int, int] = (0, 9)
-    size: float = 5
-
-
-@dataclass(frozen=True)
-class Axis:
-    """An axis of a chart. scale: "log2" marks doublings. ticks: positions and their labels; None chooses round numbers."""
-
-    label: str = ""
-    format: Format = whole
-    scale: Literal["linear", "log", "log2"] = "linear"
-    ticks: Mapping[int, str] | Mapping[float, str] | None = None
-    low: float | None = None
-    high: float | None = None
-
-
-@dataclass(frozen=True)
-class Chart:
-    """Series over the same two axes. value: the most important number, beside the title."""
-
-    title: str
-    series: Sequence[Series]
-    x: Axis
-    y: Axis
-    levels: Sequence[Level] = ()
-    value: str = ""
-
-
-@dataclass(frozen=True)
-class Bars:
-    """One horizontal bar for each part of a whole."""
-
-    title: str
-    parts: Mapping[str, float]
-    format: Format
-
-
-@dataclass(frozen=True)
-class Figure:
-    """Charts side by side. description: for readers who do not see it. file: name of its PNG file, if it is also written as one.
-
-    size: inches of one chart. separate: charts are pages' own images, so that they can flow on a narrow screen.
-    """
-
-    kind: ClassVar[str] = "figure"
-    charts: Sequence[Chart | Bars]
-    description: str
-    file: str = ""
-    columns: int = 2
-    size: tuple[float, float] = (7.2, 3.4)
-    separate: bool = False
-    detail: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)

@@ -12,30 +12,11 @@ from .. import config
 from ..files import write_text
 from ..recall import RECALL_AT, chance
 from .contact import read_contact
-from .format import bytes_text, change_text, count_text, percent_text, seconds_text
+from .figures import Axis, Chart, Figure, Points, Series
+from .format import Format, bytes_text, change_text, count_text, percent_text, seconds_text, whole
 from .history import History, Row, number, read_history
 from .html import as_html
-from .report import (
-    Axis,
-    Block,
-    Chart,
-    Code,
-    Column,
-    Figure,
-    Format,
-    Gallery,
-    KeyNumber,
-    Notes,
-    Paragraph,
-    Points,
-    Question,
-    Report,
-    Section,
-    Series,
-    Table,
-    pairs_table,
-    whole,
-)
+from .report import Block, Code, Column, Gallery, KeyNumber, Notes, Paragraph, Question, Report, Section, Table, pairs_table
 
 # Bad samples that are named one by one.
 MOST_NAMED = 50

@@ -30,7 +30,7 @@ def visible(text: str) -> str:
     >>> print(visible("a\tb\x1b[2Jc"))
     a b\x1b[2Jc
     """
-    return CONTROL.sub(lambda found: " " if found[0] in "\t\n\r" else found[0].encode("unicode_escape").decode("ascii"), text)
+    return CONTROL.sub(lambda match: " " if match[0] in "\t\n\r" else match[0].encode("unicode_escape").decode("ascii"), text)
 
 
 def print_report(report: Report, console: Console | None = None) -> None:

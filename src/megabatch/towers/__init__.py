@@ -18,7 +18,17 @@ from .tower import BuiltTower
 from .transformers import TRANSFORMERS
 from .weights import load_weights
 
-__all__ = ["LIBRARIES", "BuiltTower", "TowerLibrary", "build_tower", "find_library", "full_name", "load_weights", "names_code"]
+__all__ = [
+    "LIBRARIES",
+    "BuiltTower",
+    "TowerLibrary",
+    "build_tower",
+    "find_library",
+    "full_name",
+    "load_weights",
+    "names_code",
+    "rows_are_independent",
+]
 
 # By a tower's name, or by the part of it before the colon. Any other name with a colon is that of a function.
 LIBRARIES = {
@@ -69,6 +79,12 @@ def build_tower(tower: config.Tower, dim: int, *, side: str) -> BuiltTower:
     except ValueError as error:
         raise ValueError(f"tower {side}: {error}") from error
     return built
+
+
+def rows_are_independent(name: str) -> bool:
+    """Return whether no layer of the tower mixes rows, as batch norm does. False if it depends on the model."""
+    library = LIBRARIES.get(name)
+    return library is not None and library.independent_rows
 
 
 def full_name(name: str) -> str:

@@ -318,7 +318,7 @@ def built_in_tower(builder: Callable[..., BuiltTower], *, partner: str | None = 
     def build(request: TowerRequest) -> BuiltTower:
         return builder(request.dim, **_check_options(name, builder, request.options), checkpointing=request.checkpointing)
 
-    return TowerLibrary(name, build, takes_model=False, partner=partner, plan_dim=128)
+    return TowerLibrary(name, build, takes_model=False, partner=partner, plan_dim=128, independent_rows=True)
 
 
 def _check_options(name: str, builder: Callable[..., BuiltTower], options: Mapping[str, Any]) -> dict[str, Any]:

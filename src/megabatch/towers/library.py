@@ -44,6 +44,7 @@ class TowerLibrary:
     both_sides: whether one model holds an image and a text tower, so that the model's name serves for both sides of a pair.
     partner: the name of the tower that a plan puts on side y if only x is named; None: a text tower of CLIP's size.
     plan_dim: the width of the embeddings in a plan that does not give one.
+    independent_rows: whether no layer of any of its towers mixes rows, as batch norm does.
     alias: pattern of model names without a prefix that papers use and that mean this library's models, such as "ViT-L/14".
     """
 
@@ -53,6 +54,7 @@ class TowerLibrary:
     both_sides: bool = False
     partner: str | None = None
     plan_dim: int = 512
+    independent_rows: bool = False
     alias: str | None = None
 
 

@@ -9,6 +9,7 @@ from megabatch import config
 
 from ...objectives import OBJECTIVES
 from ...optimizers import OPTIMIZERS, built_in_of, closest, family_of
+from ...towers import rows_are_independent
 from ..documents import Document, Reading, edit_toml, table_of
 from ..facts import TrainingFacts
 
@@ -31,8 +32,6 @@ KEYS = {
     "rate_follows": "batch.lr_rule",
     "precision": "compute.precision",
 }
-# The built-in towers treat each row separately.
-WITHOUT_BATCHNORM = ("vit", "cnn", "text", "x")
 
 
 def read(name: str, text: str, table: Mapping[str, Any], facts: Mapping[str, Any]) -> Reading:
@@ -84,7 +83,7 @@ def _facts(run: config.Run, ranks: int | None, data: int | None) -> TrainingFact
 
 def _batchnorm(run: config.Run) -> bool | None:
     towers = [run.x, run.y] if OBJECTIVES[run.loss.objective].contrastive else [run.x]
-    return False if all(tower.name in WITHOUT_BATCHNORM or tower.locked for tower in towers) else None
+    return False if all(tower.name == "x" or rows_are_independent(tower.name) or tower.locked for tower in towers) else None
 
 
 def _finetuning(run: config.Run) -> bool | None:

@@ -7,8 +7,9 @@ from typing import Any
 
 from ...measurements import Fit, Measured
 from ...objectives import OBJECTIVES
-from ...reporting.format import bytes_text, seconds_text
-from ...reporting.report import Axis, Chart, Column, Figure, KeyNumber, Level, Notes, Report, Section, Series, Table, whole
+from ...reporting.figures import Axis, Chart, Figure, Level, Series
+from ...reporting.format import bytes_text, seconds_text, whole
+from ...reporting.report import Column, KeyNumber, Notes, Report, Section, Table
 from .trial import REASONS, REFUSED
 
 # Factor by which the x-axis extends beyond the sizes, and share of its width between two sizes that are written below it.
@@ -34,10 +35,7 @@ def fit_report(result: Measured) -> Report:
         subject=" · ".join(part for part in (result.device, f"PyTorch {result.torch}", result.date) if part),
         headline=headline,
         numbers=[KeyNumber("chunk", fit.chunk), *([KeyNumber("peak memory", peak, bytes_text)] if peak else [])],
-        sections=[
-            Section("Trials", [Table(COLUMNS, rows), _figure(fit)]),
-            *([Section("", [Notes(notes)])] if notes else []),
-        ],
+        sections=[Section("Trials", [Table(COLUMNS, rows), _figure(fit)]), *([Section("", [Notes(notes)])] if notes else [])],
     )
 
 

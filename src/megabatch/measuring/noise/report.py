@@ -7,23 +7,9 @@ from collections.abc import Iterator, Sequence
 
 from ... import config
 from ...measurements import Measured, Noise
-from ...reporting.report import (
-    Axis,
-    Block,
-    Chart,
-    Code,
-    Column,
-    Figure,
-    KeyNumber,
-    Level,
-    Notes,
-    Paragraph,
-    Report,
-    Section,
-    Series,
-    Table,
-    whole,
-)
+from ...reporting.figures import Axis, Chart, Figure, Level, Series
+from ...reporting.format import whole
+from ...reporting.report import Block, Code, Column, KeyNumber, Notes, Paragraph, Report, Section, Table
 from ...training.noise.estimator import number, sentence
 from .branch import TOLERANCE, Branch
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ...reporting.format import bytes_text, count_text, seconds_text
-from ...reporting.report import Column, Format, whole
+from ...reporting.format import Format, bytes_text, seconds_text, whole
+from ...reporting.report import Column
 from ..predictions import StepPrediction
+
+RESERVED = "reserved_bytes"
+# Computed from predicted_seconds for the chart; not in the file.
+PREDICTED_RATE = "predicted_pairs_per_s"
 
 
 class Timed(NamedTuple):
@@ -48,49 +52,31 @@ class Quantity(NamedTuple):
     predicted: str = ""
 
 
+def _seconds(sample: TimedSample) -> float:
+    return median_and_spread(sample.timed.seconds)[0]
+
+
+def _predicted_reserved(sample: TimedSample) -> int | None:
+    if sample.predicted is None or sample.timed.reserved_bytes is None:
+        return None
+    return sample.predicted.reserved_bytes
+
+
+# The order is that of the columns.
 QUANTITIES = (
-    Quantity("keep", "keep", whole, lambda sample: sample.timed.keep),
+    Quantity("keep", "keep", whole, lambda s: s.timed.keep),
     Quantity(
-        "pairs_per_s",
-        "samples/s",
-        count_text,
-        lambda sample: sample.batch / median_and_spread(sample.timed.seconds)[0],
-        chart="samples per second",
-        predicted="predicted_pairs_per_s",
+        "pairs_per_s", "samples/s", whole, lambda s: s.batch / _seconds(s), chart="samples per second", predicted=PREDICTED_RATE
     ),
-    Quantity("seconds", "one step", seconds_text, lambda sample: median_and_spread(sample.timed.seconds)[0]),
-    Quantity("spread", "±", seconds_text, lambda sample: median_and_spread(sample.timed.seconds)[1]),
-    Quantity("predicted_seconds", "predicted", seconds_text, lambda sample: sample.predicted and sample.predicted.seconds),
+    Quantity("seconds", "one step", seconds_text, _seconds),
+    Quantity("spread", "±", seconds_text, lambda s: median_and_spread(s.timed.seconds)[1]),
+    Quantity("predicted_seconds", "predicted", seconds_text, lambda s: s.predicted and s.predicted.seconds),
+    Quantity("peak_bytes", "peak", bytes_text, lambda s: s.timed.peak_bytes, RESERVED, "peak memory of tensors", "predicted_bytes"),
+    Quantity("predicted_bytes", "predicted", bytes_text, lambda s: s.predicted and s.predicted.peak_bytes, RESERVED),
     Quantity(
-        "peak_bytes",
-        "peak",
-        bytes_text,
-        lambda sample: sample.timed.peak_bytes,
-        replaced_by="reserved_bytes",
-        chart="peak memory of tensors",
-        predicted="predicted_bytes",
+        RESERVED, "reserved", bytes_text, lambda s: s.timed.reserved_bytes, chart="reserved memory", predicted="predicted_reserved"
     ),
-    Quantity(
-        "predicted_bytes",
-        "predicted",
-        bytes_text,
-        lambda sample: sample.predicted and sample.predicted.peak_bytes,
-        replaced_by="reserved_bytes",
-    ),
-    Quantity(
-        "reserved_bytes",
-        "reserved",
-        bytes_text,
-        lambda sample: sample.timed.reserved_bytes,
-        chart="memory reserved on the device",
-        predicted="predicted_reserved",
-    ),
-    Quantity(
-        "predicted_reserved",
-        "predicted",
-        bytes_text,
-        lambda sample: sample.predicted and sample.timed.reserved_bytes and sample.predicted.reserved_bytes,
-    ),
+    Quantity("predicted_reserved", "predicted", bytes_text, _predicted_reserved),
 )
 
 

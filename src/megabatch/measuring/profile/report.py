@@ -8,9 +8,10 @@ from typing import Any
 from ...evidence import steps_factor
 from ...measurements import Measured, Profile
 from ...objectives import OBJECTIVES
-from ...reporting.format import bytes_text, change_text, seconds_text
-from ...reporting.report import Axis, Chart, Figure, KeyNumber, Notes, Report, Section, Series, Table, whole
-from .quantities import QUANTITIES, Quantity, columns
+from ...reporting.figures import Axis, Chart, Figure, Series
+from ...reporting.format import bytes_text, change_text, seconds_text, whole
+from ...reporting.report import KeyNumber, Notes, Report, Section, Table
+from .quantities import PREDICTED_RATE, QUANTITIES, Quantity, columns
 
 # From so many sizes on, only every second one is labelled.
 CROWDED = 10
@@ -103,7 +104,7 @@ def _chart(profile: Profile, quantity: Quantity) -> Chart:
     rows, against = _ran(profile), profile.against
     points = [(row[against], row[quantity.key]) for row in rows]
     series = [Series(points, "measured")]
-    predictions = [{**row, "predicted_pairs_per_s": _predicted_rate(row)} for row in rows]
+    predictions = [{**row, PREDICTED_RATE: _predicted_rate(row)} for row in rows]
     predicted = [(row[against], row[quantity.predicted]) for row in predictions if row.get(quantity.predicted) is not None]
     if quantity.key == "pairs_per_s":
         # The spread is of seconds: the rate at both ends of it.

@@ -8,22 +8,9 @@ from typing import Any
 from ... import config
 from ...measurements import Measured, Sweep
 from ...objectives import OBJECTIVES
-from ...reporting.format import bytes_text, count_text, percent_text, seconds_text
-from ...reporting.report import (
-    Axis,
-    Block,
-    Chart,
-    Code,
-    Column,
-    Figure,
-    KeyNumber,
-    Notes,
-    Report,
-    Section,
-    Series,
-    Table,
-    whole,
-)
+from ...reporting.figures import Axis, Chart, Figure, Series
+from ...reporting.format import bytes_text, count_text, percent_text, seconds_text, whole
+from ...reporting.report import Block, Code, Column, KeyNumber, Notes, Report, Section, Table
 from .cases import rule_in_words
 from .summary import Summary, difference, from_row, pareto
 from .verdict import Verdict, best_of, quality_text, verdict

@@ -50,7 +50,7 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Entry:
+class SavedTensor:
     """A whole tensor, and the boxes that it was written in."""
 
     dtype: str
@@ -68,7 +68,7 @@ class File:
 class Manifest:
     facts: dict[str, Any]
     files: dict[str, File]
-    tensors: dict[str, Entry]
+    tensors: dict[str, SavedTensor]
 
 
 def nbytes(dtype: str, sizes: Iterable[int]) -> int:
@@ -141,11 +141,11 @@ def _manifest(content: dict[str, Any]) -> Manifest:
     return Manifest(content["facts"], files, tensors)
 
 
-def _entry(name: str, table: dict[str, Any], files: dict[str, File]) -> Entry:
+def _entry(name: str, table: dict[str, Any], files: dict[str, File]) -> SavedTensor:
     if table["dtype"] not in DTYPES:
         raise ValueError(f"{name!r} is {table['dtype']!r}, not a tensor of numbers")
     boxes = tuple(Box(_counts(c["offsets"]), _counts(c["sizes"]), str(c["file"]), _count(c["at"])) for c in table["boxes"])
-    entry = Entry(table["dtype"], _counts(table["shape"]), boxes)
+    entry = SavedTensor(table["dtype"], _counts(table["shape"]), boxes)
     for box in boxes:
         within = len(box.offsets) == len(box.sizes) == len(entry.shape) and all(
             offset + size <= whole for offset, size, whole in zip(box.offsets, box.sizes, entry.shape, strict=True)

@@ -30,7 +30,18 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from megabatch.training.checkpoint import folder
-from megabatch.training.checkpoint.manifest import DTYPE_NAMES, DTYPES, NAME, PIECE, Box, Entry, File, Manifest, as_json, nbytes
+from megabatch.training.checkpoint.manifest import (
+    DTYPE_NAMES,
+    DTYPES,
+    NAME,
+    PIECE,
+    Box,
+    File,
+    Manifest,
+    SavedTensor,
+    as_json,
+    nbytes,
+)
 
 
 @dataclass(frozen=True)
@@ -121,7 +132,7 @@ class Writer(StorageWriter):
         tensors = {}
         for name, entry in metadata.state_dict_metadata.items():
             assert isinstance(entry, TensorStorageMetadata)
-            tensors[name] = Entry(DTYPE_NAMES[entry.properties.dtype], tuple(entry.size), tuple(boxes[name]))
+            tensors[name] = SavedTensor(DTYPE_NAMES[entry.properties.dtype], tuple(entry.size), tuple(boxes[name]))
         for name, file in files.items():
             path = self.partial / name
             if not path.exists() or path.stat().st_size != file.bytes:

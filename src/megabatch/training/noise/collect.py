@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ...ring import Group, Ring
-from .estimator import Estimate, Micro, Moments, estimate, moments
+from .estimator import Micro, Moments, NoiseEstimate, estimate, moments
 
 # Steps that an estimate averages over: enough to reduce its variance, few enough to follow the training.
 WINDOW = 50
@@ -112,7 +112,7 @@ class NoiseScale:
         self.steps.append(step)
         return step
 
-    def estimate(self) -> Estimate:
+    def estimate(self) -> NoiseEstimate:
         """Return the critical batch of the last steps, with its interval."""
         return estimate(list(self.steps))
 

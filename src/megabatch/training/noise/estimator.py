@@ -36,7 +36,7 @@ class Moments(NamedTuple):
     signal: float
 
 
-class Estimate(NamedTuple):
+class NoiseEstimate(NamedTuple):
     """The critical batch with its 95 % interval, the tr(Σ) and |G|² it follows from, and the number of steps."""
 
     critical: float
@@ -71,7 +71,7 @@ def moments(micros: Sequence[Micro], square: float) -> Moments:
     )
 
 
-def estimate(steps: Sequence[Moments]) -> Estimate:
+def estimate(steps: Sequence[Moments]) -> NoiseEstimate:
     """Return the critical batch from the moments of consecutive steps, with Fieller's interval over groups of dependent steps.
 
     Where |G|² does not differ significantly from 0, the upper end is inf; with too few steps the interval is 0 to inf.
@@ -81,7 +81,7 @@ def estimate(steps: Sequence[Moments]) -> Estimate:
     trace, signal = _mean([step.trace for step in steps]), _mean([step.signal for step in steps])
     low, high = _interval(steps, trace, signal)
     critical = max(0.0, trace) / signal if signal > 0 else math.inf
-    return Estimate(critical, low, high, trace, signal, len(steps))
+    return NoiseEstimate(critical, low, high, trace, signal, len(steps))
 
 
 def sentence(critical: float, low: float, high: float) -> str:
