@@ -167,6 +167,18 @@ def test_a_circle_is_found_also_for_types():
     assert circles(import_graph(files)) == [["a", "b", "c"]]
 
 
+def test_a_class_name_occurs_once_in_the_package():
+    files: dict[str, list[str]] = {}
+    for file in PACKAGE.rglob("*.py"):
+        # Adapters have the names of the classes that they replace.
+        if "adapters" in file.parts:
+            continue
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                files.setdefault(node.name, []).append(file.relative_to(PACKAGE).as_posix())
+    assert {name: places for name, places in files.items() if len(places) > 1} == {}
+
+
 @pytest.mark.parametrize(
     ("path", "source"),
     [

@@ -98,7 +98,7 @@ class Tower:
     """One encoder.
 
     name: "vit", "cnn" (images) or "text", built in; "timm:NAME", "open_clip:NAME", "transformers:NAME or folder"; or
-        "package.module:function", which is called with the options and returns a Module or a `towers.Tower`. The name "x" for y
+        "package.module:function", called with the options to return a Module or a `towers.BuiltTower`. The name "x" for y
         shares the tower of x.
     options: arguments of the builder (width, depth, size, …).
     weights: local file with initial weights, safetensors or a state dict that torch.load reads with weights_only.

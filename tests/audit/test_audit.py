@@ -298,7 +298,7 @@ def test_a_good_run_has_nothing_above_a_note(file, text, known, tmp_path):
 
 
 def test_the_embedded_default_has_few_updates_and_no_other_finding():
-    # 256 updates at 1,024 are the small budget of a demonstration.
+    # The embedded run is short, so that it can serve as a demonstration.
     assert codes(audit(config.build(config.EMBEDDED))) == {"too-few-updates"}
 
 

@@ -83,7 +83,7 @@ def test_the_case_above_needs_the_replay(place, monkeypatch):
     def forgetful(self: ForwardState) -> Iterator[None]:
         yield
 
-    monkeypatch.setattr(ForwardState, "again", forgetful)
+    monkeypatch.setattr(ForwardState, "replayed", forgetful)
     model, x = tower(), torch.randn(37, 64)
     x = x.cuda() if place == "device" else x.pin_memory()
     device = None if place == "device" else "cuda"

@@ -71,8 +71,8 @@ def no_work(monkeypatch):
         raise AssertionError("work has begun")
 
     monkeypatch.setattr(loop, "ranks", work)
-    for name in ("training.distributed.ranks", "measuring.sweep.sweep_runs.checked_request"):
-        monkeypatch.setattr(f"megabatch.{name}", work)
+    monkeypatch.setattr("megabatch.training.distributed.ranks", work)
+    monkeypatch.setattr("megabatch.measuring.sweep.sweep_runs.checked_request", work)
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def test_a_bad_sample_counts_once_over_all_epochs(tmp_path):
     out = train(run_of(pairs, tmp_path / "run", *options, "data.max_bad=4"))
     assert result_of(out)["bad"] == 4
     assert sorted(line["key"] for line in log_of(out, "bad")) == [f"pairs.jsonl:{n}" for n in (15, 16, 30, 4)]
-    with pytest.raises(Stopped, match=r"4 training samples cannot be read, data\.max_bad allows 3") as stopped:
+    with pytest.raises(Stopped, match=r"4 training samples cannot be read.*max_bad allows 3") as stopped:
         train(run_of(pairs, tmp_path / "strict", *options, "data.max_bad=3"))
     assert stopped.value.status == 1
 
@@ -129,7 +129,7 @@ def test_a_batch_without_readable_samples_is_a_step_without_an_update(tmp_path, 
 
 def test_a_batch_without_readable_samples_counts_against_the_limit(tmp_path):
     pairs = write_broken(tmp_path / "pairs.jsonl", in_step(1, 8))
-    with pytest.raises(Stopped, match=r"8 training samples cannot be read, data\.max_bad allows 7"):
+    with pytest.raises(Stopped, match=r"8 training samples cannot be read.*max_bad allows 7"):
         train(run_of(pairs, tmp_path / "run", *CONSTANT, "data.max_bad=7", steps=4))
     assert len(log_of(tmp_path / "run", "bad")) == 8
 
@@ -235,7 +235,7 @@ def test_a_damaged_shard_is_reported_whatever_is_held_out(tmp_path, held_out, ca
     assert (damage["file"], damage["read"], damage["lost"]) == ("a.tar", 2, 38)
     assert result_of(out)["bad"] == 38 and len(result_of(out)["damage"]) == 1
     # Lost samples count from the start.
-    with pytest.raises(Stopped, match=r"38 training samples cannot be read, data\.max_bad allows 37; damaged: a\.tar"):
+    with pytest.raises(Stopped, match=r"38 training samples cannot be read.*max_bad allows 37; damaged: a\.tar"):
         train(run_of(tmp_path / "*.tar", tmp_path / "strict", *SHARDS, f"data.held_out={held_out}", "data.max_bad=37", steps=2))
     assert log_of(tmp_path / "strict", "damage") and not log_of(tmp_path / "strict", "step")
 

@@ -252,7 +252,7 @@ def test_nothing_fits(quick, pairs, tmp_path):
 
 def test_a_step_that_goes_wrong_is_an_error_of_the_user(quick, pairs, tmp_path):
     pairs.write_text(pairs.read_text().replace("0 and 0", "X and X"))
-    with pytest.raises(ValueError, match="step 1: loss nan"):
+    with pytest.raises(ValueError, match="step 1: the loss is nan"):
         fit(run_of(pairs, tower="small_towers:poisoned"), out=tmp_path)
 
 

@@ -50,7 +50,7 @@ class TableFile:
             raise BadSample(self.key(index), f"{column} is not valid UTF-8") from None
 
 
-class Table:
+class TableSource:
     """Every row is a sample, every file a shard; paths of images are relative to the folder of their table.
 
     In a CSV file, a list of hard negatives is written as JSON: ["one", "two"]; any other cell is one text.
@@ -201,6 +201,6 @@ def _long_fields() -> Iterator[None]:
 
 TABLE = DataFormat(
     form=".csv, .tsv and .parquet files",
-    open=lambda data, source, sides: Table(data, find_files(source), sides),
+    open=lambda data, source, sides: TableSource(data, find_files(source), sides),
     recognizes=has_suffix(*DELIMITERS, ".parquet"),
 )

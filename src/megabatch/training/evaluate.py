@@ -120,7 +120,7 @@ def nearest(queries: Tensor, documents: Tensor, k: int, *, workspace: int = WORK
 
 @torch.no_grad()
 def zero_shot(images: Tensor, classes: Tensor, labels: Tensor, k: Sequence[int] = (1, 5)) -> dict[int, float]:
-    """The share of pictures, in [0, 1], whose class is among the k most similar ones, for each k. Ties count as errors.
+    """The share of images, in [0, 1], whose class is among the k most similar ones, for each k. Ties count as errors.
 
     images: (N, D); classes: (C, D), see `class_embeddings`; labels: (N,) integers below C.
     """
