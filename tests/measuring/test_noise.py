@@ -128,7 +128,7 @@ def test_what_cannot_be_estimated_is_refused(micros, words):
 
 
 def test_nothing_measured_is_refused():
-    with pytest.raises(ValueError, match="two micro-batches or more"):
+    with pytest.raises(ValueError, match="at least two micro-batches"):
         estimate([])
 
 

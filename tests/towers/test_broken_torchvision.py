@@ -22,12 +22,12 @@ BERT = {
 PROGRAM = """
 import sys
 from megabatch import config
-from megabatch.costs.models import sides
+from megabatch.costs.models import encoders_of
 from megabatch.towers import build_tower
 
 print([name for name in ("torchvision", "timm", "open_clip", "transformers") if name in sys.modules])
 plan = config.build({{"x": {{"name": "open_clip:ViT-L-14"}}, "y": {{"name": "open_clip:ViT-L-14"}}, "schedule": {{"steps": 1}}}})
-print([sum(p.numel() for p in side.module.parameters()) // 10**6 for side in sides(plan)])
+print([sum(p.numel() for p in side.module.parameters()) // 10**6 for side in encoders_of(plan)])
 print(build_tower(config.Tower("timm:test_vit"), 12, side="x").kind)
 print(build_tower(config.Tower("transformers:" + {bert!r}), 12, side="y").kind)
 
