@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -q
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow soak fuzz lint format bench clean
+.PHONY: help demo test test-quick test-slow soak fuzz lint format bench clean
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 help:  ## show this list
@@ -19,7 +19,11 @@ demo: $(DEMO_STAMP)  ## install into .venv, plan, train a small CLIP, then take 
 	$(BIN)/megabatch plan --overwrite --out runs/plan.toml
 	$(BIN)/megabatch train --fresh runs/plan.toml
 
-test: lint  ## linters, types and tests: what must pass before a change is merged
+# Side by side: mypy runs in one process.
+test: $(STAMP)  ## linters, types and tests: what must pass before a change is merged
+	@$(MAKE) --no-print-directory --output-sync=target -j 2 lint test-quick
+
+test-quick: $(STAMP)
 	$(PYTEST) -m "not slow and not soak"
 
 test-slow: $(STAMP)  ## the tests that take longer: signals, killed processes, full disks

@@ -3,7 +3,9 @@
 import importlib.util
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -53,8 +55,23 @@ LONGEST = (
 )
 
 
+# Before the selection by marks.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+    mark_samples(items)
+
+
+def mark_samples(items: list[pytest.Item]) -> None:
+    """Mark all but every n-th case of a parametrized test as slow, where the test has the mark sampled(n)."""
+    cases: Counter[tuple[Path, str]] = Counter()
+    for item in items:
+        mark = item.get_closest_marker("sampled")
+        if mark is not None:
+            test = item.path, getattr(item, "originalname", item.name)
+            if cases[test] % mark.args[0]:
+                item.add_marker("slow")
+            cases[test] += 1
 
 
 @pytest.fixture

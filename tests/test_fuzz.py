@@ -16,6 +16,8 @@ from fuzz.harness import Reached, Target, case_of, fuzz, ranges, replayed
 from fuzz.targets import TARGETS, all_targets
 from world import fresh_processes
 
+pytestmark = pytest.mark.sampled(3)
+
 INPUTS, SEED = 2000, 20
 # The bytes at which the planted targets below misbehave.
 BAD = 7

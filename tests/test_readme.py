@@ -7,6 +7,7 @@ import re
 import statistics
 import sys
 
+import pytest
 import torch
 
 import megabatch.chunks.accumulate
@@ -146,6 +147,7 @@ def test_what_it_says_of_the_batch_is_in_the_kept_rows():
     assert max(best[4096]) < min(best[512]) and max(best[16384]) < min(best[4096])
 
 
+@pytest.mark.slow
 def test_the_examples_of_measuring_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     fitted, noise = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "measuring.md").read_text(), re.DOTALL)

@@ -58,6 +58,7 @@ def kept(tmp_path: Path) -> Path:
     return tmp_path / "rows.jsonl"
 
 
+@pytest.mark.slow
 def test_a_case_in_its_own_process_gives_times_memory_and_errors() -> None:
     row = run_case(Case("clip", "ours", batch=256, dim=64, repeats=2))
     assert "error" not in row and row["right"] and row["runs"] == 2
@@ -246,6 +247,7 @@ def test_large_batches_warm_up_at_a_smaller_size(device: str, batch: int, warm_u
     assert measuring._warm_up_batch(Case("clip", "ours", batch=batch, device=device)) == warm_up
 
 
+@pytest.mark.slow
 def test_rows_of_several_runs_are_combined(tmp_path: Path) -> None:
     def run(*more: str) -> list[tuple[int, int]]:
         options = ["--losses", "clip", "--only", "ours", "--repeats", "1", "--in-process", "--out", str(tmp_path / "rows.jsonl")]

@@ -19,6 +19,8 @@ from benchmarks.encoders.schemes import Accumulation, Scheme, TwoPass
 from benchmarks.measure import Row
 from benchmarks.readme import with_tables
 
+pytestmark = pytest.mark.slow
+
 FIELDS = {
     "case",
     "contestant",

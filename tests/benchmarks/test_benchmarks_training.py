@@ -14,6 +14,8 @@ from benchmarks.readme import ROOT
 from benchmarks.report import read_rows
 from megabatch.reporting.figures import save
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def pairs():

@@ -16,6 +16,8 @@ from world import error_of
 
 import megabatch
 
+pytestmark = pytest.mark.sampled(3)
+
 CLASSES = 5
 IGNORED = -100
 

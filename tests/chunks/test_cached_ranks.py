@@ -17,6 +17,8 @@ from world import error_of
 
 import megabatch
 
+pytestmark = pytest.mark.sampled(4)
+
 ROWS = 14
 
 

@@ -17,6 +17,8 @@ from world import error_of
 import megabatch
 from megabatch.chunks.oom import is_out_of_memory
 
+pytestmark = pytest.mark.sampled(3)
+
 ROWS = 12
 
 

@@ -95,6 +95,7 @@ def test_train_learns_from_images(run):
     assert result["evaluation"]["x_to_y"]["1"] > 2 * result["chance"]["1"]
 
 
+@pytest.mark.slow
 def test_evaluate_repeats_the_result_of_the_run(megabatch, run):
     found = json.loads(megabatch("evaluate", run, "--json").stdout)
     expected = json.loads((run / "result.json").read_text())["evaluation"]
@@ -121,6 +122,7 @@ def test_search_finds_and_draws(megabatch, run, images):
     assert megabatch("search", run, images / "red-red-0.png", "-k", "2").stdout.count("beside") == 2
 
 
+@pytest.mark.slow
 def test_the_same_command_goes_on_and_fresh_starts_over(megabatch, run, images):
     before = (run / "log.jsonl").read_text().count('"event": "step"')
     command = ["train", f"data.source={images / 'pairs.csv'}", f"out={run}", *SMALL]
@@ -204,6 +206,7 @@ def test_what_cannot_be_met_is_one_sentence(arguments, words, tmp_path, monkeypa
     assert words in line
 
 
+@pytest.mark.slow
 def test_the_embedded_default_trains_on_glyphs_and_finds_them(megabatch, tmp_path):
     settings = ["schedule.steps=4", "batch.size=256", "evaluate.limit=300", "evaluate.large=[600]", f"out={tmp_path / 'run'}"]
     done = megabatch("train", *settings, "compute.device=cpu")

@@ -133,6 +133,7 @@ def test_kept_measurements_are_predicted_again(tmp_path: Path, monkeypatch: pyte
     assert limit == KEPT[-1]
 
 
+@pytest.mark.slow
 def test_a_part_runs_in_its_own_process_which_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = asdict(quick_cases()[0])
     assert program.run_in_process("predict", tiny)["predicted"] == predict(quick_cases()[0]).peak_bytes

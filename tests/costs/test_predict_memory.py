@@ -178,6 +178,7 @@ def test_clip_vit_l_14_agrees_with_measurements_on_an_h200(chunk_of_64: Any, row
     assert predicted.reserved_bytes / MIB == pytest.approx(row["peak_reserved_mib"], rel=0.03)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("attention", "megabytes"), [("sdpa", 832), ("eager", 1737)])
 def test_the_activations_of_a_layer_of_bert_base_agree_with_measurements(attention: str, megabytes: int) -> None:
     transformers = pytest.importorskip("transformers")
@@ -408,6 +409,7 @@ def test_the_optimizers_step_dominates_at_small_batches() -> None:
     assert line.peak(1).moment == "optimizer step" and line.peak(100_000).moment != "optimizer step"
 
 
+@pytest.mark.slow
 def test_curves_of_chunked_steps_agree_with_direct_predictions() -> None:
     line = memory_curve(pair, (sequences, sequences), Setup(objective="clip", chunk=64))
     assert line.peak(8192).peak_bytes == contrastive(8192, chunk=64).peak_bytes

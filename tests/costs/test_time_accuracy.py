@@ -103,6 +103,7 @@ def test_a_model_is_counted_once_and_failures_are_kept(monkeypatch: pytest.Monke
     assert predicted[0]["predicted_s"] <= predicted[2]["predicted_s"] <= predicted[3]["predicted_s"]
 
 
+@pytest.mark.slow
 def test_the_quick_cases_run_to_the_end_with_a_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

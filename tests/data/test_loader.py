@@ -443,6 +443,7 @@ def test_closing_early_ends_the_workers_at_the_next_piece():
     assert children() == []
 
 
+@pytest.mark.slow
 def test_a_killed_worker_raises_instead_of_blocking():
     with pytest.raises(RuntimeError, match="DataLoader worker"):
         for _ in load(Shelves([100]), x=slow, workers=1).batches((step * 8, 8) for step in range(100)):
@@ -456,6 +457,7 @@ def test_signals_to_the_group_of_the_training_process_do_not_reach_its_workers()
     assert group != os.getpgrp()
 
 
+@pytest.mark.slow
 def test_a_process_that_fails_in_the_middle_ends_quickly_and_quietly():
     program = """
         import test_loader

@@ -16,7 +16,7 @@ import megabatch
 from megabatch import reference
 
 # The arithmetic is tested with scales that are unusual in training.
-pytestmark = pytest.mark.filterwarnings("ignore:scale=")
+pytestmark = [pytest.mark.filterwarnings("ignore:scale="), pytest.mark.sampled(3)]
 TILES = (64, 500, 4000, None)
 
 
@@ -71,6 +71,7 @@ def cases(draw) -> Case:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(cases(), st.sampled_from(TILES))
 def test_any_case_is_the_formula_in_fp64(case, workspace):

@@ -8,6 +8,8 @@ from heap import MIB, measured
 
 import megabatch
 
+pytestmark = pytest.mark.sampled(3)
+
 WIDTH = 32
 
 
@@ -54,6 +56,7 @@ def test_the_workspace_bounds_the_temporaries():
     assert peak("clip_loss", 6000, 32 * MIB) - peak("clip_loss", 6000, 2 * MIB) > 20 * MIB
 
 
+@pytest.mark.slow
 def test_encoders_take_the_memory_of_a_chunk_and_of_what_is_kept():
     rows, activations = 32768, 16 * 64 * 4
     cases = ((rows, 0), (1024, 0), (1024, 16))
@@ -63,6 +66,7 @@ def test_encoders_take_the_memory_of_a_chunk_and_of_what_is_kept():
     assert 0.4 * rows * activations < kept < 0.8 * rows * activations
 
 
+@pytest.mark.slow
 def test_at_one_chunk_more_rows_add_their_embeddings_only():
     few, many = (measured(encode, (64, 16, 1), (rows, 1024, 0)) for rows in (8192, 65536))
     # Input, embedding, its gradient and temporaries: fewer than ten times eight numbers for each row.

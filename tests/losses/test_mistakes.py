@@ -73,6 +73,7 @@ def ring_peaks(rank: int, size: int, rows: int, width: int) -> int:
     return peak_of(lambda: step(rows), "cpu").extra_bytes
 
 
+@pytest.mark.slow
 def test_memory_of_a_rank_does_not_grow_with_the_number_of_ranks():
     """Gathering all ranks' embeddings would take two more blocks for every further rank, and their gradients as much."""
     rows, width = 1200, 512

@@ -244,6 +244,7 @@ def test_encoders_that_help_themselves_have_run_out_of_memory_all_the_same(quick
     assert found.size == 12 and all(trial.ran == (trial.size <= 12) for trial in found.trials)
 
 
+@pytest.mark.slow
 @uncollecting()
 def test_a_budget_is_measured_and_held():
     held: list[Tensor] = []

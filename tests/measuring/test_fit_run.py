@@ -117,6 +117,7 @@ def printed(result: measurements.Measured) -> str:
     return text.getvalue()
 
 
+@pytest.mark.slow
 def test_the_embedded_default_end_to_end(tmp_path):
     run = config.build(config.EMBEDDED, ["batch.size=256", "data.workers=0", "schedule.steps=2"])
     result = fit(run, out=tmp_path)
@@ -133,6 +134,7 @@ def test_the_embedded_default_end_to_end(tmp_path):
     assert 'batch.chunk=256 with batch.keep="auto"' in said
 
 
+@pytest.mark.slow
 @mapped_blocks()
 @uncollecting()
 @pytest.mark.parametrize("objective", ["clip", "classify"])

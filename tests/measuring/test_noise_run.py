@@ -28,6 +28,8 @@ from megabatch.training.loop import Training
 from megabatch.training.noise.estimator import Micro, Moments, moments
 from megabatch.training.schedules import step_schedule
 
+pytestmark = pytest.mark.sampled(3)
+
 # These runs name towers of the tests, which are trusted.
 noise = functools.partial(noise_run.noise, trust_code=True)
 
@@ -167,6 +169,7 @@ def _train_as_rank(rank, size, pairs, out, options):
     train(run_of(pairs, out, *options))
 
 
+@pytest.mark.slow
 def test_ranks_decide_alike_and_as_one_process(world, drawn, whole, tmp_path):
     world.run(2, _train_as_rank, str(drawn), str(tmp_path / "2"), RAMP)
     assert batches_of(tmp_path / "2") == batches_of(whole)
@@ -363,6 +366,7 @@ def _measured_as_rank(rank, size, pairs, out, options):
     return found.critical, found.low, found.high
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [CLASSIFY, ["compute.sharding=fsdp2"]], ids=["micro-batches", "probes of a sharded run"])
 def test_ranks_measure_what_one_process_measures(world, pairs, tmp_path, options):
     alone = _measured_as_rank(0, 1, pairs, tmp_path / "1", options if "fsdp2" not in options[0] else [])
@@ -372,6 +376,7 @@ def test_ranks_measure_what_one_process_measures(world, pairs, tmp_path, options
     assert first == pytest.approx(alone, rel=0.02)
 
 
+@pytest.mark.slow
 def test_the_embedded_default_in_small_settings(tmp_path):
     settings = ["batch.size=16", "batch.chunk=16", "x.options.width=8", "y.options.width=16", "y.options.depth=1"]
     run = config.build(config.EMBEDDED, [*settings, "evaluate.limit=64", "data.workers=0", "watch.bar=false", "loss.dim=16"])

@@ -159,6 +159,7 @@ def undrawn(monkeypatch) -> None:
     monkeypatch.setattr(profile_run, "write_report", lambda report, out: None)
 
 
+@pytest.mark.slow
 def test_the_embedded_default_from_end_to_end(tmp_path):
     run = config.build(config.EMBEDDED, ["compute.device=cpu", "compute.threads=1", "batch.size=64", "batch.chunk=32"])
     found = profile(run, batches=[32, 64, 128], steps=2, critical=100.0, out=tmp_path)
@@ -225,6 +226,7 @@ def measure_as_rank(rank, size, pairs, limit):
         return [bench.measure(size, 2) for size in (Size(32, 8), Size(64, 16))]
 
 
+@pytest.mark.slow
 def test_ranks_share_a_batch_and_agree_on_its_time_and_its_end(world, pairs):
     one, other = world.run(2, measure_as_rank, str(pairs), 1000)
     assert one[0].seconds == other[0].seconds and one[1].seconds == other[1].seconds

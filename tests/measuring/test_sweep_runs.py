@@ -51,6 +51,7 @@ def events(folder: Path, event: str) -> list[dict]:
     return [row for row in rows if row["event"] == event]
 
 
+@pytest.mark.slow
 def test_the_embedded_default_is_swept_and_a_run_that_fails_is_a_row(tmp_path):
     said = []
     run = config.build(config.EMBEDDED, SMALL)

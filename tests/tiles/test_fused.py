@@ -41,6 +41,7 @@ if not architectures.INTERPRETED:
 
 # The interpreter warns when numpy overflows or makes NaN, in values that the kernels discard.
 pytestmark = [
+    pytest.mark.sampled(4),
     # Arithmetic is tested with scales that are useless for training.
     pytest.mark.filterwarnings("ignore:scale="),
     pytest.mark.usefixtures("unwritten_memory_is_no_number"),
@@ -430,6 +431,7 @@ def shard_results(rank: int, size: int) -> dict[str, dict[str, torch.Tensor]]:
     return results
 
 
+@pytest.mark.slow
 def test_two_ranks_are_one_batch(world):
     parts = world.run(2, shard_results)
     for loss, lengths in SHARDS.items():
@@ -606,6 +608,7 @@ def test_saved_exponentials_show_which_pairs_count_however_small_they_are(worksp
             assert (gradient_of - true[name]).norm() < 1e-5 * true[name].norm()
 
 
+@pytest.mark.slow
 def test_nothing_is_saved_with_options_that_need_more_than_exponentials():
     ids = torch.arange(70) // 2
     assert all(saved_of(**options)[-1] for options in ({"ids_M": ids, "ids_N": ids}, {"ranked": True}, {"smoothed": True}))

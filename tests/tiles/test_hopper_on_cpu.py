@@ -25,6 +25,8 @@ from torch import Tensor
 from megabatch.tiles import eager
 from megabatch.tiles.contract import ComputeOptions, NeedsGrad, Pairs, Softmax
 
+pytestmark = pytest.mark.sampled(3)
+
 HOPPER = Path(__file__).parents[2] / "src" / "megabatch" / "tiles" / "fused" / "hopper"
 FILES = {"stats": "softmax_forward.py", "gradient": "softmax_backward.py"}
 TILE = 64

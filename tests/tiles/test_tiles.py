@@ -22,6 +22,7 @@ IDS = torch.tensor([0, 2**32, 2**33, 1, 2**32 + 1, -1, 2**32 - 1, -(2**32) - 1, 
 
 # Triton's interpreter warns when numpy overflows or makes NaN, in values that the kernels discard.
 pytestmark = [
+    pytest.mark.sampled(4),
     pytest.mark.usefixtures("unwritten_memory_is_no_number"),
     pytest.mark.filterwarnings(
         r"ignore:(overflow|divide by zero|invalid value) encountered in:RuntimeWarning:triton\.runtime\.interpreter"

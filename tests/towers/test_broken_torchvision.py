@@ -52,6 +52,7 @@ def loaded() -> dict[str, object]:
     return {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "torchvision"}
 
 
+@pytest.mark.slow
 def test_towers_of_all_libraries_are_built_without_it(tmp_path):
     (tmp_path / "torchvision").mkdir()
     # A submodule that was imported before the failure stays in sys.modules.

@@ -21,7 +21,10 @@ from megabatch import config
 from megabatch.reporting.history import read_history
 from megabatch.training import checkpoint, run_folder
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="a launcher forks its ranks here, so that they import nothing")
+pytestmark = [
+    pytest.mark.sampled(3),
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="a launcher forks its ranks here, so that they import nothing"),
+]
 
 OPTIONS = ["x.name=text", 'x.options={"width": 8, "buckets": 64}', "y.name=x", "compute.threads=1", "checkpoint.every=3"]
 WHO = ("rank 0", "rank 1", "the launcher")

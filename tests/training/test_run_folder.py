@@ -438,6 +438,7 @@ def _made(folder):
     return folder
 
 
+@pytest.mark.slow
 def test_every_file_that_a_run_writes_is_known_by_name(tmp_path):
     """Temporary files and folders too: leftovers of a killed process must not make --fresh refuse."""
     images, out, notes = tmp_path / "images", tmp_path / "run", tmp_path / "touched.json"

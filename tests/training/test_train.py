@@ -19,6 +19,8 @@ from megabatch import config
 from megabatch.training import checkpoint
 from megabatch.training.signals import Stopped
 
+pytestmark = pytest.mark.sampled(3)
+
 
 @pytest.fixture
 def pairs(tmp_path):
@@ -38,6 +40,7 @@ def test_a_run_learns_and_leaves_its_files(pairs, tmp_path):
     assert config.read(out / "run.toml").schedule.steps == 60
 
 
+@pytest.mark.slow
 def test_a_planned_run_tells_what_its_tensors_took(pairs, tmp_path):
     """The plan predicts tensors; the whole process takes much more on a CPU."""
     plain = train(run_of(pairs, tmp_path / "plain", "schedule.steps=2"))
