@@ -21,6 +21,15 @@ def whole(value: float) -> str:
     return f"{value:,.0f}"
 
 
+def plural(noun: str) -> str:
+    """Return the plural of a noun.
+
+    >>> plural("image"), plural("query")
+    ('images', 'queries')
+    """
+    return f"{noun[:-1]}ies" if noun.endswith("ry") else f"{noun}s"
+
+
 def count_text(number: float) -> str:
     """Return a count in full up to five digits, then to three.
 

@@ -13,7 +13,7 @@ from ..files import write_text
 from ..recall import RECALL_AT, chance
 from .contact import read_contact
 from .figures import Axis, Chart, Figure, Points, Series
-from .format import Format, bytes_text, change_text, count_text, percent_text, seconds_text, whole
+from .format import Format, bytes_text, change_text, count_text, percent_text, plural, seconds_text, whole
 from .history import History, Row, number, read_history
 from .html import as_html
 from .report import Block, Code, Column, Gallery, KeyNumber, Notes, Paragraph, Question, Report, Section, Table, pairs_table
@@ -187,9 +187,8 @@ def _headline(folder: Folder, evaluation: Row) -> str:
         return "Nothing has been evaluated on held-out data yet."
     x, y = folder.sides()
     expected = chance(int(pairs))[1]
-    return (
-        f"{percent_text(recall)} of {pairs:,.0f} held-out {y}s find their own {x} first; chance would be {percent_text(expected)}."
-    )
+    found = f"{percent_text(recall)} of {pairs:,.0f} held-out {plural(y)} find their own {x} first"
+    return f"{found}; chance would be {percent_text(expected)}."
 
 
 def _key_numbers(folder: Folder) -> Iterator[KeyNumber]:

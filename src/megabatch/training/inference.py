@@ -17,6 +17,7 @@ from ..data.decoding import decode_image
 from ..data.source import BadSample
 from ..files import check_file, replacing
 from ..objectives import PAIR_LOSSES
+from ..reporting.format import plural
 from . import checkpoint
 from .build import Assembly, assemble
 from .distributed import ranks
@@ -225,22 +226,18 @@ def _with_sides(parts: Assembly, files: Sequence[str | Path], side: Side | None)
         name = "an image" if kind == "image" else "a text file"
         sides: list[Side] = [each for each in ("x", "y") if kinds[each] == kind]
         if side is not None and side not in sides:
-            raise ValueError(f"{path}: is {name}, and tower {side} of this run takes {_plural(kinds[side])}; choose the other side")
+            raise ValueError(f"{path}: is {name}, and tower {side} of this run takes {plural(kinds[side])}; choose the other side")
         if not sides:
-            raise ValueError(f"{path}: is {name}, and this run has towers for {_plural(kinds['x'])} only")
+            raise ValueError(f"{path}: is {name}, and this run has towers for {plural(kinds['x'])} only")
         if side is None and len(sides) == 2 and parts.x.module is not parts.y.module:
             raise ValueError(
-                f"{path}: both towers of this run take {_plural(kind)}; choose one: --side x for queries, --side y for documents"
+                f"{path}: both towers of this run take {plural(kind)}; choose one: --side x for queries, --side y for documents"
                 f" ({parts.run.x.name} and {parts.run.y.name})"
             )
         if not path.is_file():
             raise ValueError(f"{path}: there is no such file; name images, or text files with one text per line")
         chosen.append((path, side or sides[0]))
     return chosen
-
-
-def _plural(kind: str) -> str:
-    return "images" if kind == "image" else "texts"
 
 
 def _read(parts: Assembly, files: Sequence[tuple[Path, Side]]) -> Iterator[tuple[Side, list[Any], list[str]]]:

@@ -18,7 +18,7 @@ from ..files import replacing, write_text
 from ..recall import chance
 from ..reporting.contact import contact_sheet, read_contact
 from ..reporting.figures import save
-from ..reporting.format import bytes_text, percent_text, seconds_text
+from ..reporting.format import bytes_text, percent_text, plural, seconds_text
 from ..reporting.run_report import curves_figure, write_run_report
 from .build import Assembly
 from .evaluate import Embedded, evaluate_and_log, nearest
@@ -100,8 +100,8 @@ def sentences(result: Mapping[str, Any]) -> list[str]:
     elif quality:
         x, y = quality["sides"]
         lines.append(
-            f"{percent_text(quality['y_to_x']['1'])} of {quality['pairs']:,} held-out {y}s find their own {x} first, and"
-            f" {percent_text(quality['x_to_y']['1'])} of the {x}s their {y}; chance is {percent_text(luck['1'])}."
+            f"{percent_text(quality['y_to_x']['1'])} of {quality['pairs']:,} held-out {plural(y)} find their own {x} first, and"
+            f" {percent_text(quality['x_to_y']['1'])} of the {plural(x)} their {y}; chance is {percent_text(luck['1'])}."
         )
     memory = "" if result.get("peak_bytes") is None else f" and at most {bytes_text(result['peak_bytes'])} of memory"
     samples, steps = f"{result['samples']:,} samples", f"{result['steps']:,} steps"
