@@ -21,7 +21,7 @@ demo: $(DEMO_STAMP)  ## install into .venv, plan, train a small CLIP, then take 
 
 # Side by side: mypy runs in one process.
 test: $(STAMP)  ## linters, types and tests: what must pass before a change is merged
-	@$(MAKE) --no-print-directory --output-sync=target -j 2 lint test-quick
+	@$(MAKE) --no-print-directory -j 2 lint test-quick
 
 test-quick: $(STAMP)
 	$(PYTEST) -m "not slow and not soak"
