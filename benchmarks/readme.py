@@ -2,9 +2,9 @@
 
 A table stands between `<!-- table: FILE -->` and `<!-- end -->`. `FILE#summary` compares megabatch with OpenCLIP in a few rows,
 `FILE#clip` and `FILE#siglip` take the rows of one loss, `FILE#options` those of megabatch's options, `FILE#errors` reads rows of
-`benchmarks.errors`, and any other `FILE#CASE` takes the rows of that case of `benchmarks.encoders`. `FILE#steps`, `FILE#batches`
-and `FILE#clocks` read rows of the programs of those names, `FILE#memory` and `FILE#limits` those of `benchmarks.memory_accuracy`,
-`FILE#time` those of `benchmarks.time_accuracy`.
+`benchmarks.errors`, and any other `FILE#CASE` takes the rows of that case of `benchmarks.encoders`. `FILE#steps`, `FILE#batches`,
+`FILE#clocks` and `FILE#feeding` read rows of the programs of those names, `FILE#memory` and `FILE#limits` those of
+`benchmarks.memory_accuracy`, `FILE#time` those of `benchmarks.time_accuracy`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,22 @@ import re
 from pathlib import Path
 from typing import Any
 
-from benchmarks import batches, clocks, errors, report, steps
+from benchmarks import batches, clocks, errors, feeding, report, steps
 from benchmarks.check import LOSSES
 from benchmarks.encoders import report as encoders
 from benchmarks.memory_accuracy import report as memory
 from benchmarks.time_accuracy import report as seconds
 
 ROOT = Path(__file__).resolve().parents[1]
-PROGRAMS = {"errors": errors, "steps": steps, "batches": batches, "clocks": clocks, "memory": memory, "time": seconds}
+PROGRAMS = {
+    "errors": errors,
+    "steps": steps,
+    "batches": batches,
+    "clocks": clocks,
+    "feeding": feeding,
+    "memory": memory,
+    "time": seconds,
+}
 # The loss and the batch of each row of the README's table; the embeddings are 768 wide.
 SUMMARY = (("clip", 8192), ("clip", 16384), ("clip", 65536), ("clip", 1048576), ("siglip", 16384), ("siglip", 65536))
 PLACE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)

@@ -78,6 +78,8 @@ class Data:
         counts once; samples known to be lost in a damaged file count from the start. Held-out samples do not count: the evaluation
         reports how many it could not read.
     max_pixels: larger images are refused before they are decoded.
+    reduce_jpegs: decode JPEGs at 1/2, 1/4 or 1/8 of their size where they are shrunk at least as much afterwards, which is faster
+        and changes pixels slightly (docs/training.md). False decodes all pixels.
     """
 
     source: str = "glyphs"
@@ -91,6 +93,7 @@ class Data:
     workers: int = 0
     max_bad: int = 100
     max_pixels: int = 50_000_000
+    reduce_jpegs: bool = True
 
 
 @dataclass(frozen=True)

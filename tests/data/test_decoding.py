@@ -10,6 +10,7 @@ from PIL import Image
 
 from megabatch.data import BadSample
 from megabatch.data.decoding import as_text, decode_image
+from megabatch.towers.inputs import PrepareImage
 
 LIMIT = 1000
 
@@ -141,3 +142,59 @@ def test_texts_are_unchanged_except_for_surrounding_space(value, wanted):
 def test_values_that_are_not_texts_are_refused_with_a_reason(value, reason):
     with pytest.raises(BadSample, match=reason):
         as_text(value, "a", "caption")
+
+
+def smooth(width, height):
+    """Return an image that looks different in each orientation, with little detail."""
+    return Image.linear_gradient("L").convert("RGB").rotate(30).resize((width, height), Image.Resampling.BICUBIC)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("size", [(640, 480), (481, 1290)])
+def test_a_reduced_jpeg_is_upright_and_keeps_the_sufficient_size(size, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = encoded(smooth(*size), "JPEG", exif=exif)
+    whole = decode_image(data, "a", 10**6)
+    asked = []
+
+    def sufficient(width, height):
+        asked.append((width, height))
+        return width / 2.5, height / 2.5
+
+    reduced = decode_image(data, "a", 10**6, sufficient)
+    assert asked == [whole.size]
+    assert all(full / 2.5 <= edge <= full / 2 + 1 for edge, full in zip(reduced.size, whole.size, strict=True))
+    small = [list(image.resize((8, 8), Image.Resampling.BOX).tobytes()) for image in (reduced, whole)]
+    # A level of rounding in each of three steps.
+    assert small[0] == pytest.approx(small[1], abs=3)
+
+
+@pytest.mark.parametrize(("seed", "crop"), [(None, 1.0), (1, 1.0), (2, 0.3), (3, 0.9)])
+def test_preparation_says_how_far_an_image_may_be_reduced(seed, crop):
+    prepare = PrepareImage(60, crop=crop)
+    for width, height in ((1280, 960), (480, 2000), (100, 61), (31, 40)):
+        wide, high = prepare.sufficient_size(seed, width, height)
+        assert wide / high == pytest.approx(width / height)
+        left, top, right, bottom = prepare._box((width, height), prepare._generator(seed))
+        assert min((right - left) * wide / width, (bottom - top) * high / height) == pytest.approx(60)
+
+
+def test_pixels_of_a_reduced_jpeg_differ_little():
+    gradient = Image.linear_gradient("L").resize((640, 480)).convert("RGB")
+    prepare, data = PrepareImage(112), encoded(gradient, "JPEG", quality=95)
+    whole = prepare(decode_image(data, "a", 10**6), None).int()
+    reduced = prepare(decode_image(data, "a", 10**6, lambda *size: prepare.sufficient_size(None, *size)), None).int()
+    # Two roundings to 8 bits and the ringing of JPEG's blocks.
+    assert 0 < (whole - reduced).abs().max() <= 4
+
+
+def test_a_truncated_jpeg_is_refused_when_it_is_reduced():
+    data = encoded(smooth(640, 480), "JPEG")
+    with pytest.raises(BadSample, match="cannot be decoded"):
+        decode_image(data[: len(data) // 2], "a", 10**6, lambda width, height: (width / 8, height / 8))
+
+
+def test_formats_that_cannot_be_reduced_are_decoded_whole():
+    for kind in ("PNG", "WEBP", "TIFF"):
+        assert decode_image(encoded(smooth(64, 48), kind), "a", 10**6, lambda width, height: (8, 6)).size == (64, 48)

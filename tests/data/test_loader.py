@@ -33,7 +33,7 @@ class Shelves:
         self.bad = frozenset(bad)
         self.breaks = frozenset(breaks)
 
-    def read(self, shard, index):
+    def read(self, shard, index, sufficient=None):
         key = f"{shard}/{index}"
         if key in self.breaks:
             raise OSError("the disk is gone")
@@ -312,7 +312,7 @@ def test_ids_are_equal_for_equal_texts_and_in_every_process():
 class Images(Shelves):
     """A source whose sides are not texts."""
 
-    def read(self, shard, index):
+    def read(self, shard, index, sufficient=None):
         return super().read(shard, index)._replace(y=object())
 
 
@@ -509,3 +509,36 @@ def test_batches_of_an_endless_run_can_be_taken_one_by_one():
 def test_invalid_arguments_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         load(Shelves([3]), **options)
+
+
+def test_jpegs_are_reduced_as_far_as_the_preparation_of_their_side_allows(tmp_path):
+    from PIL import Image
+
+    from megabatch.config import Data
+    from megabatch.data import open_source
+    from megabatch.towers.inputs import PrepareImage
+
+    for number in range(2):
+        Image.radial_gradient("L").convert("RGB").rotate(40 * number).save(tmp_path / f"{number}.jpg", quality=95)
+        (tmp_path / f"{number}.txt").write_text(f"text {number}")
+    source = open_source(Data(source=str(tmp_path)))
+    sizes = []
+
+    class Recorded(PrepareImage):
+        def __call__(self, raw, seed):
+            sizes.append(raw.size)
+            return super().__call__(raw, seed)
+
+    def pixels(prepare, reduce_jpegs):
+        sizes.clear()
+        (batch,) = load(source, x=prepare, reduce_jpegs=reduce_jpegs).batches([(0, 2)])
+        return batch.x.int(), set(sizes)
+
+    whole, whole_sizes = pixels(Recorded(32), reduce_jpegs=False)
+    reduced, reduced_sizes = pixels(Recorded(32), reduce_jpegs=True)
+    assert (whole_sizes, reduced_sizes) == ({(256, 256)}, {(32, 32)})
+    # Rounding, except at the edges that the rotation made.
+    assert 0 < (whole - reduced).abs().float().mean() <= 1
+    # A preparation that does not say what it needs gets all pixels.
+    _, own_sizes = pixels(lambda raw, seed: (sizes.append(raw.size), torch.zeros(1))[1], reduce_jpegs=True)
+    assert own_sizes == {(256, 256)}

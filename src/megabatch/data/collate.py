@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .sampler import InOrder, stable_hash
-from .source import BadSample, Sample, Source
+from .source import ALL_PIXELS, BadSample, Sample, Source, SufficientSize, SufficientSizes
 
 Prepare = Callable[[Any, int | None], Any]
 # Prepared samples, one row each: a dict of tensors. A single tensor has the key None; the empty dict is nothing.
@@ -92,6 +92,7 @@ class SampleReader:
     classes: Mapping[str, int] | None
     negatives: bool
     augment: bool
+    reduce_jpegs: bool
 
     def __getitem__(self, task: ReadTask) -> tuple[CollatedRows, ReadTask]:
         """Return the rows of the task, and the task without its places."""
@@ -142,7 +143,7 @@ class SampleReader:
 
     def _row(self, place: SamplePlace) -> PreparedRow:
         try:
-            sample = self.source.read(place.shard, place.number)
+            sample = self.source.read(place.shard, place.number, self._sufficient(place.position))
         except BadSample:
             raise
         except Exception as error:
@@ -154,10 +155,25 @@ class SampleReader:
         except Exception as error:
             raise RuntimeError(f"{sample.key}: could not be prepared: {error!r}") from error
 
+    def _seed(self, position: int, side: str) -> int | None:
+        # Each side has a seed of its own: two views of one image must not get the same crop.
+        return stable_hash(self.seed, position, side) if self.augment else None
+
+    def _sufficient(self, position: int) -> SufficientSizes:
+        """Return how far the images of a sample may be reduced, for sides whose preparation says so."""
+        if not self.reduce_jpegs:
+            return ALL_PIXELS
+
+        def size(prepare: Any, side: str) -> SufficientSize | None:
+            if not hasattr(prepare, "sufficient_size"):
+                return None
+            return functools.partial(prepare.sufficient_size, self._seed(position, side))
+
+        return SufficientSizes(size(self.prepare_x, "x"), size(self.prepare_y, "y"))
+
     def _prepared(self, sample: Sample, position: int) -> PreparedRow:
         def leaves(prepare: Prepare, raw: Any, side: str) -> Leaves:
-            # Each side has a seed of its own: two views of one image must not get the same crop.
-            return _leaves(prepare(raw, stable_hash(self.seed, position, side) if self.augment else None))
+            return _leaves(prepare(raw, self._seed(position, side)))
 
         texts = sample.negatives if self.negatives else ()
         label = None if self.classes is None else _class_number(sample, self.classes)

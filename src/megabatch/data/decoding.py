@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import warnings
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from .source import BadSample
+from .source import BadSample, SufficientSize
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -31,9 +32,11 @@ TRANSPOSITIONS = {
 LONGEST_TEXT = 1 << 20
 
 
-def decode_image(data: bytes | Path, key: str, max_pixels: int) -> Image.Image:
+def decode_image(data: bytes | Path, key: str, max_pixels: int, sufficient: SufficientSize | None = None) -> Image.Image:
     """Return the image of a file or its bytes, upright, grey (mode L) or RGB; the first frame of an animation.
 
+    sufficient: lets a JPEG be decoded at 1/2, 1/4 or 1/8 of its size, as long as it keeps at least this size. That takes less time
+        than decoding all pixels, and then averaging most of them away. None decodes all pixels.
     BadSample if it has more pixels than `max_pixels`, as its header says, or if it cannot be decoded completely.
     """
     from PIL import Image, UnidentifiedImageError
@@ -45,7 +48,7 @@ def decode_image(data: bytes | Path, key: str, max_pixels: int) -> Image.Image:
         with io.BytesIO(data) if isinstance(data, bytes) else data.open("rb") as file, warnings.catch_warnings():
             # Pillow warns of large images, which are refused here, and of broken metadata, which is not used.
             warnings.simplefilter("ignore")
-            return _decode(file, key, max_pixels)
+            return _decode(file, key, max_pixels, sufficient)
     except (BadSample, MemoryError):
         raise
     except UnidentifiedImageError:
@@ -57,7 +60,7 @@ def decode_image(data: bytes | Path, key: str, max_pixels: int) -> Image.Image:
         raise BadSample(key, f"image cannot be decoded ({type(error).__name__}: {error})") from None
 
 
-def _decode(file: IO[bytes], key: str, max_pixels: int) -> Image.Image:
+def _decode(file: IO[bytes], key: str, max_pixels: int, sufficient: SufficientSize | None) -> Image.Image:
     from PIL import Image
 
     with Image.open(file, formats=IMAGE_FORMATS) as image:
@@ -66,10 +69,24 @@ def _decode(file: IO[bytes], key: str, max_pixels: int) -> Image.Image:
             raise BadSample(key, f"has {width} × {height} pixels, more than data.max_pixels = {max_pixels}")
         if not width * height:
             raise BadSample(key, "has no pixels")
+        # Other formats have their orientation at the end of the file, or none.
+        is_jpeg = image.format == "JPEG"
+        transposition = _transposition(image) if is_jpeg else None
+        if is_jpeg and sufficient is not None:
+            _reduce(image, transposition, sufficient)
         image.load()
-        transposition = _transposition(image)
+        transposition = transposition if is_jpeg else _transposition(image)
         converted = _as_8_bits(image, key)
         return converted if transposition is None else converted.transpose(transposition)
+
+
+def _reduce(image: Image.Image, transposition: Image.Transpose | None, sufficient: SufficientSize) -> None:
+    """Let the decoder of a JPEG skip the frequencies that the sufficient size does not need."""
+    # Transposing exchanges width and height for the orientations from 5 on.
+    turned = transposition is not None and transposition.name in ("TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90")
+    width, height = sufficient(*(image.size[::-1] if turned else image.size))
+    size = (height, width) if turned else (width, height)
+    image.draft(None, (max(1, math.ceil(size[0])), max(1, math.ceil(size[1]))))
 
 
 def _transposition(image: Image.Image) -> Image.Transpose | None:
@@ -90,7 +107,8 @@ def _as_8_bits(image: Image.Image, key: str) -> Image.Image:
     if image.mode.startswith("I"):
         # 16-bit grey; Pillow's own conversion would make everything above 255 white.
         return image.convert("I").point(lambda value: value * (1 / 256)).convert("L")
-    return image.convert("L" if image.mode in ("1", "L") else "RGB")
+    mode = "L" if image.mode in ("1", "L") else "RGB"
+    return image if image.mode == mode else image.convert(mode)
 
 
 def as_text(value: Any, key: str, field: str) -> str:

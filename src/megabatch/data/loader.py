@@ -67,6 +67,8 @@ class Loader:
     classes: the number of each label; a sample without one of these labels is a bad sample.
     negatives: whether to include the samples' negatives; then every rank has them, possibly with zero rows.
     augment: False prepares without augmentation, for evaluation.
+    reduce_jpegs: decode JPEGs at a fraction of their size where the preparation shrinks them at least as much, and says so by a
+        method sufficient_size(seed, width, height). False decodes all pixels.
     pinned: puts batches into page-locked memory, from which a CUDA device copies while it computes and the host goes on; otherwise
         host and device wait for each other at every chunk.
     """
@@ -84,6 +86,7 @@ class Loader:
     classes: Mapping[str, int] | None
     negatives: bool = False
     augment: bool = True
+    reduce_jpegs: bool = True
     pinned: bool = False
 
     def __post_init__(self) -> None:
@@ -102,7 +105,15 @@ class Loader:
         after it are read, no more. The workers end with the iterator: close it if it is not read to its end.
         """
         reader = SampleReader(
-            self.source, self.prepare_x, self.prepare_y, self.seed, self.ids, self.classes, self.negatives, self.augment
+            self.source,
+            self.prepare_x,
+            self.prepare_y,
+            self.seed,
+            self.ids,
+            self.classes,
+            self.negatives,
+            self.augment,
+            self.reduce_jpegs,
         )
         tasks = self._tasks(steps)
         if not self.workers:

@@ -12,7 +12,7 @@ from megabatch.config import Data
 
 from .decoding import as_label, as_text, as_texts, decode_image
 from .paths import path_inside, printable
-from .source import BadSample, Kind, Sample, Sides
+from .source import BadSample, Kind, Sample, Sides, SufficientSize, SufficientSizes
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -113,14 +113,14 @@ class RowDecoder:
     folder: Path
     max_pixels: int
 
-    def sample(self, key: str, row: Mapping[str, Any]) -> Sample:
+    def sample(self, key: str, row: Mapping[str, Any], sufficient: SufficientSizes) -> Sample:
         """Return the sample of a row's values; a missing column is None. BadSample if a value cannot be used."""
         columns = self.columns
         # Texts first: they are cheap to refuse.
         negatives = tuple(entry for name in columns.negatives for entry in as_texts(row.get(name), key, name))
         label = None if columns.label is None else as_label(row.get(columns.label), key)
-        y = self._value(self.sides.y, row.get(columns.y), key, columns.y)
-        x = self._value(self.sides.x, row.get(columns.x), key, columns.x)
+        y = self._value(self.sides.y, row.get(columns.y), key, columns.y, sufficient.y)
+        x = self._value(self.sides.x, row.get(columns.x), key, columns.x, sufficient.x)
         return Sample(key, x, y, negatives, label)
 
     def group(self, key: str, x: object) -> str:
@@ -136,12 +136,11 @@ class RowDecoder:
         except BadSample:
             return None
 
-    def _value(self, kind: Kind, value: Any, key: str, column: str) -> Image | str:
+    def _value(self, kind: Kind, value: Any, key: str, column: str, sufficient: SufficientSize | None) -> Image | str:
         if kind == "text":
             return as_text(value, key, column)
         if isinstance(value, Mapping):
             # Hugging Face stores an image as the bytes of its file, or as its path.
             value = value.get("path") if value.get("bytes") is None else value["bytes"]
-        if isinstance(value, bytes):
-            return decode_image(value, key, self.max_pixels)
-        return decode_image(path_inside(self.folder, as_text(value, key, column), key), key, self.max_pixels)
+        data = value if isinstance(value, bytes) else path_inside(self.folder, as_text(value, key, column), key)
+        return decode_image(data, key, self.max_pixels, sufficient)

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 Kind = Literal["image", "text"]
+# sufficient(width, height): the size to which an image of this size, upright, may be reduced while it is decoded.
+SufficientSize = Callable[[int, int], tuple[float, float]]
 
 
 class Sides(NamedTuple):
@@ -20,6 +22,16 @@ class Sides(NamedTuple):
 
     x: Kind = "image"
     y: Kind = "text"
+
+
+class SufficientSizes(NamedTuple):
+    """How far the images of each side of a sample may be reduced. None: not at all."""
+
+    x: SufficientSize | None = None
+    y: SufficientSize | None = None
+
+
+ALL_PIXELS = SufficientSizes()
 
 
 class Sample(NamedTuple):
@@ -88,7 +100,7 @@ class Source(Protocol):
     @property
     def damage(self) -> Sequence[Damage]: ...
 
-    def read(self, shard: int, index: int) -> Sample:
+    def read(self, shard: int, index: int, sufficient: SufficientSizes = ALL_PIXELS) -> Sample:
         """Return the sample. Raise BadSample if it cannot be used."""
         ...
 

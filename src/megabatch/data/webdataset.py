@@ -19,7 +19,7 @@ from megabatch.config import Data
 
 from .decoding import IMAGE_SUFFIXES, LONGEST_TEXT, as_label, as_text, as_texts, decode_image
 from .paths import find_files, has_suffix, printable
-from .source import BadSample, Damage, DataFormat, Kind, Sample, Sides
+from .source import ALL_PIXELS, BadSample, Damage, DataFormat, Kind, Sample, Sides, SufficientSize, SufficientSizes
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -99,7 +99,7 @@ class WebDataset:
             if shard.broken is not None
         ]
 
-    def read(self, shard: int, index: int) -> Sample:
+    def read(self, shard: int, index: int, sufficient: SufficientSizes = ALL_PIXELS) -> Sample:
         names, problems = self._shards[shard].names, self._shards[shard].problems
         if index >= len(names):
             raise BadSample(*problems[index - len(names)])
@@ -108,8 +108,8 @@ class WebDataset:
         by_name = {field.name: value for field, value in zip(self._fields[2:], others, strict=True)}
         return Sample(
             key,
-            self._side(self._fields[0], x, key),
-            self._side(self._fields[1], y, key),
+            self._side(self._fields[0], x, key, sufficient.x),
+            self._side(self._fields[1], y, key, sufficient.y),
             as_texts(by_name.get("negatives"), key, "negatives"),
             as_label(by_name["label"], key) if "label" in by_name else None,
         )
@@ -151,10 +151,10 @@ class WebDataset:
         json_key = extensions[choice][1]
         return data if json_key is None else _json_value(data, json_key, key, name)
 
-    def _side(self, field: Field, value: Any, key: str) -> Image | str:
+    def _side(self, field: Field, value: Any, key: str, sufficient: SufficientSize | None) -> Image | str:
         if field.kind == "text":
             return as_text(value, key, field.name)
-        return decode_image(value, key, self._max_pixels)
+        return decode_image(value, key, self._max_pixels, sufficient)
 
 
 def _parse_fields(data: Data, sides: Sides) -> list[Field]:

@@ -24,9 +24,8 @@ Prepare = Callable[[Any, int | None], Any]
 RATIOS = (3 / 4, 4 / 3)
 # Attempts to find a crop of the drawn area and aspect ratio that fits into a narrow image.
 TRIES = 10
-# Pillow's constants, repeated so that a tower can be built without Pillow. Its filters antialias when they shrink an image.
-BICUBIC, MIRROR = 3, 0
-Box = tuple[float, float, float, float]
+# Left, top, right and bottom in pixels.
+Box = tuple[int, int, int, int]
 
 PADDING, END = 0, 1
 FIRST_BYTE = 2
@@ -61,21 +60,42 @@ class PrepareImage:
         mode = "L" if self.channels == 1 else "RGB"
         # Palette images must become colours before pixels are averaged.
         image = raw if raw.mode == mode else raw.convert(mode)
-        rng = random.Random(seed) if seed is not None and (self.crop < 1 or self.flip) else None
-        box = _central_square(*image.size) if rng is None or self.crop == 1 else _random_box(image.size, self.crop, rng)
-        if image.size != (self.size, self.size) or box != (0, 0, self.size, self.size):
-            image = image.resize((self.size, self.size), BICUBIC, box=box)
+        rng = self._generator(seed)
+        box = self._box(image.size, rng)
+        if box != (0, 0, *image.size):
+            image = image.crop(box)
+        width, height = image.size
+        pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(1, height, width, self.channels)
+        pixels = pixels.permute(0, 3, 1, 2)
+        if image.size != (self.size, self.size):
+            # As Pillow's filter, to the last bit or two, in a third of the time on CPUs with AVX2.
+            pixels = nn.functional.interpolate(pixels, (self.size, self.size), mode="bicubic", antialias=True)
         if self.flip and rng is not None and rng.random() < 0.5:
-            image = image.transpose(MIRROR)
-        pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
-        if self.channels == 1:
-            return pixels.view(1, self.size, self.size)
-        return pixels.view(self.size, self.size, self.channels).permute(2, 0, 1).contiguous()
+            pixels = pixels.flip(3)
+        # Not contiguous: stacking copies the pixels anyway.
+        return pixels[0]
+
+    def sufficient_size(self, seed: int | None, width: int, height: int) -> tuple[float, float]:
+        """Return the size to which an image can be reduced without enlarging what is cut out of it for this seed.
+
+        >>> PrepareImage(224).sufficient_size(None, 640, 480)
+        (298.66666666666663, 224.0)
+        """
+        left, top, right, bottom = self._box((width, height), self._generator(seed))
+        scale = self.size / min(right - left, bottom - top)
+        return width * scale, height * scale
+
+    def _generator(self, seed: int | None) -> random.Random | None:
+        """Return the generator of the augmentations, which draws the box first; None without augmentation."""
+        return random.Random(seed) if seed is not None and (self.crop < 1 or self.flip) else None
+
+    def _box(self, size: tuple[int, int], rng: random.Random | None) -> Box:
+        return _central_square(*size) if rng is None or self.crop == 1 else _random_box(size, self.crop, rng)
 
 
 def _central_square(width: int, height: int) -> Box:
     edge = min(width, height)
-    left, top = (width - edge) / 2, (height - edge) / 2
+    left, top = (width - edge) // 2, (height - edge) // 2
     return left, top, left + edge, top + edge
 
 
@@ -84,11 +104,10 @@ def _random_box(size: tuple[int, int], smallest: float, rng: random.Random) -> B
     for _ in range(TRIES):
         area = width * height * rng.uniform(smallest, 1)
         ratio = rng.uniform(*RATIOS)
-        crop_width, crop_height = (area * ratio) ** 0.5, (area / ratio) ** 0.5
-        if crop_width <= width and crop_height <= height:
-            left, top = rng.uniform(0, width - crop_width), rng.uniform(0, height - crop_height)
-            # The sums can exceed the edge by a rounding error.
-            return left, top, min(left + crop_width, width), min(top + crop_height, height)
+        crop_width, crop_height = round((area * ratio) ** 0.5), round((area / ratio) ** 0.5)
+        if 1 <= crop_width <= width and 1 <= crop_height <= height:
+            left, top = round(rng.uniform(0, width - crop_width)), round(rng.uniform(0, height - crop_height))
+            return left, top, left + crop_width, top + crop_height
     return _central_square(width, height)
 
 

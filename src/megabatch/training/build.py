@@ -56,6 +56,7 @@ class Assembly:
             None if self.classes else self.y.prepare,
             seed=self.run.seed,
             workers=self.run.data.workers,
+            reduce_jpegs=self.run.data.reduce_jpegs,
             rank=self.ranks.rank,
             ranks=self.ranks.size,
             ids=not self.classes,
