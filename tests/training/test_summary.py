@@ -19,3 +19,9 @@ def test_a_contrastive_run_ends_with_recall_beside_chance_cost_and_its_largest_s
 def test_a_run_without_held_out_data_ends_with_its_cost():
     (cost,) = sentences({**RESULT, "evaluation": None, "chance": None})
     assert "3 steps" in cost
+
+
+def test_a_run_that_waits_for_its_samples_names_reading_as_the_limit():
+    cost, limit = sentences({**RESULT, "evaluation": None, "chance": None, "waiting_for_data": 0.4})
+    assert "40.0 %" in limit and "data.workers" in limit
+    assert sentences({**RESULT, "evaluation": None, "chance": None, "waiting_for_data": 0.01}) == [cost]

@@ -16,6 +16,7 @@ from small_runs import PAIRS, assert_equal, final, log_of, run_of, stopping, tra
 from world import error_of
 
 from megabatch import config
+from megabatch.data.jsonl import JsonLines
 from megabatch.training import checkpoint
 from megabatch.training.signals import Stopped
 
@@ -38,6 +39,23 @@ def test_a_run_learns_and_leaves_its_files(pairs, tmp_path):
     for name in ("run.toml", "environment.json", "contact.json", "curves.png", "report.html"):
         assert (out / name).stat().st_size > 0
     assert config.read(out / "run.toml").schedule.steps == 60
+
+
+def test_the_log_says_how_long_steps_wait_for_samples(pairs, tmp_path, monkeypatch):
+    read, delay = JsonLines.read, 0.0
+
+    def slow(self, *arguments):
+        time.sleep(delay)
+        return read(self, *arguments)
+
+    monkeypatch.setattr(JsonLines, "read", slow)
+    shares = []
+    for delay in (0.0, 0.02):
+        folder = train(run_of(pairs, tmp_path / f"slow {delay}"))
+        shares.append(json.loads((folder / "result.json").read_text())["waiting_for_data"])
+        assert all(0 < step["waiting_for_data"] < 1 for step in log_of(folder, "step"))
+    assert shares[0] < shares[1]
+    assert shares[1] > 0.5
 
 
 @pytest.mark.slow

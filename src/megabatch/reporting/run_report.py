@@ -141,6 +141,7 @@ def curve_charts(history: History) -> list[Chart]:
         _curve("held-out accuracy", {"": _series(tests, "accuracy")}, percent_text),
         _curve("learning rate", {"": _series(steps, "lr")}, "{:.3g}".format),
         _curve("pairs per second", {"": _series(steps, "pairs_per_s")}, count_text),
+        _curve("share of a step that waits for samples", {"": _series(steps, "waiting_for_data")}, percent_text),
         _curve("memory in use", {"": _series(steps, "memory_bytes")}, bytes_text),
     ]
     return [chart for chart in charts if chart is not None]

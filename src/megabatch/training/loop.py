@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,6 +62,13 @@ def train(run: config.Run, *, fresh: bool = False, trust_code: bool = False) -> 
             # Signals end the process from here on: the last checkpoint is written, and the same command repeats what follows.
             finish(training.parts, folder, logger, training.average, training.metadata(), training.tensors())
         return folder
+
+
+class StepTimes(NamedTuple):
+    """When a step began, by time.perf_counter(), and the seconds that this rank then waited for its samples."""
+
+    began: float
+    waited: float
 
 
 class Training:
@@ -138,13 +145,14 @@ class Training:
         """Take the next step and log it; return the signal that asks the run to stop, or 0."""
         began = time.perf_counter()
         batch = next(batches)
+        waited = time.perf_counter() - began
         torch.manual_seed(seed_of(self.run.seed, self.number, self.ranks.rank))
         try:
             outcome, norm = self.step(step, batch)
         except EmptyBatch:
             stop = self._report_skipped(step, batch, began, logger, sign)
         else:
-            stop = self.report(step, batch, outcome, norm, began, logger, sign)
+            stop = self.report(step, batch, outcome, norm, StepTimes(began, waited), logger, sign)
         self.number += 1
         if self.ramp is not None and (reason := self.ramp.decide(self.number)) is not None:
             self.schedule = self.ramp.schedule()
@@ -183,11 +191,13 @@ class Training:
         return outcome, norm
 
     def report(
-        self, step: Step, batch: RankBatch, outcome: Outcome, norm: float, began: float, logger: RunLogger, sign: StopSign
+        self, step: Step, batch: RankBatch, outcome: Outcome, norm: float, times: StepTimes, logger: RunLogger, sign: StopSign
     ) -> int:
         """Log a step; return the signal that asks the run to stop, or 0. All ranks return the same."""
-        right, rows, bad, asked = self.ranks.sum(float(outcome.right), outcome.rows, len(batch.bad), float(sign.number > 0))
-        seconds = time.perf_counter() - began
+        right, rows, bad, asked, waited = self.ranks.sum(
+            float(outcome.right), outcome.rows, len(batch.bad), float(sign.number > 0), times.waited
+        )
+        seconds = time.perf_counter() - times.began
         self.seconds += seconds
         fields = {
             "step": self.number + 1,
@@ -201,6 +211,7 @@ class Training:
             "pairs_per_s": rows / seconds,
             "memory_bytes": peak(self.ranks.device),
             "seconds": seconds,
+            "waiting_for_data": min(1.0, waited / self.ranks.size / seconds),
         }
         if isinstance(self.parts.model, Pair):
             fields["scale"] = float(self.parts.model.scale().detach())

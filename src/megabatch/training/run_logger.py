@@ -19,7 +19,9 @@ from .. import config, packages
 LINE_EVERY = 15.0
 # Seconds between two lines about one long step.
 HEARTBEAT = 3.0
-SCALARS = ("loss", "recall", "accuracy", "scale", "lr", "grad_norm", "batch", "pairs_per_s", "memory_bytes")
+SCALARS = ("loss", "recall", "accuracy", "scale", "lr", "grad_norm", "batch", "pairs_per_s", "waiting_for_data", "memory_bytes")
+# A step that waits longer than this share of its time for its samples is limited by reading.
+NOTABLE_WAITING = 0.1
 
 
 class RunLogger:
@@ -142,9 +144,11 @@ def _cut_torn_line(log: Path) -> None:
 def _summary(fields: Mapping[str, Any]) -> str:
     """Return the numbers of a step for a progress bar or line."""
     metric = "recall" if "recall" in fields else "accuracy"
+    share = fields["waiting_for_data"]
+    waiting = f" · {share:.0%} waiting for data" if share > NOTABLE_WAITING else ""
     return (
         f"loss {fields['loss']:.3f} · {metric} {fields[metric]:.1%} · {fields['pairs_per_s']:,.0f} pairs/s"
-        f" · {memory_text(fields['memory_bytes'])}"
+        f" · {memory_text(fields['memory_bytes'])}{waiting}"
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,13 +19,14 @@ from ..recall import chance
 from ..reporting.contact import contact_sheet, read_contact
 from ..reporting.figures import save
 from ..reporting.format import bytes_text, percent_text, plural, seconds_text
+from ..reporting.history import number, read_history
 from ..reporting.run_report import curves_figure, write_run_report
 from .build import Assembly
 from .evaluate import Embedded, evaluate_and_log, nearest
 from .memory import peak, peak_of_tensors, reset_peak
 from .objective import Contrastive
 from .optimizer import Average, count
-from .run_logger import RunLogger, memory_text
+from .run_logger import NOTABLE_WAITING, RunLogger, memory_text
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -61,6 +62,7 @@ def finish(
         "samples": metadata["samples"],
         "seconds": metadata["seconds"],
         "pairs_per_s": metadata["samples"] / metadata["seconds"] if metadata["seconds"] else None,
+        "waiting_for_data": waiting_for_data(read_history(folder / "log.jsonl").steps),
         "peak_bytes": run_peak,
         "step_bytes": step_peak,
         "planned": {"peak_bytes": parts.run.planned.peak_bytes, "seconds_per_step": parts.run.planned.seconds_per_step},
@@ -106,6 +108,11 @@ def sentences(result: Mapping[str, Any]) -> list[str]:
     memory = "" if result.get("peak_bytes") is None else f" and at most {bytes_text(result['peak_bytes'])} of memory"
     samples, steps = f"{result['samples']:,} samples", f"{result['steps']:,} steps"
     lines.append(f"Training on {samples} in {steps} took {seconds_text(result['seconds'])}{memory}.")
+    if (result.get("waiting_for_data") or 0) > NOTABLE_WAITING:
+        lines.append(
+            f"Steps waited {percent_text(result['waiting_for_data'])} of their time for samples, so reading is the bottleneck:"
+            " raise data.workers, up to the number of cores per GPU."
+        )
     if result.get("flat"):
         step = result["flat"][-1]
         memory = "" if step["peak_bytes"] is None else f" and {bytes_text(step['peak_bytes'])} at its peak"
@@ -114,6 +121,18 @@ def sentences(result: Mapping[str, Any]) -> list[str]:
             f" {step['chunk']:,} rows: memory limits the chunk, not the batch."
         )
     return lines
+
+
+def waiting_for_data(steps: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the share of the time of logged steps that passed before their samples were read; None if no step was logged.
+
+    >>> waiting_for_data([{"seconds": 1.0, "waiting_for_data": 0.5}, {"seconds": 3.0, "waiting_for_data": 0.1}])
+    0.2
+    """
+    times = [(number(step, "seconds"), number(step, "waiting_for_data")) for step in steps]
+    known = [(seconds, share) for seconds, share in times if seconds is not None and share is not None]
+    total = sum(seconds for seconds, _ in known)
+    return sum(seconds * share for seconds, share in known) / total if total else None
 
 
 def planned_peak(parts: Assembly, tensors: dict[str, Tensor]) -> int | None:
