@@ -13,8 +13,8 @@ PACKAGE = Path(__file__).parents[1] / "src" / "megabatch"
 
 # Modules that import little and may be imported by every layer above `tiles`.
 FOUNDATION = {
-    "config", "environment", "evidence", "files", "host_memory", "measurements", "objectives", "optimizers", "packages", "recall",
-    "reference", "version",
+    "config", "environment", "evidence", "files", "host_memory", "measurements", "objectives", "optimizers", "packages",
+    "published", "recall", "recipes", "reference", "version",
 }  # fmt: skip
 # Each package or module of the package, and what it may import; "." is __init__.py. Read from the bottom to the top.
 MAY_IMPORT = {
@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "adapters": {"chunks", "losses", "measuring"},
     "measuring": FOUNDATION | {"chunks", "costs", "data", "losses", "planning", "reporting", "ring", "towers", "trust", "training"},
     "planning": FOUNDATION | {"costs", "reporting", "towers", "trust"},
-    "audit": {"config", "evidence", "files", "objectives", "optimizers", "reporting", "towers"},
+    "audit": {"config", "evidence", "files", "objectives", "optimizers", "recipes", "reporting", "towers"},
     "training": FOUNDATION | {"chunks", "data", "losses", "reporting", "ring", "tiles", "tiles.contract", "towers", "trust"},
     "costs": FOUNDATION | {"towers"},
     "reporting": FOUNDATION,
@@ -48,7 +48,9 @@ MAY_IMPORT = {
     "host_memory": set(),
     "objectives": set(),
     "optimizers": set(),
+    "published": {"objectives", "optimizers"},
     "recall": set(),
+    "recipes": {"evidence", "objectives", "optimizers", "published"},
     "reference": set(),
     "version": set(),
 }

@@ -32,21 +32,55 @@ SCRATCH_OVER_LOCKED = 2.0
 # Quality falls steeply below the first number of updates; above the second, batches of any size did equally well.
 FEWEST_UPDATES, ENOUGH_UPDATES = 2_000, 15_000
 
-# Critical batch of supervised learning (samples) and of language models (tokens), and the factor by which these priors may be off.
-IMAGENET, IMAGENET_CRITICAL = 1_281_167, 8_192
+# Below the first number of updates a contrastive run learned next to nothing, below the second it lost a fifth (FACTS["updates from
+# scratch"]).
+HOPELESS_UPDATES, POOR_UPDATES = 100, 500
+# Published CLIP trainings from scratch make about so many updates where the samples seen allow it (FACTS["published updates"]).
+USUAL_UPDATES = 150_000
+# Below so many samples seen, a CLIP of usual size learns little from scratch (FACTS["clip from scratch"]).
+CLIP_LEAST_SEEN = 100_000_000
+
+# Fine-tuning on pairs: the batch at so many pairs seen, its growth with them, and the least (FACTS["fine-tuning pairs"]).
+FINETUNE_BATCH, FINETUNE_SEEN, FINETUNE_GROWTH, FINETUNE_LEAST = 256, 1_000_000, 0.7, 64
+# No published text embedder pre-trains at more pairs than this.
+TEXT_SATURATION = 32_768
+# Mined negatives: documents of a step, and the fewest and most queries (FACTS["hard negatives"]).
+HARD_DOCUMENTS, LEAST_QUERIES, MOST_QUERIES = 2_048, 64, 2_048
+
 CRITICAL_TOKENS = 500_000
-CRITICAL_FACTOR = 4.0
-
-# Batch for fine-tuning: pairs where negatives come from the batch, samples otherwise (FACTS["fine-tuning pairs"], ["fine-tuning"]).
 FINETUNE_PAIRS, FINETUNE_SAMPLES = 512, 32
-
-# The learning rate of CLIP pre-training (FACTS["published rate"]).
 PRETRAINING_RATE = 5e-4
+EPOCHS_OF_WARMUP = 5
+# Critical batch of supervised learning (samples), and the factor by which this prior may be off.
+IMAGENET, IMAGENET_CRITICAL = 1_281_167, 8_192
+CRITICAL_FACTOR = 4.0
+# Language models: tokens of a batch at so many tokens seen, and its growth with them (FACTS["lm batch"]).
+LM_BATCH, LM_SEEN, LM_GROWTH = 524_288, 10**10, 0.46
+# Fewer tokens per parameter than this are not worth pre-training (FACTS["tokens per parameter"]).
+LEAST_TOKENS = 2
+# Fewer images than this are not worth training a large classifier from scratch.
+CLASSIFIER_LEAST = 100_000
+
+# Fine-tuning of means over samples: updates that the batch should leave, and the smallest and largest usual batch.
+FINETUNE_LM, FINETUNE_CLASSIFIER = (1_000, 16, 128), (20_000, 32, 512)
+
+# The learning rate falls with this power of the parameters (FACTS["lm rate"]).
+RATE_SIZE = 0.3
+# LoRA trains at so many times the rate of whole weights (FACTS["lora rate"]).
+LORA_RATE = 10
+# Towers of fewer parameters are small. Contrastive batches of this size from scratch need a faster β2.
+LARGE_MODEL, LARGE_CONTRASTIVE = 20_000_000, 16_384
 # The rules for the learning rate were tested for batches up to this factor apart. Further away the rate has to be swept.
 RATE_RANGE = 16
-# Warm-up of SGD (FACTS["epochs of warm-up"]), and the largest share of a run that a plan or a sweep spends on warm-up.
-EPOCHS_OF_WARMUP = 5
+# Warm-up: share of a short run, steps of a long run, share of a very long run (FACTS["published warm-up"]).
+WARMUP_SHARE, USUAL_WARMUP, LONG_WARMUP = 0.05, 2_000, 0.01
+# The largest share of a run that a sweep spends on warm-up.
 MOST_WARMUP = 0.2
+# Adam's weight decay by kind of model, and whether it is trained from scratch (FACTS["usual decay"]).
+WEIGHT_DECAYS = {
+    ("clip", True): 0.2, ("clip", False): 0.1, ("embedder", True): 0.1, ("embedder", False): 0.01,
+    ("lm", True): 0.1, ("lm", False): 0.0, ("classifier", True): 0.05, ("classifier", False): 0.01,
+}  # fmt: skip
 
 FACTS = {
     "negatives": Fact(
@@ -113,16 +147,80 @@ FACTS = {
     ),
     "warm-up": Fact("Adam: 2/(1 − β2) steps", "arXiv 1910.04209", "medium"),
     "epochs of warm-up": Fact("SGD: 5 epochs", "Goyal et al., arXiv 1706.02677", "high"),
-    "beta2": Fact("large contrastive batches need β2 = 0.95 to be stable", "arXiv 2303.15343", "high"),
+    "beta2": Fact("CLIP's β2 is 0.98; large contrastive batches need 0.95 to be stable", "arXiv 2103.00020, 2303.15343", "high"),
     "beta2 in tokens": Fact("the half-life of β2 is fixed in tokens: β2' = β2^(B'/B)", "arXiv 2507.07101", "medium"),
     "decay": Fact("keeping B / (lr · decay · D) constant", "arXiv 2505.13738", "medium"),
     "ema": Fact("ρ becomes ρ^k when the batch is k times as large", "arXiv 2307.13813", "medium"),
-    "published rate": Fact(
-        "CLIP models of ViT size are trained at 5e-4 (OpenCLIP's default) to 1e-3 (Inf-CL), at batches of 32k and more",
-        "OpenCLIP's documentation; arXiv 2410.17243, section 4.1",
+    "small towers": Fact("1e-3 at 256 is a common starting point", "a convention to sweep around", "low"),
+    "published updates": Fact(
+        "published CLIP trainings from scratch: 4,096 at 13 M and 128 M samples seen, 8,192 at 1.3 B, 32k to 90k at 13 B, 65k to"
+        " 160k at 34 B and more; above 4,096 they make 140,000 updates or more",
+        "DataComp's scale_configs.py; OpenCLIP's and MetaCLIP's configurations; arXiv 2103.00020",
         "medium",
     ),
-    "small towers": Fact("1e-3 at 256 is a common starting point", "a convention to sweep around", "low"),
+    "clip from scratch": Fact(
+        "published CLIPs from scratch see 12.8 M samples only to compare data sets (DataComp small), and 400 M or more to be used",
+        "DataComp, arXiv 2304.14108; arXiv 2103.00020",
+        "medium",
+    ),
+    "embedder from scratch": Fact(
+        "every published text embedder starts from a pretrained language model, also those with hundreds of millions of pairs",
+        "E5, GTE, BGE, nomic-embed, Contriever",
+        "high",
+    ),
+    "hard negatives": Fact(
+        "with mined negatives published trainings take 64 to 2,048 queries, about 2,048 documents a step (GTE 128 × 16, nomic-embed"
+        " 256 × 8, e5-mistral 2,048 × 2), because mined negatives already give a reliable gradient",
+        "arXiv 2308.03281, 2401.00368; contrastors",
+        "medium",
+    ),
+    "fine-tuning lm": Fact(
+        "language models are fine-tuned on instructions at 16 to 128 sequences", "Alpaca, LIMA, QLoRA (recalled)", "low"
+    ),
+    "lm batch": Fact(
+        "the optimal and the critical batch grow as a power of the tokens seen, with no effect of the model's size; GPT-2 124M"
+        " takes 0.5 M tokens a step, LLaMA 7B 4 M",
+        "arXiv 2505.13738 (exponent 0.46 of the critical batch), 2410.21676; llm.c; arXiv 2302.13971",
+        "medium",
+    ),
+    "tokens per parameter": Fact(
+        "about 20 tokens per parameter are compute-optimal", "arXiv 2203.15556", "high"
+    ),
+    "usual images": Fact("published image classifiers take 256 to 4,096", "arXiv 1706.02677, 2012.12877, 2201.03545", "medium"),
+    "clip rate": Fact(
+        "CLIP from scratch is trained at 4e-4 to 1e-3 from 4,096 to 90,000 pairs; no published rate falls below 4,096",
+        "DataComp's scale_configs.py; OpenCLIP's and MetaCLIP's configurations",
+        "medium",
+    ),
+    "locked rate": Fact("with a locked tower the other one is trained at 1e-3", "contrastors (nomic-embed-vision)", "medium"),
+    "clip fine-tuning rate": Fact("CLIP is fine-tuned at 1e-6 to 1e-4", "arXiv 2212.00638, 2311.18803", "medium"),
+    "embedder rate": Fact(
+        "text encoders are fine-tuned at 1e-5 to 5e-5, at 16k pairs trained at 2e-4; larger models at lower rates",
+        "contrastors; SimCSE; arXiv 2212.03533",
+        "medium",
+    ),
+    "lora rate": Fact("LoRA takes about ten times the rate of whole weights", "arXiv 2401.00368; common practice", "low"),
+    "lm rate": Fact(
+        "6e-4 at 124 M parameters, falling with their 0.3rd power (GPT-3: 6e-4 at 125 M to 6e-5 at 175 B)",
+        "arXiv 2005.14165, table 2.1; 2302.13971",
+        "high",
+    ),
+    "lm fine-tuning rate": Fact("2e-5 at 7 B parameters, 5e-5 at BERT's size", "arXiv 1810.04805; Alpaca (recalled)", "low"),
+    "classifier rate": Fact("1e-3 at 1,024 with AdamW", "DeiT, arXiv 2012.12877; Swin, arXiv 2103.14030", "medium"),
+    "classifier fine-tuning rate": Fact("2e-5 to 5e-5 with AdamW", "arXiv 1810.04805, 2109.01903", "medium"),
+    "published warm-up": Fact(
+        "published: DataComp 500 (10,000 at xlarge), CLIP and LLaMA 2,000, SigLIP 2 20,000 of 1.2 M steps, nomic-embed 700 of 14k,"
+        " E5 1,000 of 20k",
+        "the recipes' own files and papers",
+        "medium",
+    ),
+    "lm beta2": Fact("language models are pre-trained with β2 = 0.95", "arXiv 2005.14165, 2302.13971", "high"),
+    "default beta2": Fact("fine-tuning and classifiers keep Adam's default", "contrastors; arXiv 2012.12877", "medium"),
+    "usual decay": Fact(
+        "CLIP 0.2, language models 0.1, vision transformers 0.05, fine-tuning 0.01 to 0.1, LoRA 0",
+        "the recipes' own files",
+        "medium",
+    ),
     "ramp": Fact(
         "doubling the batch where the rate would have been halved: 36 % less wall-clock time; warming up the batch: 43 % fewer"
         " steps",

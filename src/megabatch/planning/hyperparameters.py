@@ -78,7 +78,7 @@ def base_recipe(
         fact = FACTS[spec.lr_fact]
         return BaseRecipe(spec.base_lr, spec.base_batch, fact, optimizer, objective, weight_decay=spec.base_weight_decay)
     if objective == "contrastive" and parameters >= LARGE_MODEL:
-        return BaseRecipe(*LARGE_BASE, FACTS["published rate"], optimizer, objective, weight_decay=0.2)
+        return BaseRecipe(*LARGE_BASE, FACTS["clip rate"], optimizer, objective, weight_decay=0.2)
     return BaseRecipe(*SMALL_BASE, FACTS["small towers"], optimizer, objective)
 
 

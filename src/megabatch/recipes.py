@@ -1,0 +1,402 @@
+"""Rules for batch, learning rate, warm-up, β2 and weight decay, each with its interval, reason and source.
+
+`planning` and `audit` call the same functions, so that a plan and an audit cannot disagree. A rule has few constants: measured
+comparisons where there are some, and what published trainings have in common otherwise. `published.RECIPES` holds those trainings;
+`benchmarks/practice.py` asks the rules for each of them and lists where they differ.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from . import evidence
+from .evidence import FACTS, Confidence, Fact, round_rate
+from .objectives import OBJECTIVES
+from .optimizers import FAMILIES, FamilyName, rate_factor
+from .published import RECIPES, Kind, Recipe, Start, TrainingTask
+
+__all__ = [
+    "RECIPES",
+    "Advice",
+    "Kind",
+    "Recipe",
+    "Start",
+    "TrainingTask",
+    "advise_batch",
+    "advise_beta2",
+    "advise_decay",
+    "advise_rate",
+    "advise_warmup",
+    "nearest",
+    "plausible_rates",
+    "possible_rates",
+    "updates_needed",
+    "warnings_for",
+]
+
+
+class Advice(NamedTuple):
+    """A recommended value, the interval in which published and measured values lie, the reason, the source and the confidence."""
+
+    value: float
+    low: float
+    high: float
+    why: str
+    source: str
+    confidence: Confidence
+    notes: tuple[str, ...] = ()
+
+
+# --- Batch ---
+
+
+def advise_batch(task: TrainingTask) -> Advice | None:
+    """Return the batch in samples (sequences for a language model), or None if the samples seen are unknown.
+
+    low and high: the batches between which measured comparisons and published trainings of this kind and budget lie.
+    """
+    if task.seen is None:
+        return None
+    if task.pairs:
+        advice = _with_hard_negatives(task, task.seen) if task.negatives else _from_batch_negatives(task, task.seen)
+        advice = _within_unique(task, advice)
+    elif task.start != "scratch":
+        advice = _fine_tuning(task, task.seen)
+    elif task.kind == "lm":
+        advice = _token_batch(task, task.seen)
+    else:
+        advice = _images(task, task.data or task.seen)
+    if task.data is not None and advice.value > task.data:
+        most = power_below(task.data)
+        why = f"{advice.why}; at most the {task.data:,} samples of the data"
+        advice = advice._replace(value=most, low=min(advice.low, most), high=most, why=why)
+    return advice
+
+
+def updates_needed(seen: int, start: Start = "scratch") -> int:
+    """Return the optimizer steps below which the quality of a contrastive run falls, given the samples that it sees.
+
+    A power law in the samples seen, through the geometric middle of "too few" and "enough" of two measurements. Towers trained from
+    scratch need twice the updates of a locked one; pretrained towers lie between.
+
+    >>> updates_needed(2_000_000), updates_needed(450_000_000, "locked")
+    (976, 6866)
+    """
+    scratch = math.sqrt(evidence.SCRATCH_TOO_FEW * evidence.SCRATCH_ENOUGH)
+    locked = math.sqrt(evidence.LOCKED_TOO_FEW * evidence.LOCKED_ENOUGH)
+    factor = {"scratch": 1.0, "pretrained": evidence.SCRATCH_OVER_LOCKED**-0.5, "locked": 1 / evidence.SCRATCH_OVER_LOCKED}
+    growth = math.log(evidence.SCRATCH_OVER_LOCKED * locked / scratch) / math.log(evidence.LOCKED_SEEN / evidence.SCRATCH_SEEN)
+    return max(1, round(factor[start] * scratch * (seen / evidence.SCRATCH_SEEN) ** growth))
+
+
+def _from_batch_negatives(task: TrainingTask, seen: int) -> Advice:
+    """Return the batch of pairs whose negatives come from the batch alone."""
+    needed, saturation = updates_needed(seen, task.start), _saturation(task)
+    # More than this leaves too few updates: the upper end of the interval, whatever is usual.
+    most = min(power_near(seen / needed), saturation)
+    facts = [FACTS["updates from scratch"], FACTS["updates locked"], FACTS["negatives"]]
+    if task.start == "pretrained":
+        usual = evidence.FINETUNE_BATCH * (seen / evidence.FINETUNE_SEEN) ** evidence.FINETUNE_GROWTH
+        value = max(power_near(usual), evidence.FINETUNE_LEAST)
+        why = f"fine-tuning on {seen:,} pairs seen usually takes {math.ceil(seen / value):,} updates of about {value:,}"
+        facts = [FACTS["fine-tuning pairs"], *facts]
+    elif task.start == "locked":
+        value = power_near(seen / (2 * needed))
+        why = f"{seen:,} samples seen / twice the {needed:,} updates that a locked tower needs at least"
+    elif seen / evidence.USUAL_UPDATES > evidence.FLOOR:
+        value = power_near(seen / evidence.USUAL_UPDATES)
+        why = f"{seen:,} samples seen / the {evidence.USUAL_UPDATES:,} updates that published trainings of this kind make"
+        facts = [FACTS["published updates"], *facts]
+    else:
+        value = min(evidence.FLOOR, power_near(seen / needed))
+        small = f"at {evidence.FLOOR:,} the {seen:,} samples seen would leave {math.ceil(seen / evidence.FLOOR):,} updates"
+        why = f"the usual minimum; {seen:,} samples seen leave {math.ceil(seen / value):,} updates"
+        why = why if value == evidence.FLOOR else f"{seen:,} samples seen / about {needed:,} updates needed; {small}"
+        facts = [FACTS["published updates"], *facts]
+    if value >= saturation:
+        value, why = saturation, f"{why}; more than {saturation:,} negatives stopped helping"
+    low = min(value, max(value / 4, min(evidence.FLOOR, most) if task.start == "scratch" else 0))
+    confidence: Confidence = "medium" if seen >= evidence.SCRATCH_SEEN / 4 else "low"
+    return Advice(value, power_near(low), max(value, most), why, _sources(facts), confidence)
+
+
+def _saturation(task: TrainingTask) -> int:
+    """Return the pairs of a batch above which more negatives bought nothing."""
+    saturation = OBJECTIVES[task.loss].saturation
+    assert saturation is not None
+    return min(saturation, evidence.TEXT_SATURATION) if task.kind == "embedder" else saturation
+
+
+def _with_hard_negatives(task: TrainingTask, seen: int) -> Advice:
+    """Return the batch of queries that have mined negatives: about as many documents in all as is usual."""
+    documents = 1 + task.negatives
+    usual, least = power_near(evidence.HARD_DOCUMENTS / documents), power_near(evidence.LEAST_QUERIES)
+    affordable = power_near(seen / evidence.POOR_UPDATES)
+    value = max(min(usual, affordable), min(least, affordable))
+    why = f"{value:,} queries with {documents:,} documents each; with mined negatives about {evidence.HARD_DOCUMENTS:,} documents"
+    why += " a step are usual, whatever the data"
+    why += f"; {seen:,} samples seen leave {math.ceil(seen / value):,} updates" if value == affordable else ""
+    fact = FACTS["hard negatives"]
+    low, high = min(least, value), max(value, min(evidence.MOST_QUERIES, affordable))
+    return Advice(value, low, high, why, fact.source, fact.confidence)
+
+
+def _within_unique(task: TrainingTask, advice: Advice) -> Advice:
+    """Return the advice with a batch in which at most half of the rows have an equal row."""
+    if task.unique is None or task.data is None or task.unique >= task.data:
+        return advice
+    copies = task.data / task.unique
+    most = max(2, power_near(0.5 * task.data / (copies - 1)))
+    if advice.value <= most:
+        return advice
+    why = (
+        f"{advice.why}; {task.unique:,} different items among {task.data:,}: above {most:,} every other row would have a duplicate"
+    )
+    return advice._replace(value=most, low=min(advice.low, most), high=most, why=why)
+
+
+def _fine_tuning(task: TrainingTask, seen: int) -> Advice:
+    """Return a batch for fine-tuning a classifier or a language model: small where there is little data."""
+    updates, least, most = evidence.FINETUNE_LM if task.kind == "lm" else evidence.FINETUNE_CLASSIFIER
+    value = min(max(power_near(seen / updates), least), most)
+    fact = FACTS["fine-tuning lm" if task.kind == "lm" else "fine-tuning"]
+    why = f"{seen:,} samples seen give {math.ceil(seen / value):,} updates; {least} to {most} are usual"
+    return Advice(value, least / 2, most * 2, why, fact.source, fact.confidence)
+
+
+def _token_batch(task: TrainingTask, seen: int) -> Advice:
+    """Return the sequences of a language model's batch: its optimal tokens grow with the tokens seen, not with the model."""
+    tokens = power_near(critical_tokens(seen * task.length))
+    value = max(1, round(tokens / task.length))
+    fact = FACTS["lm batch"]
+    why = f"{tokens / 1e6:.2g} M tokens ({value:,} × {task.length:,}) for {seen * task.length / 1e9:.3g} B tokens seen; {fact.says}"
+    return Advice(value, max(1, value / 4), value * 4, why, fact.source, fact.confidence)
+
+
+def critical_tokens(seen: int) -> float:
+    """Return the tokens of a batch above which a language model that sees so many tokens gains little (FACTS["lm batch"]).
+
+    >>> round(critical_tokens(10**10))
+    524288
+    """
+    return evidence.LM_BATCH * (seen / evidence.LM_SEEN) ** evidence.LM_GROWTH
+
+
+def critical_images(data: int) -> int:
+    """Return a prior for the critical batch of supervised learning: ImageNet's, times √(data / ImageNet)."""
+    return max(16, round(evidence.IMAGENET_CRITICAL * math.sqrt(data / evidence.IMAGENET)))
+
+
+def _images(task: TrainingTask, data: int) -> Advice:
+    """Return the batch of a classifier from scratch: an eighth of the critical batch."""
+    critical = critical_images(data)
+    value = min(power_near(critical / 8), evidence.FLOOR)
+    why = (
+        f"an eighth of the critical batch, about {critical:,} for {data:,} images: one step in nine more than at any smaller batch"
+    )
+    facts = (FACTS["imagenet"], FACTS["usual images"])
+    return Advice(value, max(1, value / 4), max(value, min(power_near(critical), 8192)), why, _sources(facts), "medium")
+
+
+# --- Learning rate ---
+
+
+class RateRule(NamedTuple):
+    """A learning rate of Adam that is right at a batch, for models of so many parameters.
+
+    Above the batch it grows with the square root. Below, it falls likewise if `falls`, and stays if not. It falls with the
+    parameters to the power of evidence.RATE_SIZE, or does not depend on them (None).
+    """
+
+    lr: float
+    batch: int
+    fact: str
+    params: int | None = None
+    falls: bool = False
+
+
+# Adam's rates, by kind and start.
+ADAM_RATES: dict[tuple[Kind, Start], RateRule] = {
+    ("clip", "scratch"): RateRule(5e-4, 32_768, "clip rate"),
+    ("clip", "locked"): RateRule(1e-3, 32_768, "locked rate"),
+    ("clip", "pretrained"): RateRule(1e-5, 512, "clip fine-tuning rate"),
+    ("embedder", "scratch"): RateRule(5e-4, 32_768, "clip rate"),
+    ("embedder", "locked"): RateRule(1e-3, 32_768, "locked rate"),
+    ("embedder", "pretrained"): RateRule(2e-5, 256, "embedder rate", params=110_000_000),
+    # The batch is in tokens.
+    ("lm", "scratch"): RateRule(6e-4, 524_288, "lm rate", params=124_000_000, falls=True),
+    ("lm", "locked"): RateRule(5e-5, 32_768, "lm fine-tuning rate", params=124_000_000),
+    ("lm", "pretrained"): RateRule(5e-5, 32_768, "lm fine-tuning rate", params=124_000_000),
+    ("classifier", "scratch"): RateRule(1e-3, 1_024, "classifier rate", falls=True),
+    ("classifier", "locked"): RateRule(1e-3, 1_024, "classifier rate"),
+    ("classifier", "pretrained"): RateRule(3e-5, 512, "classifier fine-tuning rate"),
+}
+# SGD's rates at a batch of 256: from scratch, fine-tuning, and a linear layer on a locked body.
+SGD_RATES: dict[Start, float] = {"scratch": 0.1, "pretrained": 0.01, "locked": 0.1}
+SGD_BATCH = 256
+
+
+def advise_rate(task: TrainingTask, batch: int) -> Advice:
+    """Return the learning rate at a batch (of sequences for a language model). It is a starting point: sweep around it."""
+    family = FAMILIES[task.optimizer]
+    if family.lr_rule == "linear":
+        growth = min(batch, family.largest_rule_batch or batch) / SGD_BATCH
+        base, fact = SGD_RATES[task.start], FACTS["linear"]
+        lr = round_rate(base * rate_factor("linear", growth))
+        why = f"{base:g} at {SGD_BATCH}, times {batch:,}/{SGD_BATCH}" + (" up to 8,192" if batch > 8_192 else "")
+        return Advice(lr, lr / 3, lr * 3, why, fact.source, fact.confidence if task.kind == "classifier" else "low")
+    rule = ADAM_RATES[task.kind, task.start]
+    fact = FACTS[rule.fact]
+    size = batch * task.length if task.kind == "lm" else batch
+    growth = size / rule.batch if rule.falls else max(1.0, size / rule.batch)
+    if task.kind == "lm":
+        # Published rates do not grow with the batch above half a million tokens: the model does, and lowers them.
+        growth = min(1.0, growth)
+    lr, why = rule.lr * math.sqrt(growth), f"{rule.lr:g} at {rule.batch:,}{' tokens' if task.kind == 'lm' else ''}"
+    why += "" if growth == 1 else f", times √({size:,}/{rule.batch:,})"
+    if rule.params is not None and task.params is not None:
+        lr *= (rule.params / task.params) ** evidence.RATE_SIZE
+        why += f", times ({_millions(rule.params)}/{_millions(task.params)})^{evidence.RATE_SIZE:g}"
+    elif task.kind == "clip" and task.start == "scratch" and (task.params or evidence.LARGE_MODEL) < evidence.LARGE_MODEL:
+        lr, why = lr * 2, f"{why}, twice for towers below {_millions(evidence.LARGE_MODEL)} parameters"
+    if task.lora is not None:
+        lr, why = lr * evidence.LORA_RATE, f"{why}, times {evidence.LORA_RATE} for LoRA"
+    lr = round_rate(lr)
+    confidence = "low" if task.optimizer != "adam" or not 1 / 4 <= growth <= evidence.RATE_RANGE**2 else fact.confidence
+    return Advice(lr, lr / 3, lr * 3, f"{why}; {fact.says}", fact.source, confidence)
+
+
+def plausible_rates(task: TrainingTask, batch: int | None = None) -> tuple[float, float]:
+    """Return the lowest and the highest learning rate that is no mistake by itself: ten times below and above the advice.
+
+    batch: None if it is unknown; then the interval covers batches from 32 to 65,536 samples.
+    """
+    low = advise_rate(task, batch or 32).value / 10
+    high = advise_rate(task, batch or 65_536).value * 10
+    # LoRA has been trained at the rates of whole weights.
+    return (low / evidence.LORA_RATE if task.lora is not None else low), high
+
+
+def possible_rates(optimizer: FamilyName) -> tuple[float, float]:
+    """Return the rates outside which nothing learns with the optimizer, or everything diverges, whatever is trained."""
+    return (1e-6, 100.0) if FAMILIES[optimizer].lr_rule == "linear" else (1e-8, 0.1)
+
+
+# --- Warm-up, β2, weight decay ---
+
+
+def advise_warmup(task: TrainingTask, batch: int) -> Advice:
+    """Return the steps of warm-up: a share of a short run, two thousand of a long one, a hundredth of a very long one."""
+    steps, fact = task.steps(batch), FACTS["published warm-up"]
+    usual = evidence.USUAL_WARMUP
+    if steps is None:
+        return Advice(usual, usual / 4, usual * 4, "the usual number; the length of the run is unknown", fact.source, "low")
+    share = evidence.WARMUP_SHARE * steps
+    if task.kind == "classifier":
+        # Five epochs of ninety, whatever the steps are.
+        value, why = share, f"{evidence.WARMUP_SHARE:.0%} of {steps:,} steps, as five epochs of ninety"
+        fact = FACTS["epochs of warm-up"]
+    else:
+        value = min(share, max(usual, evidence.LONG_WARMUP * steps))
+        why = f"{evidence.WARMUP_SHARE:.0%} of {steps:,} steps"
+        if value < share:
+            why = f"{value:,.0f} of {steps:,} steps, at least {usual:,} or {evidence.LONG_WARMUP:.0%} of a long run"
+    value = max(1, round(value))
+    return Advice(value, max(1, value / 4), min(steps, value * 4), f"{why}; {fact.says}", fact.source, fact.confidence)
+
+
+def advise_beta2(task: TrainingTask, batch: int) -> Advice | None:
+    """Return Adam's β2, or None for an optimizer without it."""
+    if not FAMILIES[task.optimizer].uses_beta2:
+        return None
+    if task.kind == "lm" and task.start == "scratch":
+        fact, value = FACTS["lm beta2"], 0.95
+    elif task.pairs and task.start != "pretrained":
+        fact, value = FACTS["beta2"], 0.95 if batch >= evidence.LARGE_CONTRASTIVE else 0.98
+    elif task.kind == "clip":
+        fact, value = FACTS["beta2"], 0.98
+    else:
+        fact, value = FACTS["default beta2"], 0.999
+    return Advice(value, min(value, 0.95), 0.999, fact.says, fact.source, fact.confidence)
+
+
+def advise_decay(task: TrainingTask) -> Advice:
+    """Return the usual weight decay."""
+    if FAMILIES[task.optimizer].lr_rule == "linear":
+        return Advice(1e-4, 1e-5, 1e-3, "the usual value of SGD", FACTS["linear"].source, "high")
+    value = evidence.WEIGHT_DECAYS[task.kind, task.start != "pretrained"] if task.lora is None else 0.0
+    fact = FACTS["usual decay"]
+    return Advice(value, value / 10, max(value * 5, 0.1), fact.says, fact.source, fact.confidence)
+
+
+# --- What others did, and what is a bad idea ---
+
+
+def nearest(task: TrainingTask, count: int = 2) -> list[Recipe]:
+    """Return the published trainings most alike: of the same kind and start, nearest by samples seen, then by size of the model."""
+
+    def distance(recipe: Recipe) -> float:
+        other, far = recipe.task, 0.0
+        for mine, theirs, weight in ((task.seen, other.seen, 1.0), (task.params, other.params, 0.5)):
+            far += weight * (abs(math.log10(mine / theirs)) if mine is not None and theirs is not None else 1.0)
+        return far + 2 * (bool(task.negatives) != bool(other.negatives)) + ((task.lora is None) != (other.lora is None))
+
+    alike = [recipe for recipe in RECIPES if recipe.task.kind == task.kind and recipe.task.start == task.start]
+    return sorted(alike, key=distance)[:count]
+
+
+def warnings_for(task: TrainingTask, batch: int | None = None) -> list[str]:
+    """Return sentences that say why the training is a bad idea and what to do instead; empty if it is not."""
+    lines = []
+    large = task.params is None or task.params >= evidence.LARGE_MODEL
+    if task.kind == "clip" and task.start == "scratch" and large and (task.seen or math.inf) < evidence.CLIP_LEAST_SEEN:
+        fact = FACTS["clip from scratch"]
+        lines.append(
+            f"This budget cannot train CLIP from scratch: {task.seen:,} samples seen, and {fact.says} ({fact.source})."
+            " Fine-tune pretrained weights (start=pretrained), or lock a pretrained image tower (start=locked)."
+        )
+    if task.kind == "embedder" and task.start == "scratch":
+        fact = FACTS["embedder from scratch"]
+        lines.append(f"Start from pretrained weights: {fact.says} ({fact.source}).")
+    if task.kind == "lm" and task.start == "scratch" and task.seen is not None and task.params is not None:
+        tokens = task.seen * task.length
+        if tokens < evidence.LEAST_TOKENS * task.params:
+            fact = FACTS["tokens per parameter"]
+            lines.append(
+                f"{tokens / 1e9:.3g} B tokens are {tokens / task.params:.2g} for each of {_millions(task.params)} parameters;"
+                f" {fact.says} ({fact.source}). Train a smaller model, or fine-tune pretrained weights."
+            )
+    if task.kind == "classifier" and task.start == "scratch" and large and (task.data or math.inf) < evidence.CLASSIFIER_LEAST:
+        lines.append(
+            f"{task.data:,} images are few for {_millions(task.params or evidence.LARGE_MODEL)} parameters from scratch: start from"
+            " pretrained weights (start=pretrained)."
+        )
+    if batch is not None and task.pairs and task.seen is not None and math.ceil(task.seen / batch) < evidence.HOPELESS_UPDATES:
+        lines.append(
+            f"{math.ceil(task.seen / batch):,} updates of {batch:,} learn next to nothing"
+            f" ({FACTS['updates from scratch'].source}): take a smaller batch or train longer."
+        )
+    return lines
+
+
+def power_near(number: float) -> int:
+    """Return the power of two that is nearest by ratio.
+
+    >>> power_near(724), power_near(1450)
+    (512, 2048)
+    """
+    return 2 ** max(0, round(math.log2(max(1.0, number))))
+
+
+def power_below(number: int) -> int:
+    """Return the largest power of two up to a number."""
+    return 1 << (max(1, number).bit_length() - 1)
+
+
+def _millions(count: int) -> str:
+    return f"{count / 1e9:.3g} B" if count >= 10**9 else f"{count / 1e6:.3g} M"
+
+
+def _sources(facts: list[Fact] | tuple[Fact, ...]) -> str:
+    return "; ".join(dict.fromkeys(fact.source for fact in facts))
