@@ -46,8 +46,30 @@ def add(verbs: Any) -> None:
     )
     plan.add_argument("--memory", help="Memory of one device, as 80GiB; by default that of the device named.")
     plan.add_argument("--share", type=float, help="Fraction of the device's memory that may be used, up to 1 (default 0.8).")
-    plan.add_argument("--price", type=float, help="Price of one device per hour; adds cost to every alternative.")
+    plan.add_argument("--price", type=float, help="Price of one device per hour; adds the cost to the plan and every alternative.")
+    plan.add_argument("--hours", type=float, help="Hours that training may take; the number of samples seen follows from them.")
+    plan.add_argument("--budget", type=float, help="Money that training may cost, at --price; the samples seen follow from it.")
     plan.add_argument("--batch", metavar="N", help="Batch size that is already decided; the plan says how to reach it.")
+    plan.add_argument("--per-gpu", type=int, metavar="N", help="Batch size on each GPU, if that is decided instead of --batch.")
+    plan.add_argument("--negatives", type=int, metavar="K", help="Number of mined hard negatives per query (default 0).")
+    plan.add_argument(
+        "--text-length", type=int, metavar="N", help="Tokens of a text or sequence; by default what the model was made for."
+    )
+    plan.add_argument(
+        "--image-size", type=int, metavar="N", help="Pixels of an image's side; by default what the model was made for."
+    )
+    plan.add_argument("--lora", type=int, metavar="RANK", help="Train LoRA adapters of this rank instead of all weights.")
+    plan.add_argument(
+        "--checkpointing",
+        action=argparse.BooleanOptionalAction,
+        help="Recompute the blocks of the encoders in backward (or never do); by default memory decides.",
+    )
+    plan.add_argument("--nodes", type=int, metavar="N", help="Number of machines that the GPUs are spread over evenly.")
+    plan.add_argument(
+        "--interconnect", metavar="NAME", help="Network between the machines, as infiniband or 100GbE, or a speed, as 25GB/s."
+    )
+    plan.add_argument("--dim", type=int, metavar="N", help="Width of the embeddings; by default that of the model.")
+    plan.add_argument("--classes", type=int, metavar="N", help="Number of classes of a classifier (default 1,000).")
     plan.add_argument("--critical", type=int, metavar="N", help="Critical batch size in samples, if it was measured.")
     plan.add_argument(
         "--priority",

@@ -35,6 +35,8 @@ class Problem:
 
 def problem_of(request: Request) -> Problem:
     """Resolve a request. Raises ValueError if its parts do not fit together."""
+    if request.objective == "lm" and request.text_length is not None:
+        request = replace(request, length=request.text_length)
     machine = find_machine(request.gpu, request.gpus, request.memory, request.rates)
     base = base_run(request)
     if isinstance(request.model, config.Run) and request.start == "scratch" and (base.x.locked or base.x.weights):

@@ -43,6 +43,11 @@ class Request:
     measured: files of fit, profile, noise and sweep, or what these returned. Measurements replace predictions; `batch`, `critical`
         and `base_lr` take precedence over them.
     length: tokens of a sequence. classes: classes of a classifier. source, out: as in the configuration of a run.
+    negatives: mined hard negatives per query. per_gpu: the batch on each GPU, instead of `batch`.
+    hours, budget: what training may take, in hours or in money at `price`; the samples seen follow unless `seen` or `epochs` says.
+    text_length, image_size: tokens of a text and pixels of an image's side, where the model allows others than its own.
+    lora: rank of LoRA adapters, which alone are trained. checkpointing: whether blocks are recomputed in backward; None: if faster.
+    nodes, interconnect: machines that the GPUs are spread over evenly, and the network between them.
     """
 
     model: str | config.Run | None = None
@@ -72,6 +77,16 @@ class Request:
     out: str | None = None
     measured: Sequence[str | Path | Measured] = ()
     rates: str | Path | Rates | None = None
+    negatives: int = 0
+    hours: float | None = None
+    budget: float | None = None
+    per_gpu: int | None = None
+    text_length: int | None = None
+    image_size: int | None = None
+    lora: int | None = None
+    checkpointing: bool | None = None
+    nodes: int | None = None
+    interconnect: str | None = None
 
     def __post_init__(self) -> None:
         choices = [
@@ -88,10 +103,18 @@ class Request:
             raise ValueError(f"share is {self.share}: the fraction of the memory that may be used must be above 0 and at most 1")
         if self.seen is not None and self.epochs is not None:
             raise ValueError(f"seen is {self.seen} and epochs is {self.epochs}: give one of the two")
-        numbers = [("epochs", self.epochs), ("price", self.price), ("critical", self.critical), ("gpus", self.gpus)]
-        for name, number in numbers:
+        for name in ("epochs", "price", "critical", "gpus", "hours", "budget", "per_gpu", "nodes", "lora"):
+            number = getattr(self, name)
             if number is not None and not 0 < number <= MOST:
                 raise ValueError(f"{name} is {str(number)[:40]}: must be above 0 and at most {MOST:g}")
+        for name, least, most in (("text_length", 1, 2**20), ("image_size", 8, 2**14), ("negatives", 0, 2**16)):
+            number = getattr(self, name)
+            if number is not None and not least <= number <= most:
+                raise ValueError(f"{name} is {str(number)[:40]}: must be from {least:,} to {most:,}")
+        if self.budget is not None and self.price is None:
+            raise ValueError(f"budget is {self.budget:g} without a price: give the price of one GPU per hour, as in price=2")
+        if self.per_gpu is not None and self.batch is not None:
+            raise ValueError(f"batch is {self.batch} and per_gpu is {self.per_gpu}: give one of the two; batch = GPUs × per_gpu")
         if isinstance(self.measured, (str, Path)):
             raise ValueError(
                 f"measured is {str(self.measured)!r}: must be a list of files, as in measured=[{str(self.measured)!r}]"
