@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
-from .objectives import DEFAULT, PairLoss
+from .objectives import DEFAULT, PAIR_LOSSES
 from .optimizers import FamilyName
 
 # What is trained: an image and a text encoder on pairs; a text encoder on pairs; a language model; a classifier.
@@ -37,7 +37,7 @@ class TrainingTask:
     seen: int | None = None
     unique: int | None = None
     params: int | None = None
-    loss: PairLoss = DEFAULT
+    loss: str = DEFAULT
     optimizer: FamilyName = "adam"
     negatives: int = 0
     lora: int | None = None
@@ -47,7 +47,7 @@ class TrainingTask:
         choices = [
             ("kind", self.kind, get_args(Kind)),
             ("start", self.start, get_args(Start)),
-            ("loss", self.loss, get_args(PairLoss)),
+            ("loss", self.loss, PAIR_LOSSES),
             ("optimizer", self.optimizer, get_args(FamilyName)),
         ]
         for name, value, allowed in choices:

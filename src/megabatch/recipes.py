@@ -67,11 +67,10 @@ def advise_batch(task: TrainingTask) -> Advice | None:
         advice = _token_batch(task, task.seen)
     else:
         advice = _images(task, task.data or task.seen)
-    if task.data is not None and advice.value > task.data:
-        most = power_below(task.data)
-        why = f"{advice.why}; at most the {task.data:,} samples of the data"
-        advice = advice._replace(value=most, low=min(advice.low, most), high=most, why=why)
-    return advice
+    most = math.inf if task.data is None else power_below(task.data)
+    if advice.value > most:
+        advice = advice._replace(why=f"{advice.why}; at most the {task.data:,} samples of the data")
+    return advice._replace(value=min(advice.value, most), low=min(advice.low, most), high=min(advice.high, most))
 
 
 def updates_needed(seen: int, start: Start = "scratch") -> int:
@@ -91,34 +90,41 @@ def updates_needed(seen: int, start: Start = "scratch") -> int:
 
 
 def _from_batch_negatives(task: TrainingTask, seen: int) -> Advice:
-    """Return the batch of pairs whose negatives come from the batch alone."""
-    needed, saturation = updates_needed(seen, task.start), _saturation(task)
-    # More than this leaves too few updates: the upper end of the interval, whatever is usual.
-    most = min(power_near(seen / needed), saturation)
+    """Return the batch of pairs whose negatives come from the batch alone.
+
+    The interval ends at the batch that leaves just enough updates. From scratch it begins at the usual minimum, and the advice is
+    the geometric middle of both, or what leaves as many updates as large published trainings make.
+    """
+    needed, saturation, floor = updates_needed(seen, task.start), _saturation(task), evidence.FLOOR
+    bound = seen / needed
     facts = [FACTS["updates from scratch"], FACTS["updates locked"], FACTS["negatives"]]
     if task.start == "pretrained":
-        usual = evidence.FINETUNE_BATCH * (seen / evidence.FINETUNE_SEEN) ** evidence.FINETUNE_GROWTH
-        value = max(power_near(usual), evidence.FINETUNE_LEAST)
-        why = f"fine-tuning on {seen:,} pairs seen usually takes {math.ceil(seen / value):,} updates of about {value:,}"
-        facts = [FACTS["fine-tuning pairs"], *facts]
+        value = power_near(evidence.FINETUNE_BATCH * (seen / evidence.FINETUNE_SEEN) ** evidence.FINETUNE_GROWTH)
+        value = max(value, evidence.FINETUNE_LEAST)
+        low = max(evidence.FINETUNE_LEAST, value // 4)
+        why = f"fine-tuning on {seen:,} pairs seen usually makes {math.ceil(seen / value):,} updates of about {value:,}"
+        facts = [FACTS["fine-tuning pairs"], FACTS["unlabelled text"], *facts]
     elif task.start == "locked":
-        value = power_near(seen / (2 * needed))
+        value, low = power_near(bound / 2), power_near(bound / 8)
         why = f"{seen:,} samples seen / twice the {needed:,} updates that a locked tower needs at least"
-    elif seen / evidence.USUAL_UPDATES > evidence.FLOOR:
-        value = power_near(seen / evidence.USUAL_UPDATES)
-        why = f"{seen:,} samples seen / the {evidence.USUAL_UPDATES:,} updates that published trainings of this kind make"
+    elif bound <= floor:
+        value, low = power_near(bound), power_near(bound / 4)
+        why = f"{seen:,} samples seen / about {needed:,} updates needed; {floor:,} would leave {math.ceil(seen / floor):,}"
+    elif seen / evidence.USUAL_UPDATES > math.sqrt(floor * bound):
+        value, low = power_near(seen / evidence.USUAL_UPDATES), power_near(math.sqrt(floor * bound))
+        why = f"{seen:,} samples seen / the {evidence.USUAL_UPDATES:,} updates that large published trainings make"
         facts = [FACTS["published updates"], *facts]
     else:
-        value = min(evidence.FLOOR, power_near(seen / needed))
-        small = f"at {evidence.FLOOR:,} the {seen:,} samples seen would leave {math.ceil(seen / evidence.FLOOR):,} updates"
-        why = f"the usual minimum; {seen:,} samples seen leave {math.ceil(seen / value):,} updates"
-        why = why if value == evidence.FLOOR else f"{seen:,} samples seen / about {needed:,} updates needed; {small}"
+        value, low = power_near(math.sqrt(floor * bound)), floor
+        why = (
+            f"between {floor:,}, the usual minimum, and {bound:,.0f}, which leaves the {needed:,} updates needed for {seen:,} seen"
+        )
         facts = [FACTS["published updates"], *facts]
     if value >= saturation:
-        value, why = saturation, f"{why}; more than {saturation:,} negatives stopped helping"
-    low = min(value, max(value / 4, min(evidence.FLOOR, most) if task.start == "scratch" else 0))
+        value, why = saturation, f"{why}; at most {saturation:,}, where more negatives stop helping"
+    high = max(value, min(power_near(bound), saturation))
     confidence: Confidence = "medium" if seen >= evidence.SCRATCH_SEEN / 4 else "low"
-    return Advice(value, power_near(low), max(value, most), why, _sources(facts), confidence)
+    return Advice(value, min(low, value), high, why, _sources(facts), confidence)
 
 
 def _saturation(task: TrainingTask) -> int:
@@ -162,7 +168,8 @@ def _fine_tuning(task: TrainingTask, seen: int) -> Advice:
     value = min(max(power_near(seen / updates), least), most)
     fact = FACTS["fine-tuning lm" if task.kind == "lm" else "fine-tuning"]
     why = f"{seen:,} samples seen give {math.ceil(seen / value):,} updates; {least} to {most} are usual"
-    return Advice(value, least / 2, most * 2, why, fact.source, fact.confidence)
+    high = max(value, min(2 * most, power_near(8 * seen / updates)))
+    return Advice(value, least / 2, high, why, fact.source, fact.confidence)
 
 
 def _token_batch(task: TrainingTask, seen: int) -> Advice:
@@ -311,7 +318,9 @@ def advise_beta2(task: TrainingTask, batch: int) -> Advice | None:
     if not FAMILIES[task.optimizer].uses_beta2:
         return None
     if task.kind == "lm" and task.start == "scratch":
-        fact, value = FACTS["lm beta2"], 0.95
+        # The half-life stays the same in tokens.
+        fact, share = FACTS["lm beta2"], batch * task.length / evidence.LM_BATCH
+        value = 0.95 if share >= 1 else float(f"{min(0.9999, 0.95**share):.4g}")
     elif task.pairs and task.start != "pretrained":
         fact, value = FACTS["beta2"], 0.95 if batch >= evidence.LARGE_CONTRASTIVE else 0.98
     elif task.kind == "clip":

@@ -16,13 +16,12 @@ from torch import nn
 from megabatch import config
 from megabatch.costs.memory import PeakMemory
 from megabatch.costs.strategy import Strategy
-from megabatch.planning.choose_batch import contrastive
 from megabatch.planning.estimator import Tools
 from megabatch.planning.plan import Plan
 from megabatch.planning.planner import plan
 from megabatch.planning.report import as_toml, headline, plan_report, write
-from megabatch.planning.request import GLYPHS
 from megabatch.planning.workload import Workload, workload
+from megabatch.recipes import updates_needed
 from megabatch.reporting.markdown import as_markdown
 from megabatch.reporting.terminal import print_report
 
@@ -88,9 +87,9 @@ def medical():
 
 
 def test_the_batch_comes_from_the_problem_and_the_chunk_from_memory(medical):
-    # 300 M seen / (976 · 150 ** 0.488 = 11,267 updates) = 26,626, nearest power of two 32,768.
-    assert medical.batch == 32_768
-    assert medical.number("steps").value == 9_156
+    # 300 M seen / (976 · 150 ** 0.488 = 11,267 updates) = 26,626 at most; the middle of it and 4,096 is 10,443, near 8,192.
+    assert medical.batch == 8_192
+    assert medical.number("steps").value == 36_622
     small, large = (plan("ViT-L/14", tools=TOOLS, **{**MEDICAL, "gpu": gpu}) for gpu in ("8xA100-40GB", "8xH200"))
     assert small.batch == large.batch == medical.batch
     assert small.strategy.chunk < medical.strategy.chunk < large.strategy.chunk
@@ -113,7 +112,7 @@ def test_alternatives_stand_beside_the_plan_with_what_they_cost(medical):
     ways = {way.name: way for way in medical.alternatives}
     chosen = ways["the plan"]
     assert ways["half the batch"].updates == pytest.approx(2 * chosen.updates, abs=1)
-    assert ways["twice the batch"].batch == 65_536
+    assert ways["twice the batch"].batch == 2 * medical.batch
     assert ways["one GPU more"].gpus == 9
     assert ways["one GPU more"].batch % 9 == 0
     assert ways["twice the GPUs"].hours < 0.6 * chosen.hours
@@ -132,7 +131,7 @@ def test_a_price_makes_the_cost_money():
 
 def test_changes_name_numbers(medical):
     changes = "\n".join(medical.changes)
-    assert "1,200,000,000 samples seen: a batch of 65,536" in changes
+    assert "1,200,000,000 samples seen: a batch of 16,384" in changes
     assert "locked" in changes and "half the memory" in changes
 
 
@@ -140,7 +139,8 @@ def test_without_arguments_the_embedded_default_on_this_machine():
     result = plan(tools=SMALL)
     # The run is short: its samples allow a few hundred updates of several hundred samples, not of 4,096.
     embedded = config.build(config.EMBEDDED)
-    assert result.batch == contrastive(embedded.schedule.samples, GLYPHS).batch < 4096
+    assert 2**-0.5 <= result.batch * updates_needed(embedded.schedule.samples) / embedded.schedule.samples <= 2**0.5
+    assert result.batch < 4096
     # The rate was tuned at the batch of the embedded run; a plan rounds it to two digits.
     growth = result.batch / embedded.batch.size
     assert result.run.optimizer.lr == pytest.approx(embedded.optimizer.lr * growth**0.5, rel=0.05)
@@ -170,7 +170,7 @@ def test_supervised_and_fine_tuned_models_accumulate_and_language_models_have_no
 def test_a_locked_tower_is_locked_in_the_file():
     result = plan("ViT-L/14", tools=TOOLS, start="locked", **MEDICAL)
     assert result.run.x.locked and not result.run.y.locked
-    assert result.batch > 32_768
+    assert result.batch > 2 * 8_192
 
 
 def test_sigmoid_stops_where_its_negatives_stop_paying():
@@ -218,7 +218,7 @@ def test_terminal_and_markdown_show_every_number(medical):
     markdown = as_markdown(report)
     for number in medical.numbers:
         assert number.shown in out.getvalue() and number.name in markdown
-    assert "32,768" in headline(medical)
+    assert "8,192" in headline(medical)
 
 
 def test_the_page_is_whole_escaped_and_loads_nothing(tmp_path):
@@ -239,7 +239,7 @@ def test_the_page_is_whole_escaped_and_loads_nothing(tmp_path):
     assert "default-src" in text
     # Three figures, each in the colors of light and dark pages.
     assert text.count("data:image/png;base64,") == 6
-    assert "32,768" in text and "what fits without chunks" in text
+    assert "8,192" in text and "what fits without chunks" in text
 
 
 @pytest.mark.parametrize(

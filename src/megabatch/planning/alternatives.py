@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from .choose_batch import contrastive
+from .choose_batch import advised, task_of
 from .estimator import Estimator
 from .plan import Alternative, CurvePoint
 from .problem import Problem
@@ -50,15 +50,19 @@ def largest_without_chunks(problem: Problem, estimator: Estimator) -> Estimate |
 
 def changes(problem: Problem, estimator: Estimator, chosen: Estimate) -> Iterator[str]:
     """Yield sentences on what would change the plan, each with numbers."""
-    request, (data, _, seen), strategy = problem.request, problem.budget, chosen.strategy
-    if problem.given is None and request.pairs and request.objective == "contrastive":
+    request, seen, strategy = problem.request, problem.budget.seen, chosen.strategy
+    task = task_of(problem, estimator.parameters)
+    if problem.given is None and task.pairs:
         for factor in (4, 1 / 4):
-            other = contrastive(max(1, round(seen * factor)), data, problem.objective.cost_name, request.start)
+            other = advised(replace(task, seen=max(1, round(seen * factor))), request.priority)
             if other.batch != strategy.batch:
                 yield f"With {round(seen * factor):,} samples seen: a batch of {other.batch:,} ({other.updates:,} updates)."
-        if request.start == "scratch":
-            other = contrastive(seen, data, problem.objective.cost_name, "locked")
+        if task.kind == "clip" and task.start == "scratch":
+            other = advised(replace(task, start="locked"), request.priority)
             yield f"With a locked, pretrained image tower (LiT): a batch of {other.batch:,}, because it needs fewer updates."
+        if not task.negatives and task.start == "pretrained":
+            other = advised(replace(task, negatives=7), request.priority)
+            yield f"With 7 mined hard negatives per query: a batch of {other.batch:,} queries."
     if any(size < strategy.chunk for size in chunk_sizes(strategy.shard)):
         smaller = best_chunk(strategy, estimator.memory, estimator.seconds, problem.limit // 2, estimator.sizes)
         if smaller is None:

@@ -1,6 +1,7 @@
 """Choose the batch: the given one, the one that a sweep recommends, or the one that the rules of the learning problem give.
 
-The rules are arithmetic. Memory plays no role in them, and the machine only decides where the fastest way to a target is asked for.
+The rules are arithmetic (`recipes`). Memory plays no role in them, and the machine only decides where the fastest way to a target
+is asked for.
 """
 
 from __future__ import annotations
@@ -9,19 +10,27 @@ import math
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-from .. import evidence
+from .. import config, evidence, recipes
 from ..evidence import FACTS, Confidence, steps_factor
-from ..objectives import DEFAULT, CostName, saturation_of
+from ..objectives import DEFAULT, OBJECTIVES
+from ..optimizers import closest
+from ..recipes import Recipe, TrainingTask, advise_batch, updates_needed
 from .estimator import Estimator
 from .problem import Problem
-from .request import Start, check_batch, check_budget
+from .request import check_batch, check_budget
 
 # With priority "accuracy", the smallest batch within this factor of the least time is taken.
 NEARLY_FASTEST = 1.1
+# Prefixes of towers that read text. A tower "x" on side y is the tower of side x.
+TEXT_TOWERS = ("text", "transformers")
 
 
 class BatchChoice(NamedTuple):
-    """A batch, in samples, with its reason."""
+    """A batch, in samples, with its reason.
+
+    low, high: the interval in which measured comparisons and published trainings of this kind and budget lie. warnings: why the
+    training is a bad idea, and what to do instead. others: the most similar published trainings.
+    """
 
     batch: int
     updates: int
@@ -29,6 +38,10 @@ class BatchChoice(NamedTuple):
     source: str
     confidence: Confidence
     notes: tuple[str, ...] = ()
+    low: int | None = None
+    high: int | None = None
+    warnings: tuple[str, ...] = ()
+    others: tuple[Recipe, ...] = ()
 
 
 class CriticalBatch(NamedTuple):
@@ -39,25 +52,99 @@ class CriticalBatch(NamedTuple):
     measured: str | None = None
 
 
+def task_of(problem: Problem, params: int | None = None) -> TrainingTask:
+    """Return what the problem trains, as the rules see it. params: parameters of the model."""
+    request, (data, unique, seen) = problem.request, problem.budget
+    finetuned = request.objective == "finetune" or request.lora is not None
+    return TrainingTask(
+        kind="lm" if request.objective == "lm" else _pair_kind(problem.base) if request.pairs else "classifier",
+        start="pretrained" if finetuned and request.start == "scratch" else request.start,
+        data=data,
+        seen=seen,
+        unique=unique,
+        params=params,
+        loss=problem.base.loss.objective if OBJECTIVES[problem.base.loss.objective].contrastive else DEFAULT,
+        optimizer=closest(request.optimizer).family.name,
+        negatives=request.negatives if request.pairs else 0,
+        lora=request.lora,
+        length=request.length,
+    )
+
+
+def _pair_kind(run: config.Run) -> Literal["clip", "embedder"]:
+    """Return "embedder" if both towers read text."""
+    names = (run.x.name, run.x.name if run.y.name == "x" else run.y.name)
+    return "embedder" if all(name.partition(":")[0] in TEXT_TOWERS for name in names) else "clip"
+
+
 def choose_batch(problem: Problem, estimator: Estimator) -> BatchChoice:
     """Return the batch that the problem needs, as a multiple of the ranks."""
     request, (data, _, seen), ranks = problem.request, problem.budget, problem.machine.gpus
+    check_budget(seen, data)
+    task = task_of(problem, estimator.parameters)
+    others = tuple(recipes.nearest(task))
     if problem.given is not None:
-        notes = judge(problem.given, seen, data, request.start, request.loss) if request.pairs else ()
-        return BatchChoice(problem.given, math.ceil(seen / problem.given), "as requested", "given", "high", notes)
+        remarks = judge(task, problem.given)
+        choice = BatchChoice(problem.given, math.ceil(seen / problem.given), "as requested", "given", "high", remarks)
+        return choice._replace(warnings=tuple(recipes.warnings_for(task, problem.given)), others=others)
+    noise = estimator.calibration.noise
+    measured = request.critical is not None or (noise is not None and not noise.coupled)
     if estimator.calibration.sweep is not None and estimator.calibration.same_data:
         choice = _swept(problem, estimator)
-    elif request.objective == "finetune":
-        choice = fine_tuning(seen, data, pairs=request.pairs)
-    elif request.pairs:
-        choice = contrastive(seen, data, problem.objective.cost_name, request.start)
-    else:
+    elif not task.pairs and task.start == "scratch" and (measured or (request.priority == "speed" and task.kind != "lm")):
         choice = fastest_to_target(problem, estimator)
+    else:
+        choice = advised(task, request.priority)
     batch = max(ranks, round(choice.batch / ranks) * ranks)
     if choice.confidence == "measured" and batch != choice.batch:
         why = f"{choice.why}; rounded from {choice.batch:,} to {batch:,}, a multiple of {ranks} GPUs"
         choice = choice._replace(why=why, confidence="high")
-    return choice._replace(batch=batch)
+    warnings = (*choice.warnings, *recipes.warnings_for(task, batch))
+    return choice._replace(batch=batch, updates=math.ceil(seen / batch), warnings=warnings, others=others)
+
+
+def advised(task: TrainingTask, priority: Literal["accuracy", "speed"] = "accuracy") -> BatchChoice:
+    """Return the batch that the rules advise: the usual one, or with priority "speed" the largest that loses no quality.
+
+    At equal samples seen a larger batch saves optimizer steps and exchanges of gradients, and can use more devices.
+    """
+    advice = advise_batch(task)
+    assert advice is not None and task.seen is not None and task.data is not None
+    batch = round(advice.high if priority == "speed" else advice.value)
+    why = advice.why
+    if priority == "speed" and batch > advice.value:
+        why = f"the largest batch that leaves enough updates, for speed; usual is {advice.value:,.0f}: {why}"
+    low, high = round(advice.low), round(advice.high)
+    notes = [*advice.notes, *_remarks(task, batch)]
+    return BatchChoice(batch, math.ceil(task.seen / batch), why, advice.source, advice.confidence, tuple(notes), low, high)
+
+
+def _remarks(task: TrainingTask, batch: int) -> list[str]:
+    """Return what to know about an advised batch."""
+    assert task.seen is not None
+    lines = []
+    if task.pairs and task.start == "scratch" and batch < evidence.FLOOR:
+        longer = _samples_for(evidence.FLOOR, task)
+        lines.append(
+            f"{evidence.FLOOR:,} is a good minimum if the budget allows it: it takes about {longer:,} samples seen. At"
+            f" {task.seen:,} it would leave {math.ceil(task.seen / evidence.FLOOR):,} updates."
+        )
+    if task.pairs and task.start == "pretrained" and not task.negatives:
+        lines.append(
+            "Mined hard negatives replace a large batch: with a few per query (negatives=…), 64 to 2,048 queries are usual"
+            f" ({FACTS['hard negatives'].source})."
+        )
+    if task.start == "pretrained":
+        lines.append("Sweep the batch together with the learning rate.")
+    if task.kind == "lm" and task.start == "scratch":
+        fact = FACTS["ramp"]
+        lines.append(
+            f"The critical batch is small at first: begin with a quarter of the batch and double it twice in the first tenth of the"
+            f" run, with the rate following its square root ({fact.says}; {fact.source})."
+        )
+        fact = FACTS["small lm"]
+        lines.append(f"A smaller batch loses no quality if β2 and the rate follow it, only speed: {fact.says} ({fact.source}).")
+    return lines
 
 
 def _swept(problem: Problem, estimator: Estimator) -> BatchChoice:
@@ -73,9 +160,9 @@ def _swept(problem: Problem, estimator: Estimator) -> BatchChoice:
 def fastest_to_target(problem: Problem, estimator: Estimator) -> BatchChoice:
     """Return the batch for a loss that is a mean over samples, by its critical batch: given, measured, or a prior."""
     request, noise, (data, _, seen) = problem.request, estimator.calibration.noise, problem.budget
-    kind: Literal["lm", "supervised"] = "lm" if request.objective == "lm" else "supervised"
-    critical, measured = request.critical or critical_batch(kind, data), None
-    source = FACTS["lm critical batch" if kind == "lm" else "imagenet"].source
+    lm = request.objective == "lm"
+    critical, measured = request.critical or recipes.critical_images(data), None
+    source = "given" if request.critical is not None else FACTS["imagenet"].source
     if request.critical is None and noise is not None and not noise.coupled:
         if not noise.critical < math.inf:
             raise ValueError(
@@ -85,7 +172,7 @@ def fastest_to_target(problem: Problem, estimator: Estimator) -> BatchChoice:
         critical, source = max(1, round(noise.critical)), "megabatch noise"
         interval = f"{noise.low:,.0f} to {noise.high:,.0f}"
         measured = f"the critical batch is {critical:,} ({interval}), {estimator.calibration.origin['noise']}"
-    rows = max(1, critical // request.length) if kind == "lm" else critical
+    rows = max(1, critical // request.length) if lm else critical
     return mean_loss(
         CriticalBatch(rows, source, measured),
         lambda size: estimator.fastest(size).seconds,
@@ -96,74 +183,27 @@ def fastest_to_target(problem: Problem, estimator: Estimator) -> BatchChoice:
     )
 
 
-def updates_needed(seen: int, start: Start = "scratch") -> int:
-    """Return the optimizer steps below which the quality of a contrastive run falls, given the samples that it sees.
-
-    A power law in the samples seen, through the geometric middle of "too few" and "enough" of two measurements. Towers trained from
-    scratch need twice the updates of a locked one; pretrained towers lie between.
-
-    >>> updates_needed(2_000_000), updates_needed(450_000_000, "locked")
-    (976, 6866)
-    """
-    scratch = math.sqrt(evidence.SCRATCH_TOO_FEW * evidence.SCRATCH_ENOUGH)
-    locked = math.sqrt(evidence.LOCKED_TOO_FEW * evidence.LOCKED_ENOUGH)
-    factor = {"scratch": 1.0, "pretrained": evidence.SCRATCH_OVER_LOCKED**-0.5, "locked": 1 / evidence.SCRATCH_OVER_LOCKED}
-    growth = math.log(evidence.SCRATCH_OVER_LOCKED * locked / scratch) / math.log(evidence.LOCKED_SEEN / evidence.SCRATCH_SEEN)
-    return max(1, round(factor[start] * scratch * (seen / evidence.SCRATCH_SEEN) ** growth))
-
-
-def contrastive(seen: int, data: int, loss: CostName = DEFAULT, start: Start = "scratch") -> BatchChoice:
-    """Return the batch of a contrastive run: samples seen over updates needed, capped by saturation and by the data."""
-    check_budget(seen, data)
-    needed, most = updates_needed(seen, start), saturation_of(loss)
-    target = seen / needed
-    batch = min(nearest_power(target), most)
-    why = f"{seen:,} samples seen / about {needed:,} updates needed ({start}) = {target:,.0f}"
-    notes: list[str] = []
-    if batch == most and target > most:
-        why += f", capped at {most:,}, where more negatives stop helping this loss"
-    if batch < evidence.FLOOR and seen / evidence.FLOOR >= evidence.FEWEST_UPDATES:
-        batch, why = evidence.FLOOR, why + f"; raised to {evidence.FLOOR:,}, which leaves thousands of updates"
-    if batch < evidence.FLOOR:
-        longer = _samples_for(evidence.FLOOR, start)
-        notes.append(
-            f"{evidence.FLOOR:,} is a good minimum if the budget allows it: it takes about {longer:,} samples seen. At {seen:,} it"
-            f" would leave {math.ceil(seen / evidence.FLOOR):,} updates."
-        )
-    if batch > data:
-        batch = 2 ** int(math.log2(data))
-        why += f"; capped by the {data:,} samples of the data"
-    source = f"{FACTS['updates from scratch'].source}; {FACTS['updates locked'].source}; {FACTS['negatives'].source}"
-    confidence: Confidence = "medium" if seen >= evidence.SCRATCH_SEEN / 4 else "low"
-    return BatchChoice(batch, math.ceil(seen / batch), why, source, confidence, tuple(notes))
-
-
-def judge(batch: int, seen: int, data: int, start: Start, loss: CostName) -> tuple[str, ...]:
-    """Return remarks on a batch that the user chose for a contrastive run."""
-    check_budget(seen, data)
-    check_batch(batch, data)
-    updates, needed = math.ceil(seen / batch), updates_needed(seen, start)
-    source = FACTS["negatives"].source
-    remarks = []
-    if updates < needed / 2:
+def judge(task: TrainingTask, batch: int) -> tuple[str, ...]:
+    """Return remarks on a batch that the user chose: those that leave few updates, or lie outside what measurements support."""
+    assert task.seen is not None and task.data is not None
+    check_budget(task.seen, task.data)
+    check_batch(batch, task.data)
+    advice = advise_batch(task)
+    assert advice is not None
+    remarks, updates = [], math.ceil(task.seen / batch)
+    if task.pairs and updates < (needed := updates_needed(task.seen, task.start)) / 2:
         remarks.append(f"{updates:,} updates are few, about {needed:,} are needed: take a smaller batch or see more samples.")
-    if batch > evidence.CEILING:
-        remarks.append(f"Above {evidence.CEILING:,} quality fell in every published run from scratch ({source}).")
-    elif batch > saturation_of(loss):
-        remarks.append(f"Above {saturation_of(loss):,} more negatives did not help this loss ({source}).")
-    if batch < evidence.FLOOR and seen / evidence.FLOOR >= needed:
-        remarks.append(f"The budget allows {evidence.FLOOR:,}: larger batches were better at such budgets ({source}).")
+    if task.pairs and batch > evidence.CEILING:
+        remarks.append(
+            f"Above {evidence.CEILING:,} quality fell in every published run from scratch ({FACTS['negatives'].source})."
+        )
+    elif batch > 2 * advice.high:
+        remarks.append(f"Usual are {advice.low:,.0f} to {advice.high:,.0f} ({advice.source}): {advice.why}.")
+    elif 2 * batch < advice.low:
+        remarks.append(
+            f"The budget allows {advice.value:,.0f}, usual are {advice.low:,.0f} to {advice.high:,.0f} ({advice.source})."
+        )
     return tuple(remarks)
-
-
-def critical_batch(objective: Literal["supervised", "lm"], data: int) -> int:
-    """Return a prior for the critical batch, in images or in tokens; it can be off by a factor of four or more.
-
-    Images: ImageNet's 8,192, times the square root of the data relative to ImageNet. Language models: half a million tokens.
-    """
-    if objective == "lm":
-        return evidence.CRITICAL_TOKENS
-    return max(16, round(evidence.IMAGENET_CRITICAL * math.sqrt(data / evidence.IMAGENET)))
 
 
 def soonest(critical: float, seconds: Callable[[int], float], most: int, least: int = 1) -> int:
@@ -200,34 +240,16 @@ def mean_loss(
         return BatchChoice(batch, math.ceil(seen / batch), f"{why}; {critical.measured}", critical.source, "measured")
     low, high = round(critical.size / evidence.CRITICAL_FACTOR), round(critical.size * evidence.CRITICAL_FACTOR)
     note = f"The critical batch is a prior ({low:,} to {high:,}): measure it, and plan again with critical=…."
-    return BatchChoice(batch, math.ceil(seen / batch), why, critical.source, "low", (note,))
+    return BatchChoice(batch, math.ceil(seen / batch), why, critical.source, "low", (note,) if critical.source != "given" else ())
 
 
-def fine_tuning(seen: int, data: int, *, pairs: bool) -> BatchChoice:
-    """Return a small batch: 32 for a classifier or a language model, 512 pairs for encoders whose negatives come from the batch."""
-    check_budget(seen, data)
-    fact = FACTS["fine-tuning pairs" if pairs else "fine-tuning"]
-    batch = min(evidence.FINETUNE_PAIRS if pairs else evidence.FINETUNE_SAMPLES, 2 ** int(math.log2(data)))
-    notes = ("Sweep the batch together with the learning rate.",)
-    return BatchChoice(batch, math.ceil(seen / batch), fact.says, fact.source, fact.confidence, notes)
-
-
-def nearest_power(number: float) -> int:
-    """Return the power of two that is nearest by ratio.
-
-    >>> nearest_power(724), nearest_power(1450)
-    (512, 2048)
-    """
-    return 2 ** max(0, round(math.log2(max(1.0, number))))
-
-
-def _samples_for(batch: int, start: Start) -> int:
-    """Return about the fewest samples seen for which the rule gives such a batch, by doubling and bisection."""
+def _samples_for(batch: int, task: TrainingTask) -> int:
+    """Return about the fewest samples seen that leave enough updates at a batch, by doubling and bisection."""
     seen = batch
-    while seen / updates_needed(seen, start) < batch:
+    while seen / updates_needed(seen, task.start) < batch:
         seen *= 2
     low = seen // 2
     while seen - low > seen // 64:
         middle = (low + seen) // 2
-        low, seen = (low, middle) if middle / updates_needed(middle, start) >= batch else (middle, seen)
+        low, seen = (low, middle) if middle / updates_needed(middle, task.start) >= batch else (middle, seen)
     return seen

@@ -12,9 +12,9 @@ from ..costs.memory import Prediction
 from ..evidence import FACTS, Confidence, Fact, collisions
 from .alternatives import alternatives, changes, curve
 from .calibration import Calibration
-from .choose_batch import choose_batch
+from .choose_batch import choose_batch, task_of
 from .estimator import Estimator, Tools, estimator_for
-from .hyperparameters import GIVEN, Hyperparameters, base_recipe, derive_hyperparameters
+from .hyperparameters import GIVEN, Hyperparameters, KnownRate, derive_hyperparameters
 from .plan import Number, Plan
 from .problem import Problem, problem_of
 from .request import Request, parse_base
@@ -52,7 +52,7 @@ def plan_for(problem: Problem, estimator: Estimator) -> Plan:
     numbers = (
         Number("batch", strategy.batch, f"{strategy.batch:,}", choice.why, choice.source, choice.confidence),
         *strategy_numbers(estimate, problem.limit, machine, calibration),
-        *(collision_numbers(strategy.batch, problem.budget.unique) if problem.request.pairs else ()),
+        *(collision_numbers(strategy.batch, problem.budget.unique, problem.budget.data) if problem.request.pairs else ()),
         *follows.numbers,
     )
     return Plan(
@@ -77,17 +77,18 @@ def plan_for(problem: Problem, estimator: Estimator) -> Plan:
 def hyperparameters(problem: Problem, estimator: Estimator, batch: int) -> Hyperparameters:
     """Return the hyperparameters at a batch, scaled from the given rate, from a sweep's, or from the usual one."""
     request, sweep = problem.request, estimator.calibration.sweep
-    given, fact = parse_base(request.base_lr), GIVEN
-    if given is None and sweep is not None:
-        given = (sweep.lr, sweep.batch)
+    given, known = parse_base(request.base_lr), None
+    if given is not None:
+        known = KnownRate(*given, GIVEN)
+    elif sweep is not None:
         origin = estimator.calibration.origin["sweep"]
         fact = Fact(f"the best rate of a sweep at {sweep.batch:,}, {origin}", "megabatch sweep", "measured")
-    elif given is None and request.model is None:
-        # The learning rate of the embedded default was tuned at its batch.
-        given = (problem.base.optimizer.lr, problem.base.batch.size)
-    base = base_recipe(request.objective, estimator.parameters, request.optimizer, given, fact)
-    base = base._replace(ema=request.ema, smoothed=problem.objective.smooths_labels)
-    return derive_hyperparameters(batch, problem.budget.seen, problem.budget.data, base)
+        known = KnownRate(sweep.lr, sweep.batch, fact)
+    elif request.model is None:
+        fact = Fact("the rate of the embedded run, tuned at its batch", "embedded configuration", "medium")
+        known = KnownRate(problem.base.optimizer.lr, problem.base.batch.size, fact)
+    task = task_of(problem, estimator.parameters)
+    return derive_hyperparameters(task, batch, known, ema=request.ema, smooths_labels=problem.objective.smooths_labels)
 
 
 def notes(problem: Problem, estimator: Estimator, follows: Hyperparameters) -> list[str]:
@@ -212,10 +213,11 @@ def _memory_number(estimate: Estimate, limit: int, calibration: Calibration) -> 
     return Number(name, estimate.peak, shown, f"{_within_limit(estimate, limit)}, {scale}", f"{PROFILE}; {PREDICTED}", confidence)
 
 
-def collision_numbers(batch: int, unique: int) -> list[Number]:
+def collision_numbers(batch: int, unique: int, data: int) -> list[Number]:
     """Return the expected number of equal items in a contrastive batch, with its reason."""
-    fact, expected = FACTS["collisions"], collisions(batch, unique)
-    why = f"{fact.says}: B = {batch:,}, U = {unique:,}; they are masked, not used as negatives"
+    fact, expected = FACTS["collisions"], collisions(batch, unique, data)
+    why = f"{fact.says}: B = {batch:,}, N = {data:,}, U = {unique:,}"
+    why += "; they are masked, not used as negatives" if expected else ""
     return [Number("colliding pairs per batch", expected, f"{expected:,.3g}", why, fact.source, fact.confidence)]
 
 
