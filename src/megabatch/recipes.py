@@ -99,11 +99,13 @@ def _from_batch_negatives(task: TrainingTask, seen: int) -> Advice:
     bound = seen / needed
     facts = [FACTS["updates from scratch"], FACTS["updates locked"], FACTS["negatives"]]
     if task.start == "pretrained":
-        value = power_near(evidence.FINETUNE_BATCH * (seen / evidence.FINETUNE_SEEN) ** evidence.FINETUNE_GROWTH)
-        value = max(value, evidence.FINETUNE_LEAST)
-        low = max(evidence.FINETUNE_LEAST, value // 4)
-        why = f"fine-tuning on {seen:,} pairs seen usually makes {math.ceil(seen / value):,} updates of about {value:,}"
-        facts = [FACTS["fine-tuning pairs"], FACTS["unlabelled text"], *facts]
+        least = min(evidence.FINETUNE_LEAST, power_near(seen / evidence.POOR_UPDATES))
+        value = min(max(power_near(seen / evidence.FINETUNE_UPDATES), least), evidence.FINETUNE_MOST)
+        low, saturation = max(least, power_near(value / 4)), min(saturation, evidence.FINETUNE_MOST)
+        why = f"{seen:,} pairs seen / about {evidence.FINETUNE_UPDATES:,} updates, as published fine-tunings make"
+        if value == least:
+            why = f"the smallest that keeps quality; {seen:,} pairs seen leave {math.ceil(seen / value):,} updates"
+        facts = [FACTS["published fine-tuning"], FACTS["fine-tuning pairs"], FACTS["unlabelled text"]]
     elif task.start == "locked":
         value, low = power_near(bound / 2), power_near(bound / 8)
         why = f"{seen:,} samples seen / twice the {needed:,} updates that a locked tower needs at least"
@@ -115,7 +117,7 @@ def _from_batch_negatives(task: TrainingTask, seen: int) -> Advice:
         why = f"{seen:,} samples seen / the {evidence.USUAL_UPDATES:,} updates that large published trainings make"
         facts = [FACTS["published updates"], *facts]
     else:
-        value, low = power_near(math.sqrt(floor * bound)), floor
+        value, low = power_below(math.sqrt(floor * bound)), floor
         why = (
             f"between {floor:,}, the usual minimum, and {bound:,.0f}, which leaves the {needed:,} updates needed for {seen:,} seen"
         )
@@ -131,7 +133,7 @@ def _saturation(task: TrainingTask) -> int:
     """Return the pairs of a batch above which more negatives bought nothing."""
     saturation = OBJECTIVES[task.loss].saturation
     assert saturation is not None
-    return min(saturation, evidence.TEXT_SATURATION) if task.kind == "embedder" else saturation
+    return saturation
 
 
 def _with_hard_negatives(task: TrainingTask, seen: int) -> Advice:
@@ -253,6 +255,9 @@ def advise_rate(task: TrainingTask, batch: int) -> Advice:
         lr = round_rate(base * rate_factor("linear", growth))
         why = f"{base:g} at {SGD_BATCH}, times {batch:,}/{SGD_BATCH}" + (" up to 8,192" if batch > 8_192 else "")
         return Advice(lr, lr / 3, lr * 3, why, fact.source, fact.confidence if task.kind == "classifier" else "low")
+    if task.lora is not None:
+        fact, lr = FACTS["lora rate"], evidence.LORA_RATE
+        return Advice(lr, lr / 3, lr * 3, fact.says, fact.source, fact.confidence)
     rule = ADAM_RATES[task.kind, task.start]
     fact = FACTS[rule.fact]
     size = batch * task.length if task.kind == "lm" else batch
@@ -267,8 +272,6 @@ def advise_rate(task: TrainingTask, batch: int) -> Advice:
         why += f", times ({_millions(rule.params)}/{_millions(task.params)})^{evidence.RATE_SIZE:g}"
     elif task.kind == "clip" and task.start == "scratch" and (task.params or evidence.LARGE_MODEL) < evidence.LARGE_MODEL:
         lr, why = lr * 2, f"{why}, twice for towers below {_millions(evidence.LARGE_MODEL)} parameters"
-    if task.lora is not None:
-        lr, why = lr * evidence.LORA_RATE, f"{why}, times {evidence.LORA_RATE} for LoRA"
     lr = round_rate(lr)
     confidence = "low" if task.optimizer != "adam" or not 1 / 4 <= growth <= evidence.RATE_RANGE**2 else fact.confidence
     return Advice(lr, lr / 3, lr * 3, f"{why}; {fact.says}", fact.source, confidence)
@@ -281,8 +284,7 @@ def plausible_rates(task: TrainingTask, batch: int | None = None) -> tuple[float
     """
     low = advise_rate(task, batch or 32).value / 10
     high = advise_rate(task, batch or 65_536).value * 10
-    # LoRA has been trained at the rates of whole weights.
-    return (low / evidence.LORA_RATE if task.lora is not None else low), high
+    return low, high
 
 
 def possible_rates(optimizer: FamilyName) -> tuple[float, float]:
@@ -343,16 +345,23 @@ def advise_decay(task: TrainingTask) -> Advice:
 
 
 def nearest(task: TrainingTask, count: int = 2) -> list[Recipe]:
-    """Return the published trainings most alike: of the same kind and start, nearest by samples seen, then by size of the model."""
+    """Return the published trainings most alike: of the same kind and start, nearest by samples seen, then by size of the model.
+
+    Only those with a published batch and length. Their differences count in powers of ten.
+    """
 
     def distance(recipe: Recipe) -> float:
-        other, far = recipe.task, 0.0
-        for mine, theirs, weight in ((task.seen, other.seen, 1.0), (task.params, other.params, 0.5)):
-            far += weight * (abs(math.log10(mine / theirs)) if mine is not None and theirs is not None else 1.0)
-        return far + 2 * (bool(task.negatives) != bool(other.negatives)) + ((task.lora is None) != (other.lora is None))
+        other = recipe.task
+        far = 2.0 * (bool(task.negatives) != bool(other.negatives)) + 1.0 * ((task.lora is None) != (other.lora is None))
+        far += 0.5 * (task.loss != other.loss)
+        if task.seen is not None and other.seen is not None:
+            far += abs(math.log10(task.seen * task.length / (other.seen * other.length)))
+        if task.params is not None and other.params is not None:
+            far += 0.5 * abs(math.log10(task.params / other.params))
+        return far
 
     alike = [recipe for recipe in RECIPES if recipe.task.kind == task.kind and recipe.task.start == task.start]
-    return sorted(alike, key=distance)[:count]
+    return sorted((recipe for recipe in alike if recipe.batch and recipe.task.seen), key=distance)[:count]
 
 
 def warnings_for(task: TrainingTask, batch: int | None = None) -> list[str]:
@@ -398,9 +407,9 @@ def power_near(number: float) -> int:
     return 2 ** max(0, round(math.log2(max(1.0, number))))
 
 
-def power_below(number: int) -> int:
+def power_below(number: float) -> int:
     """Return the largest power of two up to a number."""
-    return 1 << (max(1, number).bit_length() - 1)
+    return 1 << (max(1, int(number)).bit_length() - 1)
 
 
 def _millions(count: int) -> str:

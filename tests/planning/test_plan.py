@@ -131,7 +131,7 @@ def test_a_price_makes_the_cost_money():
 
 def test_changes_name_numbers(medical):
     changes = "\n".join(medical.changes)
-    assert "1,200,000,000 samples seen: a batch of 16,384" in changes
+    assert "75,000,000 samples seen: a batch of 4,096" in changes
     assert "locked" in changes and "half the memory" in changes
 
 

@@ -151,7 +151,7 @@ def duplicates_as_negatives(t: TrainingFacts) -> Iterator[Violation]:
     unique = t.unique or t.data
     if not t.contrastive or t.duplicates != "negative" or t.size is None or unique is None:
         return
-    pairs = collisions(t.size, unique, t.data)
+    pairs = collisions(t.size, unique)
     if pairs < 1:
         return
     text = f"A batch of {t.size:,}, drawn uniformly from {unique:,} different items, holds about {pairs:,.0f} pairs of equal items,"
