@@ -152,6 +152,14 @@ RECIPES: tuple[Recipe, ...] = (
         data=1_280 * M, lr=1e-3, warmup=1_000, beta2=0.95, weight_decay=0.2,
     ),
     _clip("CLIP ViT-B/16, YFCC15M", 150 * M, 375 * M, 4_096, "SLIP, README", data=15 * M, lr=5e-4, weight_decay=0.5),
+    _clip(
+        "CLIPA ViT-B/16, LAION-400M", 150 * M, 2_400 * M, 65_536, "CLIPA, vit_b16/i50_t16_pretrain.sh",
+        data=400 * M, lr=2.048e-3, warmup=782, beta2=0.95, weight_decay=0.2,
+    ),
+    _clip(
+        "CLIPA ViT-L/16, LAION-400M", 428 * M, 2_400 * M, 32_768, "CLIPA, vit_l16/i37_t8_pretrain.sh",
+        data=400 * M, lr=1.024e-3, warmup=1_563, beta2=0.95, weight_decay=0.2,
+    ),
     # A locked tower.
     _clip("LiT ablation, YFCC", None, 200 * M, 16_384, "LiT, arXiv 2111.07991", start="locked"),
     _clip("nomic-embed-vision v1.5", 230 * M, None, None, "contrastors", start="locked", lr=1e-3, warmup=2_000, beta2=0.95),
@@ -167,6 +175,10 @@ RECIPES: tuple[Recipe, ...] = (
     _clip(
         "Long-CLIP, ShareGPT4V", 150 * M, 7_476_000, 2_048, "Long-CLIP, train/train.md",
         start="pretrained", data=1_246_000, lr=1e-6, warmup=200, beta2=0.999, weight_decay=0.01,
+    ),
+    _clip(
+        "CLIPA ViT-B/16, fine-tuning", 150 * M, 131_072_000, 8_192, "CLIPA, vit_b16/i50_t16_finetune.sh",
+        start="pretrained", data=400 * M, lr=2.56e-5, warmup=3_072, beta2=0.95, weight_decay=0.2,
     ),
     _clip("FLYP ViT-B/16, ImageNet", 150 * M, 12_811_670, 512, "FLYP, README", start="pretrained", data=1_281_167, lr=1e-5),
     _clip("FLYP ViT-B/16, iWildCam", 150 * M, 2_596_180, 256, "FLYP, README", start="pretrained", data=129_809, lr=1e-5),
@@ -189,6 +201,8 @@ RECIPES: tuple[Recipe, ...] = (
     _text("all-mpnet-base-v2", 109 * M, 102_400_000, 1_024, "model card", data=1_170 * M, lr=2e-5, warmup=500),
     _text("SimCSE unsupervised", 110 * M, 1 * M, 64, "SimCSE, scripts", data=1 * M, lr=3e-5),
     _text("VLM2Vec Qwen2-VL-2B", 2_200 * M, 4_096_000, 2_048, "VLM2Vec, train_v1-qwen2vl-2B.sh", lora=16, lr=5e-5, warmup=100),
+    _text("VLM2Vec-V2 Qwen2-VL-2B", 2_200 * M, 5_120_000, 1_024, "VLM2Vec, train_v2-qwen2vl-2B.sh", lora=16, lr=5e-5, warmup=100),
+    _text("ColQwen2", 2_200 * M, 118_695, 64, "colpali, train_colqwen2_model.yaml", data=118_695, lora=32, lr=5e-5, warmup=250),
     _text("ColPali", 2_920 * M, 356_000, 32, "colpali, scripts (data, epochs)", data=118_695, lora=32, lr=5e-5),
     # Text pairs with mined negatives.
     _text("SimCSE supervised", 110 * M, 825_000, 512, "SimCSE, scripts", data=275_000, negatives=1, lr=5e-5),
@@ -220,6 +234,9 @@ RECIPES: tuple[Recipe, ...] = (
     _lm("TinyLlama 1.1B", 1_100 * M, 3 * T, 1_024, 2_048, "TinyLlama, README", data=1 * T, lr=4e-4, warmup=2_000),
     _lm("LLaMA 7B", 6_700 * M, 1 * T, 2_048, 2_048, "arXiv 2302.13971, table 2", lr=3e-4, warmup=2_000, beta2=0.95),
     _lm("LLaMA 65B", 65_200 * M, 1_400 * B, 2_048, 2_048, "arXiv 2302.13971, table 2", lr=1.5e-4, warmup=2_000, beta2=0.95),
+    _lm("SmolLM 135M", 135 * M, 600 * B, 512, 2_048, "smollm, config_smollm1_135M.yaml", lr=3e-3, warmup=2_000, beta2=0.95),
+    _lm("OLMo 1B", 1_180 * M, 3 * T, 2_048, 2_048, "OLMo-1B.yaml (tokens)", lr=4e-4, warmup=2_000, beta2=0.95),
+    _lm("OLMo 2 7B", 7_300 * M, 3_900 * B, 1_024, 4_096, "OLMo2-7B-stage1.yaml", lr=3e-4, warmup=2_000, beta2=0.95),
     # Language models, fine-tuned on instructions.
     _lm("Alpaca 7B", 6_700 * M, 3 * 52_000 * 512, 128, 512, "stanford_alpaca, README", start="pretrained", lr=2e-5),
     _lm(
@@ -231,6 +248,9 @@ RECIPES: tuple[Recipe, ...] = (
     _images("ResNet-50, ImageNet, large batch", 25_600_000, 90, 8_192, "arXiv 1706.02677", optimizer="sgd", lr=3.2, warmup=782),
     _images("DeiT-B, ImageNet", 86 * M, 300, 1_024, "arXiv 2012.12877", lr=1e-3, warmup=6_256, weight_decay=0.05),
     _images("ConvNeXt-T, ImageNet", 28_600_000, 300, 4_096, "ConvNeXt, TRAINING.md", lr=4e-3, weight_decay=0.05),
+    _images("Swin-T, ImageNet", 28_300_000, 300, 1_024, "Swin-Transformer, config.py", lr=1e-3, warmup=25_023, weight_decay=0.05),
+    _images("ViT-B/16, ImageNet", 86 * M, 300, 4_096, "torchvision, references", lr=3e-3, warmup=9_384, weight_decay=0.3),
+    _images("RegNetX-32GF, ImageNet", 107 * M, 100, 256, "torchvision, references", optimizer="sgd", lr=0.2, warmup=25_023),
     _images("ConvNeXt-B, fine-tuning at 384", 88_600_000, 30, 512, "ConvNeXt, TRAINING.md", start="pretrained", lr=5e-5),
     _images("DeiT-B, fine-tuning at 384", 86 * M, 30, 512, "DeiT, README", start="pretrained", lr=5e-6),
     _images("MAE ViT-B, fine-tuning", 86 * M, 100, 1_024, "MAE, FINETUNE.md; layer-wise decay 0.65", start="pretrained", lr=2e-3),

@@ -198,14 +198,14 @@ def critical_images(data: int) -> int:
 
 
 def _images(task: TrainingTask, data: int) -> Advice:
-    """Return the batch of a classifier from scratch: an eighth of the critical batch."""
+    """Return the batch of a classifier from scratch: the part of the critical batch that is usual with the optimizer."""
     critical = critical_images(data)
-    value = min(power_near(critical / 8), evidence.FLOOR)
-    why = (
-        f"an eighth of the critical batch, about {critical:,} for {data:,} images: one step in nine more than at any smaller batch"
-    )
+    part = evidence.SGD_PART if FAMILIES[task.optimizer].lr_rule == "linear" else evidence.ADAM_PART
+    value = min(power_near(critical / part), evidence.FLOOR)
+    why = f"1/{part} of the critical batch, about {critical:,} for {data:,} images: {1 / part:.0%} more samples than small batches"
     facts = (FACTS["imagenet"], FACTS["usual images"])
-    return Advice(value, max(1, value / 4), max(value, min(power_near(critical), 8192)), why, _sources(facts), "medium")
+    high = max(value, min(power_near(critical), evidence.IMAGENET_CRITICAL))
+    return Advice(value, max(1, value / 4), high, why, _sources(facts), "medium")
 
 
 # --- Learning rate ---
@@ -261,12 +261,13 @@ def advise_rate(task: TrainingTask, batch: int) -> Advice:
     rule = ADAM_RATES[task.kind, task.start]
     fact = FACTS[rule.fact]
     size = batch * task.length if task.kind == "lm" else batch
-    growth = size / rule.batch if rule.falls else max(1.0, size / rule.batch)
+    # Below the range in which the square root was tested, a rate that followed it further would be too small to learn.
+    growth = max(size / rule.batch, 1 / evidence.RATE_RANGE if rule.falls else 1.0)
     if task.kind == "lm":
         # Published rates do not grow with the batch above half a million tokens: the model does, and lowers them.
         growth = min(1.0, growth)
     lr, why = rule.lr * math.sqrt(growth), f"{rule.lr:g} at {rule.batch:,}{' tokens' if task.kind == 'lm' else ''}"
-    why += "" if growth == 1 else f", times √({size:,}/{rule.batch:,})"
+    why += "" if growth == 1 else f", times √({round(growth * rule.batch):,}/{rule.batch:,})"
     if rule.params is not None and task.params is not None:
         lr *= (rule.params / task.params) ** evidence.RATE_SIZE
         why += f", times ({_millions(rule.params)}/{_millions(task.params)})^{evidence.RATE_SIZE:g}"
@@ -280,10 +281,10 @@ def advise_rate(task: TrainingTask, batch: int) -> Advice:
 def plausible_rates(task: TrainingTask, batch: int | None = None) -> tuple[float, float]:
     """Return the lowest and the highest learning rate that is no mistake by itself: ten times below and above the advice.
 
-    batch: None if it is unknown; then the interval covers batches from 32 to 65,536 samples.
+    batch: None if it is unknown; then the interval covers every usual batch.
     """
-    low = advise_rate(task, batch or 32).value / 10
-    high = advise_rate(task, batch or 65_536).value * 10
+    low = advise_rate(task, batch or 16).value / 10
+    high = advise_rate(task, batch or evidence.CEILING).value * 10
     return low, high
 
 
