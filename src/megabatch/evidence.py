@@ -46,10 +46,6 @@ FINETUNE_UPDATES, FINETUNE_LEAST, FINETUNE_MOST = 10_000, 128, 32_768
 # Mined negatives: documents of a step, and the fewest and most queries (FACTS["hard negatives"]).
 HARD_DOCUMENTS, LEAST_QUERIES, MOST_QUERIES = 2_048, 64, 2_048
 
-CRITICAL_TOKENS = 500_000
-FINETUNE_PAIRS, FINETUNE_SAMPLES = 512, 32
-PRETRAINING_RATE = 5e-4
-EPOCHS_OF_WARMUP = 5
 # Critical batch of supervised learning (samples), and the factor by which this prior may be off.
 IMAGENET, IMAGENET_CRITICAL = 1_281_167, 8_192
 CRITICAL_FACTOR = 4.0
@@ -77,6 +73,10 @@ RATE_RANGE = 16
 WARMUP_SHARE, USUAL_WARMUP, LONG_WARMUP = 0.05, 2_000, 0.01
 # The largest share of a run that a sweep spends on warm-up.
 MOST_WARMUP = 0.2
+# Batch norm over fewer rows loses accuracy (FACTS["batch norm"]).
+BATCH_NORM_ROWS = 16
+# What the audit compares with.
+FINETUNE_PAIRS, FINETUNE_SAMPLES, PRETRAINING_RATE, EPOCHS_OF_WARMUP = 512, 32, 5e-4, 5
 # Adam's weight decay by kind of model, and whether it is trained from scratch (FACTS["usual decay"]).
 WEIGHT_DECAYS = {
     ("clip", True): 0.2, ("clip", False): 0.1, ("embedder", True): 0.1, ("embedder", False): 0.01,
@@ -147,11 +147,6 @@ FACTS = {
         "medium",
     ),
     "imagenet": Fact("ResNet-50 trains without loss of accuracy up to 8,192", "Goyal et al., arXiv 1706.02677", "high"),
-    "lm critical batch": Fact(
-        "grows with the data, not with the model; near zero at the start, then levels off",
-        "arXiv 2410.21676, 2505.13738, 2505.23971; the number is an assumption: measure it",
-        "low",
-    ),
     "small lm": Fact("on one device small batches without accumulation do as well", "arXiv 2507.07101", "medium"),
     "linear": Fact("SGD: the learning rate grows linearly with the batch, after warm-up", "Goyal et al., arXiv 1706.02677", "high"),
     "square root": Fact(
@@ -162,9 +157,16 @@ FACTS = {
     "warm-up": Fact("Adam: 2/(1 − β2) steps", "arXiv 1910.04209", "medium"),
     "epochs of warm-up": Fact("SGD: 5 epochs", "Goyal et al., arXiv 1706.02677", "high"),
     "beta2": Fact("CLIP's β2 is 0.98; large contrastive batches need 0.95 to be stable", "arXiv 2103.00020, 2303.15343", "high"),
-    "decay": Fact("keeping B / (lr · decay · D) constant", "arXiv 2505.13738", "medium"),
+    "decay": Fact(
+        "0.1 is usual; at a fixed rate and data the best one grows in proportion to the batch", "arXiv 2505.13738", "medium"
+    ),
+    "batch norm": Fact(
+        "batch norm over fewer than 16 rows of a device loses accuracy, 34.7 % error instead of 23.6 % at 2 rows; group norm stays"
+        " at 24.1 %",
+        "arXiv 1803.08494",
+        "high",
+    ),
     "ema": Fact("ρ becomes ρ^k when the batch is k times as large", "arXiv 2307.13813", "medium"),
-    "small towers": Fact("1e-3 at 256 is a common starting point", "a convention to sweep around", "low"),
     "published updates": Fact(
         "published CLIP trainings from scratch: 4,096 at 13 M and 128 M samples seen, 8,192 at 1.3 B, 32k to 90k at 13 B, 65k to"
         " 160k at 34 B and more; above 4,096 they make 140,000 updates or more",

@@ -92,10 +92,6 @@ class OptimizerSpec:
         and weight_decay, and that some other built-in optimizer does not take.
     state: its entry in STATES, as a run builds it.
     update_bytes: what lists of tensors (foreach) read and write for each parameter in all operations of one update.
-    base_lr, base_batch, base_weight_decay: where a plan's learning rate starts if nothing is given; None: that depends on the
-        objective and the size of the model.
-    lr_fact, warmup_fact: entries of planning's evidence.
-    scales_decay: whether evidence says how weight decay follows the batch.
     """
 
     name: OptimizerName
@@ -104,12 +100,6 @@ class OptimizerSpec:
     keys: tuple[str, ...]
     state: str
     update_bytes: float
-    lr_fact: str
-    warmup_fact: str
-    scales_decay: bool
-    base_lr: float | None = None
-    base_batch: int = 256
-    base_weight_decay: float = WEIGHT_DECAY
 
     @property
     def lr_rule(self) -> LrRule:
@@ -130,9 +120,6 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
             keys=("betas", "eps"),
             state="adamw",
             update_bytes=84.0,
-            lr_fact="square root",
-            warmup_fact="warm-up",
-            scales_decay=True,
         ),
         OptimizerSpec(
             name="sgd",
@@ -141,11 +128,6 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
             keys=("momentum",),
             state="sgd-momentum",
             update_bytes=36.0,
-            lr_fact="linear",
-            warmup_fact="epochs of warm-up",
-            scales_decay=False,
-            base_lr=0.1,
-            base_weight_decay=1e-4,
         ),
     )
 }

@@ -121,7 +121,7 @@ def _from_batch_negatives(task: TrainingTask, seen: int) -> Advice:
         why = (
             f"between {floor:,}, the usual minimum, and {bound:,.0f}, which leaves the {needed:,} updates needed for {seen:,} seen"
         )
-        facts = [FACTS["published updates"], *facts]
+        facts = [FACTS["published updates"], *facts, FACTS["data"]]
     if value >= saturation:
         value, why = saturation, f"{why}; at most {saturation:,}, where more negatives stop helping"
     high = max(value, min(power_near(bound), saturation))
@@ -338,7 +338,7 @@ def advise_decay(task: TrainingTask) -> Advice:
     if FAMILIES[task.optimizer].lr_rule == "linear":
         return Advice(1e-4, 1e-5, 1e-3, "the usual value of SGD", FACTS["linear"].source, "high")
     value = evidence.WEIGHT_DECAYS[task.kind, task.start != "pretrained"] if task.lora is None else 0.0
-    fact = FACTS["usual decay"]
+    fact = FACTS["decay" if task.kind == "lm" and task.start == "scratch" else "usual decay"]
     return Advice(value, value / 10, max(value * 5, 0.1), fact.says, fact.source, fact.confidence)
 
 

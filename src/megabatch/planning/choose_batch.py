@@ -84,7 +84,7 @@ def choose_batch(problem: Problem, estimator: Estimator) -> BatchChoice:
     task = task_of(problem, estimator.parameters)
     others = tuple(recipes.nearest(task))
     if problem.given is not None:
-        remarks = judge(task, problem.given)
+        remarks = (*judge(task, problem.given), *_batch_norm(estimator, problem.given))
         choice = BatchChoice(problem.given, math.ceil(seen / problem.given), "as requested", "given", "high", remarks)
         return choice._replace(warnings=tuple(recipes.warnings_for(task, problem.given)), others=others)
     noise = estimator.calibration.noise
@@ -100,7 +100,19 @@ def choose_batch(problem: Problem, estimator: Estimator) -> BatchChoice:
         why = f"{choice.why}; rounded from {choice.batch:,} to {batch:,}, a multiple of {ranks} GPUs"
         choice = choice._replace(why=why, confidence="high")
     warnings = (*choice.warnings, *recipes.warnings_for(task, batch))
-    return choice._replace(batch=batch, updates=math.ceil(seen / batch), warnings=warnings, others=others)
+    notes = (*choice.notes, *_batch_norm(estimator, batch))
+    return choice._replace(batch=batch, updates=math.ceil(seen / batch), notes=notes, warnings=warnings, others=others)
+
+
+def _batch_norm(estimator: Estimator, batch: int) -> list[str]:
+    """Return what batch norm does with the chunks of a batch, if the model has it."""
+    if not any(call.op_class == "batch norm" for tower in estimator.task.towers for call in tower.forward.calls):
+        return []
+    rows, fact = estimator.fastest(batch).strategy.chunk, FACTS["batch norm"]
+    line = f"The model has batch norm: its statistics are those of a chunk, {rows:,} rows of one GPU, whatever the batch."
+    if rows < evidence.BATCH_NORM_ROWS:
+        line += f" These are few: {fact.says} ({fact.source}). Synchronise it over GPUs (SyncBatchNorm), or use group norm."
+    return [line]
 
 
 def advised(task: TrainingTask, priority: Literal["accuracy", "speed"] = "accuracy") -> BatchChoice:

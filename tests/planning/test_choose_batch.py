@@ -1,0 +1,97 @@
+"""The batch of a request: what is trained follows from the request, and the machine plays no part unless time decides."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from megabatch.costs.counting import Call, Pass, Work
+from megabatch.planning.choose_batch import choose_batch, task_of
+from megabatch.planning.problem import problem_of
+from megabatch.planning.request import Request
+
+
+def problem(model, gpu="8xA100-80GB", **asked):
+    return problem_of(Request(model, gpu=gpu, source="pairs/{0..9}.tar", **asked))
+
+
+def estimator(params=151_000_000, chunk=256, op_class="gemm"):
+    """Return what `choose_batch` asks an estimator for: parameters, no measurements, and the fastest strategy of a batch."""
+    work = Work(Pass((Call(op_class, 1.0, 1.0, 0.0),)), Pass(), params, params)
+    return SimpleNamespace(
+        parameters=params,
+        calibration=SimpleNamespace(noise=None, sweep=None, same_data=False),
+        task=SimpleNamespace(towers=(work,)),
+        fastest=lambda size: SimpleNamespace(seconds=0.1 + size / 1000, strategy=SimpleNamespace(chunk=chunk)),
+    )
+
+
+def chosen(model, params=151_000_000, **asked):
+    return choose_batch(problem(model, **asked), estimator(params))
+
+
+@pytest.mark.parametrize(
+    ("model", "asked", "kind", "start"),
+    [
+        ("ViT-B/32", {}, "clip", "scratch"),
+        ("ViT-B/32", {"start": "locked"}, "clip", "locked"),
+        ("ViT-B/32", {"objective": "finetune"}, "clip", "pretrained"),
+        ("vit + text", {}, "clip", "scratch"),
+        ("transformers:folder + transformers:folder", {"objective": "finetune"}, "embedder", "pretrained"),
+        ("transformers:folder + x", {"lora": 16}, "embedder", "pretrained"),
+        ("vit", {"objective": "supervised"}, "classifier", "scratch"),
+        ("timm:resnet50", {"objective": "finetune"}, "classifier", "pretrained"),
+        ("package.module:model", {"objective": "lm"}, "lm", "scratch"),
+    ],
+)
+def test_the_request_says_what_is_trained_and_from_what(model, asked, kind, start):
+    task = task_of(problem(model, data="1M", **asked))
+    assert (task.kind, task.start) == (kind, start)
+
+
+def test_optimizer_loss_negatives_and_duplicates_of_the_request_reach_the_rules():
+    asked = {"data": "1M", "unique": "200k", "optimizer": "sgd", "loss": "siglip", "negatives": 7, "seen": "3M", "lora": 8}
+    task = task_of(problem("ViT-B/32", **asked), 10**8)
+    assert (task.optimizer, task.loss, task.negatives, task.params, task.lora) == ("sgd", "siglip", 7, 10**8, 8)
+    assert (task.data, task.unique, task.seen) == (10**6, 200_000, 3 * 10**6)
+
+
+def test_the_machine_does_not_decide_the_batch():
+    for model, asked in [("ViT-B/32", {"data": "10M"}), ("vit", {"data": "1.2M", "objective": "supervised"})]:
+        assert len({chosen(model, gpu=gpu, **asked).batch for gpu in ("T4", "8xA100-80GB", "64xH100")}) == 1
+    # Three GPUs hold equal parts of a batch that is nearly the same.
+    odd = chosen("ViT-B/32", data="10M", gpu="3xA100-80GB")
+    assert odd.batch % 3 == 0 and odd.batch == pytest.approx(chosen("ViT-B/32", data="10M").batch, rel=1e-3)
+    assert odd.updates * odd.batch >= 300_000_000 > (odd.updates - 1) * odd.batch
+
+
+def test_priority_and_unique_change_a_contrastive_batch():
+    usual = chosen("ViT-B/32", data="10M")
+    assert usual.low <= usual.batch < chosen("ViT-B/32", data="10M", priority="speed").batch == usual.high
+    assert chosen("ViT-B/32", data="10M", unique=1000).batch < usual.batch
+
+
+def test_language_models_follow_their_tokens_on_any_machine():
+    for gpu in ("T4", "8xA100-80GB"):
+        assert chosen("a.b:c", 124_000_000, data="10B", objective="lm", gpu=gpu).batch * 1024 == 2**19
+    # A measured critical batch, in tokens, takes precedence.
+    measured = chosen("a.b:c", 124_000_000, data="10B", objective="lm", critical=65_536)
+    assert measured.batch * 1024 <= 65_536
+
+
+def test_a_plan_that_is_a_bad_idea_warns_and_names_what_others_did():
+    hopeless = chosen("ViT-B/32", data="100k", epochs=10)
+    assert any("start=pretrained" in line for line in hopeless.warnings)
+    tuned = chosen("ViT-B/32", data="100k", epochs=10, objective="finetune")
+    assert tuned.warnings == () and tuned.batch < hopeless.batch
+    assert tuned.others and all(recipe.task.start == "pretrained" for recipe in tuned.others)
+
+
+def test_batch_norm_is_told_how_many_rows_it_sees():
+    asked = problem("ViT-B/32", data="10M")
+    few = choose_batch(asked, estimator(chunk=8, op_class="batch norm"))
+    many = choose_batch(asked, estimator(chunk=256, op_class="batch norm"))
+    assert any("8 rows" in line and "SyncBatchNorm" in line for line in few.notes)
+    assert any("256 rows" in line and "SyncBatchNorm" not in line for line in many.notes)
+    assert not any("rows of one GPU" in line for line in choose_batch(asked, estimator()).notes)
