@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import statistics
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -24,6 +25,7 @@ from typing import NamedTuple
 from megabatch.recipes import RECIPES, Recipe, advise_batch, advise_rate, advise_warmup, nearest, power_near
 
 RESULT = Path(__file__).parent / "results" / "practice.json"
+DOCS = Path(__file__).resolve().parents[1] / "docs" / "planning.md"
 # A value counts as agreeing if it lies within this factor of the published one, and the share that should.
 WITHIN = {"batch": (2.0, 0.80), "rate": (3.0, 0.90), "warm-up": (4.0, 0.80)}
 # Why a rule that is right for the kind differs from a recipe.
@@ -163,6 +165,18 @@ def misses(asked: list[Case]) -> list[dict[str, object]]:
     ]
 
 
+def as_markdown(table: dict[str, dict[str, float]]) -> str:
+    """Return the summary as a table for docs/planning.md."""
+    head = "| | trainings | within | agree | leave one out | nearest other | blind |\n"
+    head += "| --- | ---: | ---: | ---: | ---: | ---: | ---: |\n"
+    rows = [
+        f"| {quantity} | {line['recipes']} | {line['within']:g}× | **{line['agree']:.0%}** | {line['leave one out']:.0%}"
+        f" | {line['nearest other']:.0%} | {line['blind']:.0%} of {line['blind recipes']} |\n"
+        for quantity, line in table.items()
+    ]
+    return head + "".join(rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=RESULT, help="File of the result.")
@@ -185,6 +199,11 @@ def main() -> None:
     for miss in result["misses"]:
         print(f"{miss['quantity']:8} {miss['recipe']:40} {miss['published']:>10,.6g} {miss['advised']:>10,.6g}  {miss['why']}")
     out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    if out == RESULT:
+        text = DOCS.read_text("utf-8")
+        part = as_markdown(summary(asked))
+        text = re.sub(r"(<!-- practice -->\n).*?(<!-- end -->)", lambda found: found[1] + part + found[2], text, flags=re.S)
+        DOCS.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -70,6 +70,7 @@ def test_the_kept_result_is_that_of_these_rules():
     asked = practice.cases()
     assert kept["summary"] == practice.summary(asked)
     assert kept["misses"] == practice.misses(asked)
+    assert practice.as_markdown(kept["summary"]) in practice.DOCS.read_text("utf-8")
 
 
 def test_no_published_rate_is_called_implausible_but_mistakes_of_a_hundred_times_are():

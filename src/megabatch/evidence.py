@@ -69,7 +69,7 @@ LORA_RATE = 1e-4
 LARGE_MODEL, LARGE_CONTRASTIVE = 20_000_000, 16_384
 # The rules for the learning rate were tested for batches up to this factor apart. Further away the rate has to be swept.
 RATE_RANGE = 16
-# Warm-up: share of a short run, steps of a long run, share of a very long run (FACTS["published warm-up"]).
+# Warm-up: share of a short run, steps of a long run, share of a very long run (FACTS["clip warm-up"] and the others).
 WARMUP_SHARE, USUAL_WARMUP, LONG_WARMUP = 0.05, 2_000, 0.01
 # The largest share of a run that a sweep spends on warm-up.
 MOST_WARMUP = 0.2
@@ -233,11 +233,20 @@ FACTS = {
     "lm fine-tuning rate": Fact("2e-5 at 7 B parameters, 5e-5 at BERT's size", "arXiv 1810.04805; Alpaca (recalled)", "low"),
     "classifier rate": Fact("1e-3 at 1,024 with AdamW", "DeiT, arXiv 2012.12877; Swin, arXiv 2103.14030", "medium"),
     "classifier fine-tuning rate": Fact("2e-5 to 5e-5 with AdamW", "arXiv 1810.04805, 2109.01903", "medium"),
-    "published warm-up": Fact(
-        "published: DataComp 500 (10,000 at xlarge), CLIP and LLaMA 2,000, SigLIP 2 20,000 of 1.2 M steps, nomic-embed 700 of 14k,"
-        " E5 1,000 of 20k",
-        "the recipes' own files and papers",
+    "clip warm-up": Fact(
+        "DataComp 500 (10,000 at xlarge), MobileCLIP 1,000, CLIP 2,000, SigLIP 2 20,000 of 1.2 M steps",
+        "DataComp, MobileCLIP, OpenCLIP, configurations; arXiv 2103.00020, 2502.14786",
         "medium",
+    ),
+    "embedder warm-up": Fact(
+        "nomic-embed 700 of 14,000 steps, E5 1,000 of 20,000, GritLM 38 of 1,250, all-MiniLM 500 of 100,000",
+        "contrastors; arXiv 2212.03533; GritLM, all-MiniLM-L6-v2",
+        "medium",
+    ),
+    "lm warm-up": Fact(
+        "LLaMA, OLMo and TinyLlama 2,000, Pythia 1,430 of 143,000, GPT-2 124M 700 of 19,000 steps",
+        "arXiv 2302.13971; OLMo, TinyLlama, Pythia and llm.c, configurations",
+        "high",
     ),
     "lm beta2": Fact(
         "language models are pre-trained with β2 = 0.95 at half a million tokens or more; below, its half-life is fixed in tokens",
@@ -246,8 +255,8 @@ FACTS = {
     ),
     "default beta2": Fact("fine-tuning and classifiers keep Adam's default", "contrastors; arXiv 2012.12877", "medium"),
     "usual decay": Fact(
-        "CLIP 0.2, language models 0.1, vision transformers 0.05, fine-tuning 0.01 to 0.1, LoRA 0",
-        "the recipes' own files",
+        "the usual value for this kind of training",
+        "OpenCLIP, contrastors, DeiT, ConvNeXt, LLaMA and QLoRA, configurations",
         "medium",
     ),
     "ramp": Fact(

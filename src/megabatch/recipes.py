@@ -298,15 +298,14 @@ def possible_rates(optimizer: FamilyName) -> tuple[float, float]:
 
 def advise_warmup(task: TrainingTask, batch: int) -> Advice:
     """Return the steps of warm-up: a share of a short run, two thousand of a long one, a hundredth of a very long one."""
-    steps, fact = task.steps(batch), FACTS["published warm-up"]
-    usual = evidence.USUAL_WARMUP
+    steps, usual = task.steps(batch), evidence.USUAL_WARMUP
+    fact = FACTS["epochs of warm-up" if task.kind == "classifier" else f"{task.kind} warm-up"]
     if steps is None:
         return Advice(usual, usual / 4, usual * 4, "the usual number; the length of the run is unknown", fact.source, "low")
     share = evidence.WARMUP_SHARE * steps
     if task.kind == "classifier":
         # Five epochs of ninety, whatever the steps are.
         value, why = share, f"{evidence.WARMUP_SHARE:.0%} of {steps:,} steps, as five epochs of ninety"
-        fact = FACTS["epochs of warm-up"]
     else:
         value = min(share, max(usual, evidence.LONG_WARMUP * steps))
         why = f"{evidence.WARMUP_SHARE:.0%} of {steps:,} steps"
