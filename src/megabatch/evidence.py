@@ -275,10 +275,10 @@ def collisions(batch: int, unique: int, data: int | None = None) -> float:
     unknown, and much larger than unique.
 
     >>> round(collisions(32768, 70_000, 1_000_000)), collisions(32768, 10**7, 10**7), round(collisions(32768, 70_000))
-    (7133, 0.0, 7669)
+    (7133, 0.0, 7670)
     """
     if data is None:
-        return batch * (batch - 1) / (2 * unique)
+        return batch * batch / (2 * unique)
     return batch * (batch - 1) / 2 * (data / unique - 1) / max(1, data - 1)
 
 
