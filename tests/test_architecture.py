@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "megabatch"
 # Modules that import little and may be imported by every layer above `tiles`.
 FOUNDATION = {
     "config", "environment", "evidence", "files", "host_memory", "measurements", "objectives", "optimizers", "packages",
-    "published", "recall", "recipes", "reference", "version",
+    "published", "recall", "recipes", "reference", "version", "vocabulary",
 }  # fmt: skip
 # Each package or module of the package, and what it may import; "." is __init__.py. Read from the bottom to the top.
 MAY_IMPORT = {
@@ -42,7 +42,7 @@ MAY_IMPORT = {
     "environment": {"host_memory", "tiles", "version"},
     "measurements": {"files"},
     "packages": {"config"},
-    "config": {"objectives", "optimizers"},
+    "config": {"objectives", "optimizers", "vocabulary"},
     "evidence": set(),
     "files": set(),
     "host_memory": set(),
@@ -53,6 +53,7 @@ MAY_IMPORT = {
     "recipes": {"evidence", "objectives", "optimizers", "published"},
     "reference": set(),
     "version": set(),
+    "vocabulary": set(),
 }
 # Packages of others, and where they may be imported. The standard library may be imported anywhere.
 THIRD_PARTY = {

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import typing
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megabatch import config
+from megabatch import config, vocabulary
+from megabatch.measuring.fit import fit
+from megabatch.training.loop import train
 
 LENGTH = {"schedule": {"steps": 10}}
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -130,3 +133,54 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
 def test_the_embedded_default_is_complete():
     run = config.build(config.EMBEDDED)
     assert run.data.source == "glyphs" and run.batch.size == 1024
+
+
+@pytest.mark.parametrize(
+    ("override", "ours"),
+    [
+        ("batch.batch_size=512", "batch.per_device"),
+        ("per_device_train_batch_size=512", "batch.per_device"),
+        ("batch.micro_batch_size=32", "batch.chunk"),
+        ("batch.mini_batch_size=32", "batch.chunk"),
+        ("loss.temperature=0.07", "loss.scale"),
+        ("loss.gather_with_grad=true", "all ranks"),
+        ("batch.gradient_accumulation_steps=8", "batch.chunk"),
+    ],
+)
+def test_names_of_other_trainers_are_answered_with_ours(override, ours):
+    with pytest.raises(ValueError, match=ours):
+        config.build(LENGTH, [override])
+
+
+def test_every_foreign_name_points_to_a_key_that_exists():
+    for name, foreign in vocabulary.FOREIGN.items():
+        if foreign.ours:
+            section, _, key = foreign.ours.partition(".")
+            assert hasattr(getattr(config.DEFAULTS, section), key), name
+
+
+def test_a_batch_per_device_is_multiplied_by_the_ranks_and_excludes_a_size(tmp_path):
+    run = config.build({**LENGTH, "batch": {"per_device": 512}})
+    assert config.with_ranks(run, 8).batch.size == 4096 and config.with_ranks(run, 1).batch.size == 512
+    assert config.with_ranks(run, 8).batch.per_device is None
+    assert config.read(written(run, tmp_path / "run.toml")) == run
+    with pytest.raises(ValueError, match="size 4096 and per_device 512"):
+        config.build({**LENGTH, "batch": {"size": 4096, "per_device": 512}})
+    # An override takes precedence over the file, whichever of the two it names.
+    assert config.build({**LENGTH, "batch": {"size": 4096}}, ["batch.per_device=16"]).batch.per_device == 16
+    assert config.build({**LENGTH, "batch": {"per_device": 16}}, ["batch.size=64"]).batch == config.Batch(size=64)
+    assert config.with_ranks(config.build({**LENGTH, "batch": {"size": 64}}), 8).batch.size == 64
+
+
+@given(st.dictionaries(st.sampled_from(["", "batch.size", "optimizer.lr", "data.source"]), st.text(max_size=300)))
+def test_comments_do_not_change_what_is_read(comments):
+    run = config.build(LENGTH)
+    assert config.build(config.parse_toml(config.as_toml(run, comments), "run")) == run
+
+
+def test_values_to_fill_in_are_read_but_not_run():
+    run = config.build({**LENGTH, "data": {"source": "FILL IN: the pairs"}, "x": {"name": "cnn", "weights": "FILL IN"}})
+    assert list(config.unfilled(run)) == ["data.source", "x.weights"]
+    for verb in (train, lambda run: fit(run, out=Path("unused"))):
+        with pytest.raises(ValueError, match=r"data\.source .*x\.weights"):
+            verb(run)

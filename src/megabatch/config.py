@@ -10,6 +10,7 @@ import math
 import os
 import re
 import sys
+import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, Union
 
-from . import objectives, optimizers
+from . import objectives, optimizers, vocabulary
 from .objectives import ObjectiveName
 from .optimizers import LrRule
 
@@ -29,7 +30,12 @@ else:
 Section = TypeVar("Section")
 # TOML has no null: this string means None where a value may be absent.
 NONE = "none"
+# Texts that begin so are to be replaced by the user: a plan writes them where it cannot know the value, and no run starts with one.
+FILL_IN = "FILL IN"
+# Columns of a comment in a file.
+COMMENT_WIDTH = 100
 LENGTHS = ("samples", "epochs", "steps")
+SIZES = ("batch.size", "batch.per_device")
 # Larger or more deeply nested files are refused.
 LARGEST_FILE = 2**20
 DEEPEST = 32
@@ -139,7 +145,8 @@ class Loss:
 class Batch:
     """Pairs of one optimizer step over all ranks, and how they are encoded.
 
-    size: pairs of one step. chunk: rows that an encoder takes at once. keep: chunks whose activations are kept, not recomputed.
+    size: pairs of one step. per_device: pairs of one step on each rank, instead of `size`, which `with_ranks` then sets.
+    chunk: rows that an encoder takes at once. keep: chunks whose activations are kept, not recomputed.
     schedule: how the size grows from `start` to `size` over the first `ramp` (a fraction) of the run: linearly, exponentially, or
         in doublings ("steps"). "noise" doubles the batch whenever the gradient noise shows that it is below
         the critical batch, and needs a budget in samples or epochs. "constant" is `size` throughout.
@@ -147,6 +154,7 @@ class Batch:
     """
 
     size: int = 1024
+    per_device: int | None = None
     chunk: int = 256
     keep: int | Literal["auto"] = "auto"
     schedule: Literal["constant", "linear", "exponential", "steps", "noise"] = "constant"
@@ -334,9 +342,37 @@ def build(table: Mapping[str, Any], overrides: Iterable[str] = (), origin: str =
         _forget(copied, override)
     for override in overrides:
         _put(copied, override)
+    _put_per_device(copied, origin)
     run = _section(Run, copied, origin)
     check(run)
     return run
+
+
+def with_ranks(run: Run, ranks: int) -> Run:
+    """Return the run with batch.size set from batch.per_device, if it has that, on so many ranks.
+
+    >>> with_ranks(build({"batch": {"per_device": 512}, "schedule": {"epochs": 1}}), 8).batch.size
+    4096
+    """
+    if run.batch.per_device is None:
+        return run
+    run = dataclasses.replace(run, batch=dataclasses.replace(run.batch, size=ranks * run.batch.per_device, per_device=None))
+    check(run)
+    return run
+
+
+def unfilled(run: Run) -> dict[str, str]:
+    """Return the values that are still to be filled in, by their keys."""
+    values = {f"{name}.{key}": value for name, section in as_table(run).items() if isinstance(section, dict)
+              for key, value in section.items()}  # fmt: skip
+    return {key: value for key, value in values.items() if isinstance(value, str) and value.startswith(FILL_IN)}
+
+
+def require_filled(run: Run) -> None:
+    """Raise ValueError if a value is still to be filled in."""
+    missing = [f"{key} ({value.removeprefix(FILL_IN).strip(': ')})" for key, value in unfilled(run).items()]
+    if missing:
+        raise ValueError(f"the run is not complete: fill in {', '.join(missing)}, in its file or as key=value")
 
 
 def as_table(run: Run) -> dict[str, Any]:
@@ -344,14 +380,27 @@ def as_table(run: Run) -> dict[str, Any]:
     return _plain(run)
 
 
-def as_toml(run: Run) -> str:
-    """Return the run as TOML with every value; `read` restores it."""
+def as_toml(run: Run, comments: Mapping[str, str] | None = None) -> str:
+    """Return the run as TOML with every value; `read` restores it.
+
+    comments: written above the keys, such as {"batch.size": "reason"}; the key "" is for the top of the file.
+    """
+    comments = comments or {}
     table = as_table(run)
-    lines = [f"{key} = {_literal(value)}" for key, value in table.items() if not isinstance(value, dict)]
+    lines = _comment(comments.get(""))
+    lines += [f"{key} = {_literal(value)}" for key, value in table.items() if not isinstance(value, dict)]
     for name, section in table.items():
         if isinstance(section, dict) and section:
-            lines += ["", f"[{name}]"] + [f"{key} = {_literal(value)}" for key, value in section.items()]
+            lines += ["", f"[{name}]"]
+            for key, value in section.items():
+                lines += [*_comment(comments.get(f"{name}.{key}")), f"{key} = {_literal(value)}"]
     return "\n".join(lines) + "\n"
+
+
+def _comment(text: str | None) -> list[str]:
+    """Return a text as lines of a comment. TOML allows no control characters in one."""
+    plain = "".join(letter if letter.isprintable() else " " for letter in text or "")
+    return [f"# {line}" for line in textwrap.wrap(plain, COMMENT_WIDTH - 2)]
 
 
 def is_torch_optimizer(name: str) -> bool:
@@ -387,6 +436,7 @@ def _rules(run: Run) -> list[tuple[str, Any, bool, str]]:
     pairs = f"must be at least 1, and at most {MOST_PAIRS}"
     return [
         ("batch.size", run.batch.size, _within(run.batch.size, 1, MOST_PAIRS), pairs),
+        ("batch.per_device", run.batch.per_device, _within(run.batch.per_device, 1, MOST_PAIRS), pairs),
         ("batch.chunk", run.batch.chunk, _within(run.batch.chunk, 1, MOST_PAIRS), f"{pairs}; lower it when memory runs out"),
         ("batch.keep", run.batch.keep, run.batch.keep == "auto" or run.batch.keep >= 0, 'must be "auto" or at least 0'),
         ("batch.ramp", run.batch.ramp, 0 < run.batch.ramp <= 1, "must be a fraction of the run, above 0 and at most 1"),
@@ -626,6 +676,9 @@ def _section(kind: type[Section], table: Mapping[str, Any], where: str) -> Secti
     if unknown and len(unknown[0]) > 60:
         raise ValueError(f"{where}: there is no key {_shown(unknown[0])}; known are {', '.join(hints)}")
     if unknown:
+        named = vocabulary.foreign(unknown[0])
+        if named is not None:
+            raise ValueError(f"{where}: there is no key {unknown[0]!r}; {named.remedy(unknown[0])}")
         near = difflib.get_close_matches(unknown[0], hints, 1)
         guess = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(hints)}"
         raise ValueError(f"{where}: there is no key {unknown[0]!r}; {guess}")
@@ -713,6 +766,20 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:64]}… ({len(text):,} characters)"
 
 
+def _put_per_device(table: dict[str, Any], origin: str) -> None:
+    """Set the size of a table's batch to its per_device, which is right on one rank. ValueError if both are given."""
+    batch = table.get("batch")
+    if not isinstance(batch, dict) or batch.get("per_device") in (None, NONE):
+        return
+    if "size" in batch:
+        raise ValueError(
+            f"{origin}: batch has size {_shown(batch['size'])} and per_device {_shown(batch['per_device'])}: give one of the two;"
+            " size counts the pairs on all ranks together, per_device those on each"
+        )
+    if isinstance(batch["per_device"], int) and not isinstance(batch["per_device"], bool):
+        batch["size"] = batch["per_device"]
+
+
 def _forget(table: dict[str, Any], override: str) -> None:
     """Remove from the file's table what an override makes void: the old length of the run, the options of another tower, and keys
     that the new objective, schedule or optimizer does not use."""
@@ -724,6 +791,8 @@ def _forget(table: dict[str, Any], override: str) -> None:
     if isinstance(before, dict):
         if section == "schedule" and key in LENGTHS:
             void += [f"schedule.{name}" for name in LENGTHS]
+        elif path in SIZES:
+            void += SIZES
         elif key == "name" and before.get("name") != _parsed(text):
             void += [f"{section}.options", f"{section}.weights"]
     for each in void:
@@ -770,6 +839,9 @@ def _plain(section: Any) -> dict[str, Any]:
             table[entry.name] = list(value) if isinstance(value, tuple) else value
         elif entry.default is not None:
             table[entry.name] = NONE
+    if isinstance(section, Batch) and section.per_device is not None:
+        # The size follows from the number of ranks, which the file does not state.
+        del table["size"]
     return table
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .. import config
+from .. import config, vocabulary
 from ..files import check_file
 from ..reporting.terminal import visible
 
@@ -53,6 +53,9 @@ class Parser(argparse.ArgumentParser):
             return f"unexpected argument {argument!r}"
         name = argument.partition("=")[0]
         options = [option for action in self._actions for option in action.option_strings]
+        named = vocabulary.foreign(name)
+        if named is not None and named.option in options:
+            return f"there is no option {name!r}; here it is {named.option}"
         return f"there is no option {name!r}{guess(name, options)}"
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:

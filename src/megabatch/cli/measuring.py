@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .. import measurements
+from .. import config, measurements, objectives, vocabulary
 from ..files import check_folder
 from ..reporting.report import Report
 from ..reporting.terminal import print_report
@@ -148,7 +148,13 @@ def _fit(arguments: argparse.Namespace) -> None:
 
     options = {name: getattr(arguments, name) for name in ("margin", "cap", "start", "out", "trust_code")}
     budget = None if arguments.budget is None else parse_bytes(arguments.budget)
-    _print_result(fit(settings_of(arguments.settings), budget=budget, **options), fit_report, arguments)
+    run = settings_of(arguments.settings)
+    found = fit(run, budget=budget, **options)
+    _print_result(found, fit_report, arguments)
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if not arguments.json and os.environ.get("RANK", "0") == "0" and isinstance(found.found, measurements.Fit):
+        pairs = objectives.OBJECTIVES[run.loss.objective].contrastive
+        print(vocabulary.identity(config.with_ranks(run, ranks).batch.size, ranks, found.found.chunk, pairs=pairs))
 
 
 def _profile(arguments: argparse.Namespace) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import replace
 from typing import Any
 
-from .. import config, trust
+from .. import config, trust, vocabulary
 from ..costs.hardware import Machine
 from ..costs.memory import Prediction
 from ..evidence import FACTS, Confidence, Fact, collisions
@@ -37,8 +37,11 @@ def plan(model: str | config.Run | None = None, *, tools: Tools | None = None, t
     try:
         request = Request(model, **asked)
     except TypeError as error:
-        names = ", ".join(field.name for field in dataclasses.fields(Request))
-        raise ValueError(f"plan: {error}; the arguments are {names}") from None
+        fields = {field.name for field in dataclasses.fields(Request)}
+        named = next((name for name in asked if name not in fields and vocabulary.foreign(name)), None)
+        option = vocabulary.FOREIGN[named].option.strip("-").replace("-", "_") if named else ""
+        remedy = f"{named} is called {option} here" if option else f"the arguments are {', '.join(sorted(fields))}"
+        raise ValueError(f"plan: {error}; {remedy}") from None
     problem = problem_of(request)
     return plan_for(problem, estimator_for(problem, tools))
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import config, environment, host_memory, packages, trust
+from .. import config, environment, host_memory, packages, trust, vocabulary
 from ..chunks.keep import can_read_free_bytes
 from ..data.loader import RankBatch
 from ..files import write_text
@@ -48,14 +48,19 @@ def train(run: config.Run, *, fresh: bool = False, trust_code: bool = False) -> 
     """
     # A run that was built by hand has not been checked yet.
     config.check(run)
+    config.require_filled(run)
     trust.require_trust(run, trust_code)
     # Packages that the end of the run needs are checked for before anything is deleted, written or trained.
     packages.require(*packages.of_run(run, terminal=sys.stderr.isatty()))
     with ranks(run.compute) as here, contextlib.ExitStack() as held:
+        run = config.with_ranks(run, here.size)
         folder = _prepare_folder(run, here, fresh, held)
         training = Training(assemble(run, here), folder)
         training.resume()
         with RunLogger(run, folder, training.samples, training.seen, silent=not here.first) as logger:
+            if run.watch.bar:
+                pairs = OBJECTIVES[run.loss.objective].contrastive
+                logger.say(vocabulary.identity(run.batch.size, here.size, run.batch.chunk, pairs=pairs))
             _note_unknown_memory(run, here, logger)
             with StopSign() as sign:
                 training.run_steps(logger, sign)

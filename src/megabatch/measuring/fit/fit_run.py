@@ -51,9 +51,11 @@ def fit(
     `find_chunk`; the rows of a rank are always a cap. start: the first chunk to try; None is the one that is predicted to fit.
     trust_code: whether code that the run names (`trust.callables`) may be imported and called.
     """
+    config.require_filled(run)
     trust.require_trust(run, trust_code)
     packages.require(packages.HTML)
     with distributed.ranks(run.compute) as ranks, claimed_by_ranks(out, "fit", ranks.first):
+        run = config.with_ranks(run, ranks.size)
         bench = FitBench(run, ranks, out)
         limit = limit_of(ranks.device, budget, margin, ranks.size)
         cap = bench.rows if cap is None else min(cap, bench.rows)

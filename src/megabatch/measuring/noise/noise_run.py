@@ -58,6 +58,7 @@ def noise(
     out: the folder for measured.json, noise.png, report.html, log.jsonl and the last checkpoint; branches.json and branches.png.
     trust_code: whether code that the run names (`trust.callables`) may be imported and called.
     """
+    config.require_filled(run)
     trust.require_trust(run, trust_code)
     if checkpoint is not None and checkpoint.resolve().is_relative_to(out.resolve()):
         raise ValueError(
@@ -72,6 +73,7 @@ def noise(
     )
     packages.require(packages.HTML)
     with distributed.ranks(run.compute) as ranks, claimed_by_ranks(out, "noise", ranks.first):
+        run = config.with_ranks(run, ranks.size)
         training = Training(assemble(run, ranks), out)
         if checkpoint is not None:
             training.load(checkpoint)

@@ -47,11 +47,13 @@ def profile(
     out: the folder for measured.json, profile.png and report.html.
     trust_code: whether code that the run names (`trust.callables`) may be imported and called.
     """
+    config.require_filled(run)
     trust.require_trust(run, trust_code)
     _check(batches, chunks, steps, critical)
     packages.require(packages.HTML)
     against: Literal["batch", "chunk"] = "batch" if chunks is None else "chunk"
     with distributed.ranks(run.compute) as ranks, claimed_by_ranks(out, "profile", ranks.first):
+        run = config.with_ranks(run, ranks.size)
         bench = ProfileBench(run, ranks, Path(out))
         sizes = sizes_of(run.batch, bench.length, ranks.size, batches, chunks)
         reading = bench.reading_per_s()

@@ -67,6 +67,9 @@ def sweep(
     Writes measured.json, rows.jsonl, sweep.png and report.html into `out`, and each run into a folder under out/runs. Finished runs
     there are not repeated, unfinished ones resume from their checkpoints, and failed ones are tried again.
     """
+    config.require_filled(run)
+    # Each run of a sweep is one process.
+    run = config.with_ranks(run, 1)
     trust.require_trust(run, trust_code)
     packages.require(packages.HTML)
     request = checked_request(
