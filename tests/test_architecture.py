@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "cli": FOUNDATION | {"audit", "costs", "measuring", "planning", "reporting", "training"},
     "adapters": {"chunks", "losses", "measuring"},
     "measuring": FOUNDATION | {"chunks", "costs", "data", "losses", "planning", "reporting", "ring", "towers", "trust", "training"},
-    "planning": FOUNDATION | {"costs", "reporting", "towers", "trust"},
+    "planning": FOUNDATION | {"costs", "data", "reporting", "towers", "trust"},
     "audit": {"config", "evidence", "files", "objectives", "optimizers", "recipes", "reporting", "towers"},
     "training": FOUNDATION | {"chunks", "data", "losses", "reporting", "ring", "tiles", "tiles.contract", "towers", "trust"},
     "costs": FOUNDATION | {"towers"},

@@ -66,7 +66,9 @@ def add(verbs: Any) -> None:
     )
     plan.add_argument("--nodes", type=int, metavar="N", help="Number of machines that the GPUs are spread over evenly.")
     plan.add_argument(
-        "--interconnect", metavar="NAME", help="Network between the machines, as infiniband or 100GbE, or a speed, as 25GB/s."
+        "--interconnect",
+        metavar="NAME",
+        help="Network between the machines, for each GPU: infiniband, or a speed, as 100GbE or 25GB/s.",
     )
     plan.add_argument("--dim", type=int, metavar="N", help="Width of the embeddings; by default that of the model.")
     plan.add_argument("--classes", type=int, metavar="N", help="Number of classes of a classifier (default 1,000).")

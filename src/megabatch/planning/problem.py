@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
 from .. import config
 from ..costs.hardware import Machine, find_machine
+from ..costs.models import SkipCompute
 from ..costs.strategy import Precision
+from ..data import open_source
+from ..data.sampler import split
 from ..objectives import MEAN, OBJECTIVES, ObjectiveSpec
+from ..towers.model import build_towers
 from .request import Budget, Request, base_run, check_batch, parse_count, sample_budget
+
+# Worker processes of each rank that read data for an accelerator.
+WORKERS = 8
+# Gigabits per second of an InfiniBand port by generation (HDR, NDR, XDR), one for each GPU, and bytes per second of a gigabit.
+NETWORKS = {"infiniband": 200, "hdr": 200, "ndr": 400, "xdr": 800}
+GIGABIT = 1e9 / 8
 
 
 @dataclass(frozen=True)
@@ -37,17 +48,64 @@ def problem_of(request: Request) -> Problem:
     """Resolve a request. Raises ValueError if its parts do not fit together."""
     if request.objective == "lm" and request.text_length is not None:
         request = replace(request, length=request.text_length)
-    machine = find_machine(request.gpu, request.gpus, request.memory, request.rates)
-    base = base_run(request)
+    if request.objective == "finetune" and request.start == "scratch":
+        # Fine-tuning starts from weights, whatever else is said.
+        request = replace(request, start="pretrained")
+    machine = _with_nodes(find_machine(request.gpu, request.gpus, request.memory, request.rates), request)
+    base = config.with_ranks(base_run(request), machine.gpus)
     if isinstance(request.model, config.Run) and request.start == "scratch" and (base.x.locked or base.x.weights):
         # A run states itself whether its image tower is pretrained or locked.
         request = replace(request, start="locked" if base.x.locked else "pretrained")
-    budget = sample_budget(request, base)
-    given = parse_count(request.batch, "batch")
+    if base.data.workers == 0 and machine.device.type != "cpu" and isinstance(request.model, str):
+        base = replace(base, data=replace(base.data, workers=WORKERS))
+    budget = sample_budget(request, base, count_samples)
+    given = parse_count(request.batch, "batch") if request.per_gpu is None else request.per_gpu * machine.gpus
     if given is not None:
         check_batch(given, budget.data)
     precision = choose_precision(request.precision, machine)
     return Problem(request, machine, base, budget, given, precision, limit=int(request.share * machine.device.memory))
+
+
+def _with_nodes(machine: Machine, request: Request) -> Machine:
+    """Return the machine with its GPUs spread over the requested nodes, and the network between them."""
+    if request.nodes is not None:
+        if machine.gpus % request.nodes:
+            raise ValueError(f"nodes is {request.nodes} and gpus is {machine.gpus}: the GPUs must be spread evenly over the nodes")
+        machine = replace(machine, node=machine.gpus // request.nodes)
+    if request.interconnect is not None:
+        machine = replace(machine, network=parse_network(request.interconnect))
+    return machine
+
+
+def parse_network(text: str) -> float:
+    """Return the bytes per second of "infiniband", "100GbE", "400Gb/s" or "25GB/s": for each GPU, one way.
+
+    >>> parse_network("100GbE"), parse_network("25 GB/s"), parse_network("NDR")
+    (12500000000.0, 25000000000.0, 50000000000.0)
+    """
+    name = text.strip().lower()
+    if name in NETWORKS:
+        return NETWORKS[name] * GIGABIT
+    parsed = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(gbe|gbit/s|gbps|gb/s)", name)
+    if parsed is None or not 0 < float(parsed[1]) <= 1e5:
+        names = ", ".join(NETWORKS)
+        raise ValueError(f"interconnect is {text[:40]!r}: must be one of {names}, or a speed, as 100GbE or 25GB/s")
+    # Bytes are written GB/s, bits GbE, Gbit/s or Gbps; a lower-case Gb/s is bits too.
+    is_bytes = parsed[2] == "gb/s" and text.strip()[-4:-2] != "Gb"
+    return float(parsed[1]) * (1e9 if is_bytes else GIGABIT)
+
+
+def count_samples(run: config.Run) -> int:
+    """Return the training samples of a run's source, after those that are held out. Opens the source and builds the towers."""
+    with SkipCompute():
+        x, y = build_towers(run)
+    data = run.data
+    if not OBJECTIVES[run.loss.objective].contrastive and data.negatives is None:
+        # A classifier does not use hard negatives.
+        data = replace(data, negatives=False)
+    source = open_source(data, x=x.kind, y=y.kind)
+    training = source if isinstance(data.held_out, str) else split(source, data.held_out)[0]
+    return sum(training.lengths)
 
 
 def choose_precision(requested: Precision | None, machine: Machine) -> Precision:

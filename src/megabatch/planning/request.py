@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from .. import config, objectives, optimizers
 from ..costs.rates import Rates
@@ -26,6 +26,10 @@ GLYPHS = 42_276
 USUAL_EPOCHS = {"finetune": 3.0, "lm": 1.0, "supervised": 90.0, "contrastive": 30.0}
 # The text tower for an image tower from a library that has none.
 TEXTS = config.Tower("text", {"width": 512, "depth": 8, "heads": 8, "length": 256})
+# The name of a tower that is shared with side x, and what a plan writes where only the user knows the data.
+SHARED = "x"
+SOURCE = f"{config.FILL_IN}: the training data, as data/{{0000..0099}}.tar, pairs.parquet or pairs.csv"
+LABEL = f"{config.FILL_IN}: the column or key of the class"
 
 
 @dataclass(frozen=True)
@@ -130,7 +134,11 @@ class Request:
 
     @property
     def _has_two_towers(self) -> bool:
-        return not isinstance(self.model, str) or "+" in self.model or find_library(full_name(self.model)).both_sides
+        """Whether the model embeds both sides of a pair: two towers, or one text encoder for queries and documents."""
+        if not isinstance(self.model, str) or "+" in self.model:
+            return True
+        library = find_library(full_name(self.model))
+        return library.both_sides or (library.takes_model and library.partner == SHARED)
 
 
 def parse_count(value: int | str | None, name: str) -> int | None:
@@ -170,6 +178,27 @@ def parse_base(value: tuple[float, int] | str | None) -> tuple[float, int] | Non
         raise ValueError(f"base_lr is {value!r}: must be rate@batch, as in 1e-3@256") from None
 
 
+def asked_by_run(run: config.Run, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a run's own file asks for, where the arguments of `plan` do not: optimizer, loss, precision and length."""
+    own: dict[str, Any] = {}
+    if run.optimizer.name in optimizers.OPTIMIZERS:
+        own["optimizer"] = run.optimizer.name
+    if run.loss.objective in objectives.PAIR_LOSSES:
+        own["loss"] = run.loss.objective
+    else:
+        own["objective"] = "supervised"
+    if run.compute.precision != config.DEFAULTS.compute.precision:
+        own["precision"] = run.compute.precision
+    if not {"seen", "epochs", "hours", "budget"} & asked.keys():
+        if run.schedule.epochs is not None:
+            own["epochs"] = run.schedule.epochs
+        elif run.schedule.samples is not None:
+            own["seen"] = run.schedule.samples
+        elif run.schedule.steps is not None:
+            own["seen"] = run.schedule.steps * run.batch.size
+    return {**own, **asked}
+
+
 def base_run(request: Request) -> config.Run:
     """Return a run with the requested towers and data. The plan decides everything else in it."""
     if isinstance(request.model, config.Run):
@@ -178,14 +207,26 @@ def base_run(request: Request) -> config.Run:
         return config.build(config.EMBEDDED)
     first, _, second = (full_name(part) for part in request.model.partition("+"))
     library = find_library(first)
-    dim = request.dim or library.plan_dim
-    x = config.Tower(first, locked=request.start == "locked")
+    dim = request.dim or library.own_dim(first.partition(":")[2]) or library.plan_dim
     second = second or (first if library.both_sides else library.partner) or ""
-    y = config.Tower(second) if second else TEXTS
+    trained = request.start != "scratch"
+    x = config.Tower(first, weights=_weights(first, trained), locked=request.start == "locked")
+    # A locked image tower learns together with a fresh text tower (LiT).
+    y = config.Tower(second, weights=_weights(second, request.start == "pretrained")) if second else TEXTS
     objective = request.loss if request.pairs else objectives.MEAN
     run = config.build({"schedule": {"steps": 1}})
-    data = replace(run.data, source=request.source or "data/train-*.tar", held_out=0.01)
+    data = replace(run.data, source=request.source or SOURCE, held_out=0.01)
+    if objective == objectives.MEAN:
+        y = config.DEFAULTS.y
+        data = replace(data, label=LABEL)
     return replace(run, out=request.out or "runs/plan", data=data, x=x, y=y, loss=replace(run.loss, objective=objective, dim=dim))
+
+
+def _weights(name: str, trained: bool) -> str | None:
+    """Return what a plan writes as the weights of a tower that starts from pretrained ones: a value to fill in, or nothing."""
+    if not trained or name == SHARED or find_library(name).holds_weights(name.partition(":")[2]):
+        return None
+    return f"{config.FILL_IN}: file with the pretrained weights of {name}, as .safetensors or .pt"
 
 
 class Budget(NamedTuple):
@@ -196,13 +237,14 @@ class Budget(NamedTuple):
     seen: int
 
 
-def sample_budget(request: Request, base: config.Run) -> Budget:
-    """Return the samples of a request, or those of the embedded default if the request names none."""
+def sample_budget(request: Request, base: config.Run, count: Callable[[config.Run], int]) -> Budget:
+    """Return the samples of a request, those of the data that its run names, or those of the embedded default.
+
+    count: returns the training samples of a run's source; it may raise ValueError.
+    """
     data = parse_count(request.data, "data")
     if data is None:
-        if base.data.source != config.DEFAULTS.data.source:
-            raise ValueError("data is not given: give the number of samples, as in data=10M")
-        data = GLYPHS
+        data = GLYPHS if base.data.source == config.DEFAULTS.data.source else _counted(base, count)
     seen = parse_count(request.seen, "seen")
     if seen is None:
         epochs = request.epochs
@@ -218,6 +260,15 @@ def sample_budget(request: Request, base: config.Run) -> Budget:
     if request.objective == "lm":
         data, unique, seen = (max(1, count // request.length) for count in (data, unique, seen))
     return Budget(data, min(unique, data), seen)
+
+
+def _counted(base: config.Run, count: Callable[[config.Run], int]) -> int:
+    if base.data.source.startswith(config.FILL_IN):
+        raise ValueError("data is not given: give the number of samples, as in data=10M, or the data itself (source=…)")
+    try:
+        return count(base)
+    except ValueError as error:
+        raise ValueError(f"data is not given, and {error}; give the number of samples, as in data=10M") from error
 
 
 def check_budget(seen: int, data: int) -> None:

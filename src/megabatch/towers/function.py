@@ -48,4 +48,5 @@ def build(request: TowerRequest) -> BuiltTower:
     return as_tower(result, PrepareImage(**preparation), "image", request.dim, pixels=NormalizePixels())
 
 
-FUNCTION = TowerLibrary("package.module:function", build)
+# The function decides itself which weights its tower starts from.
+FUNCTION = TowerLibrary("package.module:function", build, holds_weights=lambda model: True)

@@ -43,7 +43,9 @@ class TowerLibrary:
     takes_model: whether a model follows in the name, after a colon.
     both_sides: whether one model holds an image and a text tower, so that the model's name serves for both sides of a pair.
     partner: the name of the tower that a plan puts on side y if only x is named; None: a text tower of CLIP's size.
-    plan_dim: the width of the embeddings in a plan that does not give one.
+    plan_dim: the width of the embeddings in a plan that does not give one, if `own_dim` does not know it either.
+    own_dim: returns the width of a model's own embeddings, at which it needs no further projection; None if it is not known.
+    holds_weights: returns whether a model that is built already has pretrained weights, so that `weights` is not needed.
     independent_rows: whether no layer of any of its towers mixes rows, as batch norm does.
     alias: pattern of model names without a prefix that papers use and that mean this library's models, such as "ViT-L/14".
     """
@@ -54,6 +56,8 @@ class TowerLibrary:
     both_sides: bool = False
     partner: str | None = None
     plan_dim: int = 512
+    own_dim: Callable[[str], int | None] = lambda model: None
+    holds_weights: Callable[[str], bool] = lambda model: False
     independent_rows: bool = False
     alias: str | None = None
 

@@ -77,6 +77,16 @@ def _create_model(create: Callable[..., nn.Module], name: str, size: int | None,
         logging.disable(disabled)
 
 
+def own_dim(model: str) -> int | None:
+    """Return the width of the joint embeddings of an OpenCLIP model, or None if it is not known."""
+    try:
+        found = without_torchvision.import_open_clip().get_model_config(model)
+    except Exception:
+        # `build` says what is wrong.
+        return None
+    return None if found is None else int(found["embed_dim"])
+
+
 @functools.lru_cache(maxsize=2)
 def _tokenizer(name: str) -> Callable[[str], Tensor]:
     return without_torchvision.import_open_clip().get_tokenizer(name)
@@ -93,4 +103,4 @@ class OpenClipTokenizer:
         return _tokenizer(self.name)(raw)[0]
 
 
-OPEN_CLIP = TowerLibrary("open_clip:NAME", build, both_sides=True, alias=r"(ViT|RN|coca)[\w/-]+")
+OPEN_CLIP = TowerLibrary("open_clip:NAME", build, both_sides=True, own_dim=own_dim, alias=r"(ViT|RN|coca)[\w/-]+")

@@ -233,4 +233,24 @@ def pooled(out: Any, pool: str | None, mean: Any) -> Tensor:
     return out.last_hidden_state[:, 0] if pool == "class" else mean(out.last_hidden_state)
 
 
-TRANSFORMERS = TowerLibrary("transformers:FOLDER", build, partner="x")
+def own_dim(model: str) -> int | None:
+    """Return the width of a model's pooled output, or None if its configuration cannot be read."""
+    try:
+        with _importing(), _offline():
+            from transformers import AutoConfig
+
+            config = AutoConfig.from_pretrained(str(Path(model).expanduser()), **LOCAL)
+    except (OSError, ValueError):
+        # `build` says what is wrong.
+        return None
+    width = getattr(config, "hidden_size", None)
+    return width if isinstance(width, int) else None
+
+
+def holds_weights(model: str) -> bool:
+    """Return whether `build` finds weights: in the folder, or in the cache for a name."""
+    folder = Path(model).expanduser()
+    return not folder.is_dir() or any(folder.glob("*.safetensors"))
+
+
+TRANSFORMERS = TowerLibrary("transformers:FOLDER", build, partner="x", own_dim=own_dim, holds_weights=holds_weights)
