@@ -185,7 +185,8 @@ def test_a_plan_writes_only_keys_that_its_loss_and_optimizer_use():
     assert "label smoothing" not in [number.name for number in siglip.numbers] and siglip.run.loss.label_smoothing == 0.0
     sgd = plan("ViT-L/14", tools=TOOLS, optimizer="sgd", **few).run
     assert (sgd.optimizer.name, sgd.optimizer.betas) == ("sgd", config.DEFAULTS.optimizer.betas)
-    adamw = plan(config.build({"optimizer": {"name": "sgd", "momentum": 0.5}, "schedule": {"steps": 9}}), tools=TOOLS, **few).run
+    own = config.build({"optimizer": {"name": "sgd", "momentum": 0.5}, "schedule": {"steps": 9}})
+    adamw = plan(own, tools=TOOLS, optimizer="adamw", **few).run
     assert (adamw.optimizer.name, adamw.optimizer.momentum) == ("adamw", config.DEFAULTS.optimizer.momentum)
 
 

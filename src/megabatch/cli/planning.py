@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any, get_args
 
 from .. import config, objectives, optimizers, packages
-from ..reporting.terminal import print_report
+from ..reporting.terminal import print_report, visible
 from .arguments import add_overwrite, add_trust, check_output
+
+# Columns of the answer on a terminal.
+SCREEN = 80
 
 
 def add(verbs: Any) -> None:
@@ -101,6 +104,7 @@ def add(verbs: Any) -> None:
     plan.add_argument(
         "--rates", type=Path, metavar="FILE", help="Speed of the device, as written by `megabatch env --measure --out FILE`."
     )
+    plan.add_argument("--why", action="store_true", help="Print every number with its reason and source, and all alternatives.")
     plan.add_argument("--json", action="store_true", help="Print JSON instead of tables.")
     plan.add_argument(
         "--out", type=Path, metavar="FILE", help="File to write: .toml for `megabatch train`, or the plan as .json, .md or .html."
@@ -146,8 +150,10 @@ def _losses() -> str:
 def _plan(arguments: argparse.Namespace) -> None:
     """Choose the batch size that a training needs, how to reach it, and the other settings, each with its reason. Without
     arguments, plan the embedded default run on this machine."""
+    progress = _Progress()
+    progress(f"planning {visible(str(arguments.model or 'the embedded default'))}")
     from ..planning.planner import plan
-    from ..planning.report import check_target, plan_report, write
+    from ..planning.report import check_target, plan_report, screen, write
 
     for name in ("out", "html"):
         path = getattr(arguments, name)
@@ -156,15 +162,47 @@ def _plan(arguments: argparse.Namespace) -> None:
         check_output(path, f"--{name}", arguments.overwrite, make_folder=True)
     if arguments.model is not None and arguments.model.endswith(".toml"):
         arguments.model = config.read(arguments.model)
-    not_options = {"verb", "run", "json", "out", "html", "overwrite"}
+    not_options = {"verb", "run", "json", "out", "html", "overwrite", "why"}
     options = {key: value for key, value in vars(arguments).items() if key not in not_options and value is not None}
     if any(path is not None and path.suffix == ".html" for path in (arguments.out, arguments.html)):
         packages.require(packages.PLAN_PAGE)
-    found = plan(**options)
-    print(found.as_json()) if arguments.json else print_report(plan_report(found))
+    found = plan(**options, progress=progress)
+    progress.end()
+    if arguments.json:
+        print(found.as_json())
+    elif arguments.why:
+        print_report(plan_report(found))
+    else:
+        print_report(screen(found), width=SCREEN)
+        print(f"\n{_next_step(arguments)}")
     for path in (arguments.out, arguments.html):
         if path is not None:
             print("Plan written to", write(found, path), file=sys.stderr)
+
+
+class _Progress:
+    """What is being done, on standard error: one line that is overwritten on a terminal, lines elsewhere."""
+
+    def __init__(self) -> None:
+        self._terminal = sys.stderr is not None and sys.stderr.isatty()
+        self._shown = ""
+
+    def __call__(self, text: str) -> None:
+        if self._terminal:
+            print(f"\r{text} …".ljust(len(self._shown)), end="", file=sys.stderr, flush=True)
+            self._shown = f"\r{text} …"
+        else:
+            print(f"{text} …", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        if self._terminal:
+            print("\r" + " " * len(self._shown), end="\r", file=sys.stderr, flush=True)
+
+
+def _next_step(arguments: argparse.Namespace) -> str:
+    if arguments.out is None:
+        return "--why shows every number and its source; --out run.toml writes the file for `megabatch train`."
+    return f"Next: megabatch audit {arguments.out}, then megabatch train {arguments.out}. --why shows every number and its source."
 
 
 def _audit(arguments: argparse.Namespace) -> int:

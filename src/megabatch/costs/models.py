@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pkgutil
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -60,12 +61,17 @@ class EncoderWithInputs:
 
 def encoders_of(run: config.Run) -> tuple[EncoderWithInputs, ...]:
     """Return the encoders of a run: two, or one if both sides share it or the run classifies."""
-    with SkipCompute():
-        x, y = build_towers(run)
+    x, y = shapes_of(run)
     first = EncoderWithInputs(x, locked=run.x.locked)
     if not OBJECTIVES[run.loss.objective].contrastive or run.y.name == SHARED:
         return (first,)
     return (first, EncoderWithInputs(y, locked=run.y.locked))
+
+
+def shapes_of(run: config.Run) -> tuple[BuiltTower, BuiltTower]:
+    """Return the towers of a run with weights that are not initialised. Files with weights are not read: they need not exist."""
+    with SkipCompute():
+        return build_towers(replace(run, x=replace(run.x, weights=None), y=replace(run.y, weights=None)))
 
 
 def copy_modules(modules: Any) -> Any:

@@ -10,6 +10,28 @@ from typing import Any, NamedTuple
 from .. import config
 from ..costs.strategy import Strategy
 from ..evidence import Confidence
+from ..vocabulary import identity
+
+# The key of a run's file that holds a number of the plan.
+KEYS = {
+    "batch": "batch.size",
+    "chunk": "batch.chunk",
+    "keep": "batch.keep",
+    "learning rate": "optimizer.lr",
+    "β2": "optimizer.betas",
+    "weight decay": "optimizer.weight_decay",
+    "EMA": "optimizer.ema",
+    "warm-up": "schedule.warmup",
+    "samples seen": "schedule.samples",
+    "label smoothing": "loss.label_smoothing",
+    "width": "loss.dim",
+    "precision": "compute.precision",
+    "sharding": "compute.sharding",
+    "checkpointing": "x.checkpointing",
+    "workers": "data.workers",
+    "peak memory": "planned.peak_bytes",
+    "seconds per step": "planned.seconds_per_step",
+}
 
 
 class Number(NamedTuple):
@@ -41,6 +63,17 @@ class Alternative(NamedTuple):
     cost: float
 
 
+class PublishedRun(NamedTuple):
+    """A published training beside the plan. batch: samples of one step. warmup: steps. None: its source does not say."""
+
+    name: str
+    batch: int | None
+    seen: int | None
+    lr: float | None
+    warmup: int | None
+    source: str
+
+
 class CurvePoint(NamedTuple):
     """Peak memory and time of a step at one batch size."""
 
@@ -53,6 +86,9 @@ class CurvePoint(NamedTuple):
 class Plan:
     """A plan. `run` is the configuration for `megabatch train`, or None if it cannot train this model (language models).
 
+    warnings: why the plan, or the question, is a bad idea. pairs: whether samples are compared with each other.
+    negatives: mined hard negatives per query. data, seen: samples, and how many training sees. price: of one GPU per hour.
+    others: the nearest published trainings. edits: what the plan changed in the run that it was given.
     numbers: every number with its reason, source and confidence. alternatives: other choices with memory, time, updates and cost.
     notes: what to know before the run. changes: what would change the plan. memory, time: the parts of the peak and of a step.
     curve: peak and seconds of a step against the batch; each point has its own best strategy.
@@ -73,10 +109,48 @@ class Plan:
     notes: tuple[str, ...]
     changes: tuple[str, ...]
     curve: tuple[CurvePoint, ...]
+    pairs: bool = True
+    negatives: int = 0
+    data: int = 0
+    seen: int = 0
+    price: float | None = None
+    warnings: tuple[str, ...] = ()
+    others: tuple[PublishedRun, ...] = ()
+    edits: tuple[str, ...] = ()
 
     @property
     def batch(self) -> int:
         return self.strategy.batch
+
+    @property
+    def hours(self) -> float:
+        """Hours of the whole run."""
+        return self.alternatives[0].hours
+
+    @property
+    def negatives_per_query(self) -> int:
+        """Items that each query is compared with beside its own, over all GPUs."""
+        return self.batch * (1 + self.negatives) - 1 if self.pairs else 0
+
+    @property
+    def identity(self) -> str:
+        """The batch in the words of other trainers."""
+        strategy = self.strategy
+        return identity(self.batch, strategy.ranks, strategy.chunk, pairs=self.pairs, negatives=self.negatives)
+
+    @property
+    def comments(self) -> dict[str, str]:
+        """The reason of each planned value, by its key in a run's file."""
+        reasons = {
+            KEYS[number.name]: f"{number.why}. Confidence: {number.confidence}." for number in self.numbers if number.name in KEYS
+        }
+        if self.run is not None and self.run.schedule.epochs is not None:
+            reasons["schedule.epochs"] = reasons.pop("schedule.samples", "")
+        top = f"Planned by megabatch for {self.machine}: {self.identity}"
+        missing = [] if self.run is None else list(config.unfilled(self.run))
+        if missing:
+            top += f" To fill in before training: {', '.join(missing)}."
+        return {"": top, **reasons}
 
     def number(self, name: str) -> Number:
         """Return the number of that name."""
@@ -87,9 +161,9 @@ class Plan:
         table = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         table["run"] = None if self.run is None else config.as_table(self.run)
         table["strategy"] = dataclasses.asdict(self.strategy)
-        for name in ("numbers", "alternatives"):
+        for name in ("numbers", "alternatives", "others"):
             table[name] = [row._asdict() for row in table[name]]
-        return table
+        return {**table, "identity": self.identity, "negatives_per_query": self.negatives_per_query}
 
     def as_json(self) -> str:
         return json.dumps(self.as_table(), indent=2, ensure_ascii=False)
@@ -98,10 +172,13 @@ class Plan:
     def from_json(cls, text: str) -> Plan:
         """Return the plan that `as_json` wrote, equal to the original."""
         table = json.loads(text)
+        for name in ("identity", "negatives_per_query"):
+            del table[name]
         table["run"] = None if table["run"] is None else config.build(table["run"])
         table["strategy"] = Strategy(**table["strategy"])
         table["numbers"] = tuple(Number(**row) for row in table["numbers"])
         table["alternatives"] = tuple(Alternative(**row) for row in table["alternatives"])
-        table |= {name: tuple(table[name]) for name in ("notes", "changes")}
+        table["others"] = tuple(PublishedRun(**row) for row in table["others"])
+        table |= {name: tuple(table[name]) for name in ("notes", "changes", "warnings", "edits")}
         table["curve"] = tuple(CurvePoint(*point) for point in table["curve"])
         return cls(**table)

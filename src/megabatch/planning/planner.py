@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,14 +11,16 @@ from .. import config, trust, vocabulary
 from ..costs.hardware import Machine
 from ..costs.memory import Prediction
 from ..evidence import FACTS, Confidence, Fact, collisions
+from ..optimizers import OPTIMIZERS
 from .alternatives import alternatives, changes, curve
+from .budget import time_warnings, within_budget
 from .calibration import Calibration
 from .choose_batch import choose_batch, task_of
 from .estimator import Estimator, Tools, estimator_for
 from .hyperparameters import GIVEN, Hyperparameters, KnownRate, derive_hyperparameters
-from .plan import Number, Plan
+from .plan import Number, Plan, PublishedRun
 from .problem import Problem, problem_of
-from .request import Request, parse_base
+from .request import Request, asked_by_run, parse_base
 from .search import Estimate
 
 GIB = 2**30
@@ -25,15 +28,24 @@ GIB = 2**30
 PREDICTED, PROFILE = "memory predicted on fake tensors", "megabatch profile"
 
 
-def plan(model: str | config.Run | None = None, *, tools: Tools | None = None, trust_code: bool = False, **asked: Any) -> Plan:
+def plan(
+    model: str | config.Run | None = None,
+    *,
+    tools: Tools | None = None,
+    trust_code: bool = False,
+    progress: Callable[[str], object] = lambda text: None,
+    **asked: Any,
+) -> Plan:
     """Return the plan for a model, data and machine; `Request` documents the arguments.
 
-    Without arguments: the embedded default on this machine.
+    Without arguments: the embedded default on this machine. Of a Run, what the arguments do not change stays.
     trust_code: whether code that a Run names (`trust.callables`) may be imported and called. A function that `model` itself names,
         "package.module:function", comes from the caller and is trusted.
+    progress: called with a few words on what is being done.
     """
     if isinstance(model, config.Run):
         trust.require_trust(model, trust_code)
+        asked = asked_by_run(model, asked)
     try:
         request = Request(model, **asked)
     except TypeError as error:
@@ -43,23 +55,33 @@ def plan(model: str | config.Run | None = None, *, tools: Tools | None = None, t
         remedy = f"{named} is called {option} here" if option else f"the arguments are {', '.join(sorted(fields))}"
         raise ValueError(f"plan: {error}; {remedy}") from None
     problem = problem_of(request)
-    return plan_for(problem, estimator_for(problem, tools))
+    progress("counting the operations of the model")
+    return plan_for(problem, estimator_for(problem, tools), progress)
 
 
-def plan_for(problem: Problem, estimator: Estimator) -> Plan:
+def plan_for(problem: Problem, estimator: Estimator, progress: Callable[[str], object] = lambda text: None) -> Plan:
     """Return the plan for a problem: its batch, the strategy that reaches it, its hyperparameters, and what else could be done."""
+    progress("predicting memory and time")
+    problem, estimator, spent, spending_notes = within_budget(problem, estimator)
     choice = choose_batch(problem, estimator)
     estimate, predicted = estimator.checked(choice.batch)
     strategy, machine, calibration = estimate.strategy, problem.machine, estimator.calibration
-    follows = hyperparameters(problem, estimator, strategy.batch)
+    follows = _with_values_of_file(hyperparameters(problem, estimator, strategy.batch), problem)
+    run = run_of(problem, estimate, follows)
     numbers = (
         Number("batch", strategy.batch, f"{strategy.batch:,}", choice.why, choice.source, choice.confidence),
         *strategy_numbers(estimate, problem.limit, machine, calibration),
         *(collision_numbers(strategy.batch, problem.budget.unique, problem.budget.data) if problem.request.pairs else ()),
         *follows.numbers,
+        *_run_numbers(problem, run, spent),
     )
+    progress("comparing alternatives")
+    others = tuple(alternatives(problem, estimator, estimate))
+    price = problem.request.price
+    hours = others[0].hours
+    cost = None if price is None else others[0].cost
     return Plan(
-        run=run_of(problem, estimate, follows),
+        run=run,
         strategy=strategy,
         machine=f"{machine.gpus} × {machine.device.name}",
         device_bytes=machine.device.memory,
@@ -70,11 +92,81 @@ def plan_for(problem: Problem, estimator: Estimator) -> Plan:
         memory=_memory_parts(predicted, estimate.peak),
         time=estimator.step(strategy).parts,
         numbers=numbers,
-        alternatives=tuple(alternatives(problem, estimator, estimate)),
-        notes=(*choice.notes, *calibration.notes, *notes(problem, estimator, follows)),
+        alternatives=others,
+        notes=(*choice.notes, *spending_notes, *calibration.notes, *notes(problem, estimator, follows)),
         changes=tuple(changes(problem, estimator, estimate)),
         curve=tuple(curve(problem, estimator, estimate)),
+        pairs=problem.request.pairs,
+        negatives=problem.request.negatives,
+        data=problem.budget.data,
+        seen=problem.budget.seen,
+        price=price,
+        warnings=(*choice.warnings, *time_warnings(problem, hours, cost)),
+        others=tuple(
+            PublishedRun(recipe.name, recipe.batch, recipe.task.seen, recipe.lr, recipe.warmup, recipe.source)
+            for recipe in choice.others
+        ),
+        edits=_edits(problem, run),
     )
+
+
+def _run_numbers(problem: Problem, run: config.Run | None, spent: str) -> list[Number]:
+    """Return the samples seen, and what a run's file needs beside them, with their reasons."""
+    data, _, seen = problem.budget
+    request, unit = problem.request, "sequences" if problem.request.objective == "lm" else "samples"
+    if spent:
+        why, source = spent, "the budget given"
+    elif request.seen is not None or request.epochs is not None:
+        why, source = "as requested", "given"
+    else:
+        why, source = f"{seen / data:.3g} epochs, the usual number for this kind of training", "common practice"
+    numbers = [Number("samples seen", seen, f"{seen:,}", f"{why}; the data has {data:,} {unit}", source, "high")]
+    if run is not None and isinstance(request.model, str):
+        why = "as requested" if request.dim else "the width of the model's own embeddings, or a usual one if it has none"
+        numbers.append(Number("width", run.loss.dim, f"{run.loss.dim:,}", why, "the model", "high"))
+        if run.data.workers:
+            why = "processes on each GPU that read and decode: the training process alone would be slower than the GPU"
+            numbers.append(Number("workers", run.data.workers, f"{run.data.workers}", why, "common practice", "low"))
+    return numbers
+
+
+def _with_values_of_file(follows: Hyperparameters, problem: Problem) -> Hyperparameters:
+    """Return the hyperparameters, with those that a run's file sets itself as it sets them."""
+    if not isinstance(problem.request.model, config.Run):
+        return follows
+    base, defaults = problem.base, config.DEFAULTS
+    own: dict[str, Any] = {}
+    if base.optimizer.betas != defaults.optimizer.betas:
+        own |= {"betas": base.optimizer.betas}
+    if base.optimizer.weight_decay != defaults.optimizer.weight_decay:
+        own |= {"weight_decay": base.optimizer.weight_decay}
+    if base.optimizer.ema is not None and problem.request.ema is None:
+        own |= {"ema": base.optimizer.ema}
+    if base.loss.label_smoothing != defaults.loss.label_smoothing:
+        own |= {"label_smoothing": base.loss.label_smoothing}
+    if base.schedule.warmup != defaults.schedule.warmup:
+        warmup = base.schedule.warmup
+        own |= {"warmup": round(warmup if warmup >= 1 else warmup * follows.steps)}
+    names = {"betas": "β2", "weight_decay": "weight decay", "ema": "EMA", "label_smoothing": "label smoothing", "warmup": "warm-up"}
+    shown = {names[key]: value[1] if key == "betas" else value for key, value in own.items()}
+    numbers = [number for number in follows.numbers if number.name not in shown]
+    numbers += [Number(name, value, f"{value:g}", "as the run's file says", "given", "high") for name, value in shown.items()]
+    return follows._replace(**own, numbers=tuple(numbers))
+
+
+def _edits(problem: Problem, run: config.Run | None) -> tuple[str, ...]:
+    """Return what the plan changed in the run that it was given, one line per key."""
+    if run is None or not isinstance(problem.request.model, config.Run):
+        return ()
+    lines = []
+    for name, after in config.as_table(run).items():
+        before = config.as_table(problem.request.model).get(name)
+        if isinstance(after, dict) and isinstance(before, dict) and name != "planned":
+            for key in dict.fromkeys([*before, *after]):
+                if before.get(key) != after.get(key):
+                    values = (config.NONE if value is None else value for value in (before.get(key), after.get(key)))
+                    lines.append(f"{name}.{key}: {' → '.join(map(str, values))}")
+    return tuple(lines)
 
 
 def hyperparameters(problem: Problem, estimator: Estimator, batch: int) -> Hyperparameters:
@@ -89,6 +181,9 @@ def hyperparameters(problem: Problem, estimator: Estimator, batch: int) -> Hyper
         known = KnownRate(sweep.lr, sweep.batch, fact)
     elif request.model is None:
         fact = Fact("the rate of the embedded run, tuned at its batch", "embedded configuration", "medium")
+        known = KnownRate(problem.base.optimizer.lr, problem.base.batch.size, fact)
+    elif isinstance(request.model, config.Run) and problem.base.optimizer.lr != config.DEFAULTS.optimizer.lr:
+        fact = Fact("the rate of the run's file at its batch", "given", "medium")
         known = KnownRate(problem.base.optimizer.lr, problem.base.batch.size, fact)
     task = task_of(problem, estimator.parameters)
     return derive_hyperparameters(task, batch, known, ema=request.ema, smooths_labels=problem.objective.smooths_labels)
@@ -106,8 +201,9 @@ def notes(problem: Problem, estimator: Estimator, follows: Hyperparameters) -> l
         )
     if follows.sweep:
         lines.append(f"Sweep the learning rate: {', '.join(f'{rate:g}' for rate in follows.sweep)}.")
-    if isinstance(request.model, str) and request.source is None:
-        lines.append("data.source in the configuration is a placeholder: replace it by yours.")
+    missing = config.unfilled(problem.base)
+    if missing and request.objective != "lm":
+        lines.append(f"Fill in {', '.join(missing)} in the run's file: `megabatch train` refuses it until then.")
     if device.type == "cpu" and not estimator.calibration.steps and request.rates is None:
         lines.append(f"This machine has no accelerator: the times rest on an assumption ({device.source}).")
     return lines
@@ -120,13 +216,16 @@ def run_of(problem: Problem, estimate: Estimate, follows: Hyperparameters) -> co
     base, strategy = problem.base, estimate.strategy
     optimizer = replace(
         base.optimizer,
-        name=problem.request.optimizer,
+        name=problem.request.optimizer if base.optimizer.name in OPTIMIZERS else base.optimizer.name,
         lr=follows.lr,
         betas=follows.betas,
         weight_decay=follows.weight_decay,
         ema=follows.ema,
     )
     length: dict[str, Any] = {"samples": problem.budget.seen, "epochs": None, "steps": None}
+    if isinstance(problem.request.model, config.Run) and problem.request.epochs == base.schedule.epochs is not None:
+        # The file's own length stays as it is written.
+        length = {"samples": None, "epochs": base.schedule.epochs, "steps": None}
     planned = replace(
         base,
         out=problem.request.out or base.out,

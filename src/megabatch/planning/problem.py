@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 
 from .. import config
 from ..costs.hardware import Machine, find_machine
-from ..costs.models import SkipCompute
+from ..costs.models import shapes_of
 from ..costs.strategy import Precision
 from ..data import open_source
 from ..data.sampler import split
 from ..objectives import MEAN, OBJECTIVES, ObjectiveSpec
-from ..towers.model import build_towers
 from .request import Budget, Request, base_run, check_batch, parse_count, sample_budget
 
 # Worker processes of each rank that read data for an accelerator.
@@ -48,7 +47,7 @@ def problem_of(request: Request) -> Problem:
     """Resolve a request. Raises ValueError if its parts do not fit together."""
     if request.objective == "lm" and request.text_length is not None:
         request = replace(request, length=request.text_length)
-    if request.objective == "finetune" and request.start == "scratch":
+    if request.start == "scratch" and (request.objective == "finetune" or request.lora is not None):
         # Fine-tuning starts from weights, whatever else is said.
         request = replace(request, start="pretrained")
     machine = _with_nodes(find_machine(request.gpu, request.gpus, request.memory, request.rates), request)
@@ -97,8 +96,7 @@ def parse_network(text: str) -> float:
 
 def count_samples(run: config.Run) -> int:
     """Return the training samples of a run's source, after those that are held out. Opens the source and builds the towers."""
-    with SkipCompute():
-        x, y = build_towers(run)
+    x, y = shapes_of(run)
     data = run.data
     if not OBJECTIVES[run.loss.objective].contrastive and data.negatives is None:
         # A classifier does not use hard negatives.

@@ -2,58 +2,186 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from .. import config
 from ..files import check_file, write_text
 from ..reporting.figures import Axis, Bars, Chart, Figure, Level, Points, Series
-from ..reporting.format import Format, bytes_text, seconds_text, whole
+from ..reporting.format import Format, bytes_text, count_text, seconds_text, whole
 from ..reporting.html import as_html
 from ..reporting.markdown import as_markdown
 from ..reporting.report import Code, Column, KeyNumber, Notes, Paragraph, Report, Section, Table
-from .plan import Plan
+from .plan import Alternative, Plan
 
 # Parts below this share of the whole are drawn together.
 SMALLEST_PART = 0.01
+# The alternatives that a terminal shows, in this order, at most three of them.
+ON_SCREEN = ("half the batch", "twice the GPUs", "what fits without chunks", "twice the batch", "half the chunk, nothing kept")
 
 
 def headline(plan: Plan) -> str:
-    """Return the answer in a sentence."""
+    """Return the answer in a sentence: the batch, how it is spread over GPUs and chunks, and the precision."""
     strategy = plan.strategy
-    keep = "" if strategy.accumulate else f", keep {strategy.keep}"
-    return (
-        f"batch {plan.batch:,}: {strategy.ranks} × {strategy.shard:,}, in chunks of {strategy.chunk:,}{keep}, {strategy.precision};"
-        f" {bytes_text(plan.peak_bytes)} of {bytes_text(plan.device_bytes)} per GPU, {seconds_text(plan.seconds_per_step)} per step"
+    spread = f" = {strategy.ranks} GPUs × {strategy.shard:,}" if strategy.ranks > 1 else ""
+    chunks = "" if strategy.chunk >= strategy.shard else f", in chunks of {strategy.chunk:,}"
+    kept = "" if strategy.accumulate or not chunks else f" ({strategy.keep} of {strategy.chunks} kept)"
+    extra = ", checkpointing" if strategy.checkpointing else ""
+    sharding = f", {strategy.sharding.upper()}" if strategy.ranks > 1 else ""
+    return f"batch {plan.batch:,}{spread}{chunks}{kept}, {strategy.precision}{extra}{sharding}"
+
+
+def answer(plan: Plan) -> list[str]:
+    """Return the answer in three lines: the batch; the rate and the length; hours, cost and memory."""
+    rate, warmup, updates = plan.number("learning rate"), plan.number("warm-up"), plan.alternatives[0].updates
+    samples = "sequences" if plan.run is None else "samples"
+    spent = f"{hours_text(plan.hours)} on {plan.machine}"
+    gpu_hours = plan.hours * plan.strategy.ranks
+    cost = f", cost {money_text(plan.alternatives[0].cost)}" if plan.price is not None else ""
+    return [
+        headline(plan),
+        f"learning rate {rate.value:g}, warm-up {warmup.value:,} of {updates:,} updates, {samples_text(plan.seen)} {samples} seen"
+        f" ({plan.seen / max(1, plan.data):.3g} epochs)",
+        f"{spent}, {gpu_hours:,.3g} GPU-hours{cost}; {bytes_text(plan.peak_bytes)} of {bytes_text(plan.device_bytes)} per GPU",
+    ]
+
+
+def reasons(plan: Plan) -> list[str]:
+    """Return why, in five short sentences, each with its confidence."""
+    batch, rate, warmup = (plan.number(name) for name in ("batch", "learning rate", "warm-up"))
+    lines = [f"Batch ({batch.confidence}): {_first_clause(batch.why)}."]
+    if plan.pairs:
+        lines.append(f"Negatives (high): {_negatives(plan)}")
+    lines.append(
+        f"Rate ({rate.confidence}): {_first_clause(rate.why)}. Warm-up ({warmup.confidence}): {_first_clause(warmup.why)}."
     )
+    lines.append(f"Memory ({plan.number('peak memory').confidence}): {_memory(plan)}")
+    seconds = plan.number("seconds per step")
+    largest = _largest(plan.time)
+    parts = ", ".join(f"{name} {part / sum(plan.time.values()):.0%}" for name, part in list(largest.items())[:3])
+    lines.append(f"Time ({seconds.confidence}): {seconds_text(plan.seconds_per_step)} per update, of which {parts}.")
+    return lines
 
 
-def plan_report(plan: Plan, currency: str | None = None) -> Report:
-    """Return the report of a plan. currency: of costs; None is GPU-hours."""
-    strategy, chosen = plan.strategy, plan.alternatives[0]
+def _negatives(plan: Plan) -> str:
+    """Return where a query's negatives come from, and how many accumulation would leave."""
+    strategy = plan.strategy
+    origin = f"from all {strategy.ranks} GPUs" if strategy.ranks > 1 else "from the whole batch"
+    sentence = f"{plan.negatives_per_query:,} per query, {origin}"
+    if strategy.chunk < strategy.shard:
+        accumulated = strategy.ranks * strategy.chunk * (1 + plan.negatives) - 1
+        sentence += (
+            f"; gradient caching reaches them in chunks. Accumulating {strategy.chunks} micro-batches instead would leave"
+            f" {accumulated:,}"
+        )
+    return f"{sentence}."
+
+
+def _memory(plan: Plan) -> str:
+    """Return what the memory of a GPU is used for, and why the chunk is as it is."""
+    state = sum(plan.memory.get(name, 0) for name in ("weights", "gradients", "optimizer", "gradient buckets", "weight copies"))
+    activations = plan.memory.get("activations", 0)
+    rest = plan.peak_bytes - state - activations
+    parts = [("weights, gradients and optimizer", state), ("activations of a chunk", activations), ("other", rest)]
+    used = ", ".join(f"{bytes_text(size)} {name}" for name, size in parts if size >= SMALLEST_PART * plan.peak_bytes)
+    limit = f"limit {bytes_text(plan.limit_bytes)}; it sets the chunk, not the batch"
+    return f"{used}; {limit}."
+
+
+def _first_clause(why: str) -> str:
+    """Return a reason up to its first semicolon.
+
+    >>> _first_clause("as many as fit; the others cost a forward pass")
+    'as many as fit'
+    """
+    return why.partition("; ")[0].rstrip(".")
+
+
+def hours_text(hours: float) -> str:
+    """Return a duration of a run in the unit that people plan in.
+
+    >>> hours_text(0.2), hours_text(31.4), hours_text(400), hours_text(153_423)
+    ('12 min', '31.4 h', '16.7 days', '17.5 years')
+    """
+    if hours < 1:
+        return seconds_text(3600 * hours) if hours < 1 / 60 else f"{60 * hours:.0f} min"
+    if hours < 100:
+        return f"{hours:.3g} h"
+    days = hours / 24
+    return f"{days:,.3g} days" if days < 1000 else f"{days / 365.25:,.3g} years"
+
+
+def samples_text(count: float) -> str:
+    """Return a number of samples to three digits.
+
+    >>> samples_text(42_276), samples_text(300_000_000), samples_text(1.28e9)
+    ('42,276', '300 M', '1.28 B')
+    """
+    return count_text(count).replace(" G", " B")
+
+
+def money_text(cost: float) -> str:
+    """Return an amount of money in the unit of the given price.
+
+    >>> money_text(0.1234), money_text(12.5), money_text(1300.4)
+    ('0.12', '12.50', '1,300')
+    """
+    return f"{cost:,.0f}" if cost >= 100 else f"{cost:.2f}"
+
+
+def screen(plan: Plan) -> Report:
+    """Return the short report for a terminal: warnings, the answer, why, what others did, and three alternatives."""
+    first, *rest = answer(plan)
+    _, *tools = plan.identity.rstrip(".").split(". ")
+    chosen = [way for name in ON_SCREEN for way in plan.alternatives if way.name == name][:3]
+    sections = [
+        *([Section("", [Paragraph(f"Warning: {text}", warning=True) for text in plan.warnings])] if plan.warnings else []),
+        Section("", [Paragraph(line) for line in (first, *rest)]),
+        Section("The same batch in other trainers", [Notes([f"{tool}." for tool in tools])]),
+        Section("Why", [Notes(reasons(plan))]),
+        *([Section("What others did", [_others(plan)])] if plan.others else []),
+        *([Section("Alternatives", [_alternatives(plan, chosen, brief=True)])] if chosen else []),
+        *([Section("Changed in the run's file", [Notes(plan.edits)])] if plan.edits else []),
+    ]
+    return Report(title=first, subject="", headline="", sections=sections)
+
+
+def plan_report(plan: Plan) -> Report:
+    """Return everything about a plan: what the screen shows, figures, every number with its source, notes, and the run's file."""
+    strategy = plan.strategy
+    _, *tools = plan.identity.rstrip(".").split(". ")
     file = [] if plan.run is None else [Section("The file that `megabatch train` runs", [Code(as_toml(plan), detail=True)])]
     return Report(
         title=f"batch {plan.batch:,} · {plan.machine} · megabatch plan",
         subject=plan.machine,
         headline=headline(plan),
+        warning=" ".join(plan.warnings),
         numbers=[
             KeyNumber("batch", plan.batch),
             KeyNumber("GPUs", strategy.ranks),
-            KeyNumber("rows per GPU", strategy.shard),
+            KeyNumber("per GPU", strategy.shard),
             KeyNumber("chunk", strategy.chunk),
             KeyNumber("memory", plan.peak_bytes, bytes_text),
-            KeyNumber("one step", plan.seconds_per_step, seconds_text),
-            KeyNumber("updates", chosen.updates),
-            KeyNumber("the run", 3600 * chosen.hours, seconds_text),
+            KeyNumber("one update", plan.seconds_per_step, seconds_text),
+            KeyNumber("updates", plan.alternatives[0].updates),
+            KeyNumber("the run", plan.hours, hours_text),
+            *([KeyNumber("cost", plan.alternatives[0].cost, money_text)] if plan.price is not None else []),
         ],
         sections=[
-            Section("", [Paragraph(plan.numbers[0].why, detail=True)]),
+            Section("", [Paragraph(line) for line in answer(plan)[1:]]),
+            Section("The same batch in other trainers", [Notes([f"{tool}." for tool in tools])]),
+            Section("Why", [Notes(reasons(plan))]),
+            *([Section("What others did", [_others(plan)])] if plan.others else []),
+            Section("Alternatives", [_alternatives(plan, plan.alternatives)]),
             Section("Memory and time", _figures(plan)),
             Section("Every number, and why", [_numbers(plan)]),
-            Section("Alternatives", [_alternatives(plan, currency)]),
             *(
                 Section(title, [Notes(lines)])
-                for title, lines in (("Notes", plan.notes), ("What would change the answer", plan.changes))
+                for title, lines in (
+                    ("Notes", plan.notes),
+                    ("What would change the answer", plan.changes),
+                    ("Changed in the run's file", plan.edits),
+                )
                 if lines
             ),
             *file,
@@ -62,12 +190,12 @@ def plan_report(plan: Plan, currency: str | None = None) -> Report:
 
 
 def as_toml(plan: Plan) -> str:
-    """Return the file that `megabatch train` runs."""
+    """Return the file that `megabatch train` runs, with the reason of each planned value above it."""
     if plan.run is None:
         raise ValueError(
             "this plan cannot be written as a run: `megabatch train` trains encoders and classifiers; use the numbers of the plan"
         )
-    return config.as_toml(plan.run)
+    return config.as_toml(plan.run, plan.comments)
 
 
 def write(plan: Plan, path: str | Path) -> Path:
@@ -108,20 +236,35 @@ def _numbers(plan: Plan) -> Table:
     return Table(columns, [number._asdict() for number in plan.numbers])
 
 
-def _alternatives(plan: Plan, currency: str | None) -> Table:
+def _others(plan: Plan) -> Table:
     columns = [
         Column("name", "", kind="text"),
         Column("batch", "batch", whole),
-        Column("gpus", "GPUs", whole),
-        Column("chunk", "chunk", whole),
-        Column("keep", "keep", whole),
-        Column("peak_bytes", "memory", bytes_text),
-        Column("seconds_per_step", "one step", seconds_text),
-        Column("updates", "updates", whole),
-        Column("hours", "the run", lambda hours: seconds_text(3600 * hours)),
-        Column("cost", "cost", lambda cost: f"{cost:,.3g} {currency or 'GPU-h'}"),
+        Column("seen", "seen", samples_text),
+        Column("lr", "rate", lambda rate: f"{rate:g}"),
+        Column("warmup", "warm-up", whole),
+        Column("source", "source", kind="text", detail=True),
     ]
-    return Table(columns, [alternative._asdict() for alternative in plan.alternatives])
+    return Table(columns, [other._asdict() for other in plan.others])
+
+
+def _alternatives(plan: Plan, ways: Sequence[Alternative], *, brief: bool = False) -> Table:
+    columns = [
+        Column("name", "", kind="word"),
+        Column("batch", "batch", whole),
+        Column("gpus", "GPUs", whole),
+        *([] if brief else [Column("chunk", "chunk", whole), Column("keep", "kept", whole)]),
+        Column("peak_bytes", "memory", bytes_text),
+        *([] if brief else [Column("seconds_per_step", "one update", seconds_text)]),
+        Column("updates", "updates", whole),
+        Column("hours", "the run", hours_text),
+        Column("cost", "cost" if plan.price is not None else "GPU-hours", money_text if plan.price is not None else _gpu_hours),
+    ]
+    return Table(columns, [way._asdict() for way in ways])
+
+
+def _gpu_hours(hours: float) -> str:
+    return f"{hours:,.3g}" if hours < 1000 else f"{hours:,.0f}"
 
 
 def _figures(plan: Plan) -> list[Figure]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import os
 import re
 import sys
+import textwrap
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from .report import Code, Column, Notes, Paragraph, Report, Table
@@ -33,8 +34,15 @@ def visible(text: str) -> str:
     return CONTROL.sub(lambda match: " " if match[0] in "\t\n\r" else match[0].encode("unicode_escape").decode("ascii"), text)
 
 
-def print_report(report: Report, console: Console | None = None) -> None:
-    """Print headline, subject, tables and notes; figures and details are for a page. console: by default standard output."""
+def print_report(report: Report, console: Console | None = None, width: int | None = None) -> None:
+    """Print headline, subject, tables and notes; figures and details are for a page.
+
+    console: by default standard output. width: columns at which sentences are wrapped; None leaves that to the terminal.
+    """
+    if width is not None and console is None:
+        for line in _wrapped(report, width):
+            print(line)
+        return
     for text, bold in ((report.headline, True), (report.subject, False), (report.warning, True)):
         if text:
             print_text(text, bold=bold, console=console)
@@ -55,6 +63,33 @@ def print_report(report: Report, console: Console | None = None) -> None:
             elif isinstance(block, (Paragraph, Code)):
                 for line in block.text.rstrip().split("\n"):
                     print_text(line, console=console)
+
+
+def _wrapped(report: Report, width: int) -> Iterator[str]:
+    """Yield the lines of a report without boxes, its sentences wrapped at so many columns."""
+
+    def wrap(text: str, first: str = "", following: str = "") -> list[str]:
+        return textwrap.wrap(visible(text), width, initial_indent=first, subsequent_indent=following, break_on_hyphens=False)
+
+    for text in (report.warning, report.headline, report.subject):
+        yield from wrap(text)
+    for index, section in enumerate(report.sections):
+        blocks = [block for block in section.blocks if not block.detail]
+        if blocks and (index or report.headline):
+            yield ""
+        if blocks and section.title:
+            yield section.title
+        for block in blocks:
+            if isinstance(block, Table):
+                columns = block.visible_columns(brief=True)
+                cells = [[visible(column.text(row)) for column in columns] for row in block.rows]
+                yield from (f"  {line}" for line in plain_table(columns, cells, block.title).splitlines())
+            elif isinstance(block, Notes):
+                for item in block.items:
+                    yield from wrap(item, "  ", "    ")
+            elif isinstance(block, (Paragraph, Code)):
+                for line in block.text.rstrip().split("\n"):
+                    yield from wrap(line, "", "  ")
 
 
 def print_table(table: Table, console: Console | None = None) -> None:
