@@ -89,6 +89,7 @@ class Plan:
     warnings: why the plan, or the question, is a bad idea. pairs: whether samples are compared with each other.
     negatives: mined hard negatives per query. data, seen: samples, and how many training sees. price: of one GPU per hour.
     others: the nearest published trainings. edits: what the plan changed in the run that it was given.
+    usual: the interval of batches in which published and measured trainings of this kind lie; None if the batch was given.
     numbers: every number with its reason, source and confidence. alternatives: other choices with memory, time, updates and cost.
     notes: what to know before the run. changes: what would change the plan. memory, time: the parts of the peak and of a step.
     curve: peak and seconds of a step against the batch; each point has its own best strategy.
@@ -117,6 +118,8 @@ class Plan:
     warnings: tuple[str, ...] = ()
     others: tuple[PublishedRun, ...] = ()
     edits: tuple[str, ...] = ()
+    usual: tuple[int, int] | None = None
+    device_type: str = "cuda"
 
     @property
     def batch(self) -> int:
@@ -180,5 +183,6 @@ class Plan:
         table["alternatives"] = tuple(Alternative(**row) for row in table["alternatives"])
         table["others"] = tuple(PublishedRun(**row) for row in table["others"])
         table |= {name: tuple(table[name]) for name in ("notes", "changes", "warnings", "edits")}
+        table["usual"] = None if table["usual"] is None else (table["usual"][0], table["usual"][1])
         table["curve"] = tuple(CurvePoint(*point) for point in table["curve"])
         return cls(**table)

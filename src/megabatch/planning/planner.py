@@ -107,6 +107,8 @@ def plan_for(problem: Problem, estimator: Estimator, progress: Callable[[str], o
             for recipe in choice.others
         ),
         edits=_edits(problem, run),
+        device_type=machine.device.type,
+        usual=None if choice.low is None or choice.high is None else (choice.low, choice.high),
     )
 
 

@@ -23,7 +23,7 @@ ON_SCREEN = ("half the batch", "twice the GPUs", "what fits without chunks", "tw
 def headline(plan: Plan) -> str:
     """Return the answer in a sentence: the batch, how it is spread over GPUs and chunks, and the precision."""
     strategy = plan.strategy
-    spread = f" = {strategy.ranks} GPUs × {strategy.shard:,}" if strategy.ranks > 1 else ""
+    spread = f" = {strategy.ranks} {_device(plan)}s × {strategy.shard:,}" if strategy.ranks > 1 else ""
     chunks = "" if strategy.chunk >= strategy.shard else f", in chunks of {strategy.chunk:,}"
     kept = "" if strategy.accumulate or not chunks else f" ({strategy.keep} of {strategy.chunks} kept)"
     extra = ", checkpointing" if strategy.checkpointing else ""
@@ -36,25 +36,25 @@ def answer(plan: Plan) -> list[str]:
     rate, warmup, updates = plan.number("learning rate"), plan.number("warm-up"), plan.alternatives[0].updates
     samples = "sequences" if plan.run is None else "samples"
     spent = f"{hours_text(plan.hours)} on {plan.machine}"
-    gpu_hours = plan.hours * plan.strategy.ranks
+    if plan.device_type != "cpu":
+        spent += f", {_gpu_hours(plan.hours * plan.strategy.ranks)} GPU-hours"
     cost = f", cost {money_text(plan.alternatives[0].cost)}" if plan.price is not None else ""
     return [
         headline(plan),
         f"learning rate {rate.value:g}, warm-up {warmup.value:,} of {updates:,} updates, {samples_text(plan.seen)} {samples} seen"
         f" ({plan.seen / max(1, plan.data):.3g} epochs)",
-        f"{spent}, {gpu_hours:,.3g} GPU-hours{cost}; {bytes_text(plan.peak_bytes)} of {bytes_text(plan.device_bytes)} per GPU",
+        f"{spent}{cost}; {bytes_text(plan.peak_bytes)} of {bytes_text(plan.device_bytes)} per {_device(plan)}",
     ]
 
 
 def reasons(plan: Plan) -> list[str]:
     """Return why, in five short sentences, each with its confidence."""
     batch, rate, warmup = (plan.number(name) for name in ("batch", "learning rate", "warm-up"))
-    lines = [f"Batch ({batch.confidence}): {_first_clause(batch.why)}."]
+    usual = f"; {plan.usual[0]:,} to {plan.usual[1]:,} would do" if plan.usual and plan.usual[0] < plan.usual[1] else ""
+    lines = [f"Batch ({batch.confidence}{usual}): {_clauses(batch.why)}."]
     if plan.pairs:
         lines.append(f"Negatives (high): {_negatives(plan)}")
-    lines.append(
-        f"Rate ({rate.confidence}): {_first_clause(rate.why)}. Warm-up ({warmup.confidence}): {_first_clause(warmup.why)}."
-    )
+    lines.append(f"Rate ({rate.confidence}): {_clauses(rate.why, 2)}. Warm-up ({warmup.confidence}): {_clauses(warmup.why)}.")
     lines.append(f"Memory ({plan.number('peak memory').confidence}): {_memory(plan)}")
     seconds = plan.number("seconds per step")
     largest = _largest(plan.time)
@@ -66,7 +66,7 @@ def reasons(plan: Plan) -> list[str]:
 def _negatives(plan: Plan) -> str:
     """Return where a query's negatives come from, and how many accumulation would leave."""
     strategy = plan.strategy
-    origin = f"from all {strategy.ranks} GPUs" if strategy.ranks > 1 else "from the whole batch"
+    origin = f"from all {strategy.ranks} {_device(plan)}s" if strategy.ranks > 1 else "from the whole batch"
     sentence = f"{plan.negatives_per_query:,} per query, {origin}"
     if strategy.chunk < strategy.shard:
         accumulated = strategy.ranks * strategy.chunk * (1 + plan.negatives) - 1
@@ -88,13 +88,17 @@ def _memory(plan: Plan) -> str:
     return f"{used}; {limit}."
 
 
-def _first_clause(why: str) -> str:
-    """Return a reason up to its first semicolon.
+def _clauses(why: str, count: int = 1) -> str:
+    """Return a reason up to its first semicolon, or a later one.
 
-    >>> _first_clause("as many as fit; the others cost a forward pass")
+    >>> _clauses("as many as fit; the others cost a forward pass")
     'as many as fit'
     """
-    return why.partition("; ")[0].rstrip(".")
+    return "; ".join(why.split("; ")[:count]).rstrip(".")
+
+
+def _device(plan: Plan) -> str:
+    return "CPU" if plan.device_type == "cpu" else "GPU"
 
 
 def hours_text(hours: float) -> str:
@@ -228,7 +232,7 @@ def _writer(path: Path) -> Callable[[Plan], str]:
 def _numbers(plan: Plan) -> Table:
     columns = [
         Column("name", "", kind="word"),
-        Column("shown", "value", kind="text"),
+        Column("shown", "value", kind="word"),
         Column("why", "why", kind="text"),
         Column("source", "source", kind="text"),
         Column("confidence", "confidence", kind="word"),
@@ -269,16 +273,17 @@ def _gpu_hours(hours: float) -> str:
 
 def _figures(plan: Plan) -> list[Figure]:
     """Return memory and time against the batch, and what they are made of."""
-    memory = _curve(
-        plan,
-        "peak memory of a GPU, with the best chunk at each batch",
-        [(batch, peak) for batch, peak, _ in plan.curve],
-        Axis(format=bytes_text, low=0, high=1.15 * plan.device_bytes),
-        [
-            Level(plan.device_bytes, f"memory of the device: {bytes_text(plan.device_bytes)}"),
-            Level(plan.limit_bytes, f"usable: {bytes_text(plan.limit_bytes)}"),
-        ],
-    )
+    peaks = [(batch, peak) for batch, peak, _ in plan.curve]
+    highest = max(peak for _, peak in peaks)
+    levels = [
+        Level(plan.device_bytes, f"memory of the device: {bytes_text(plan.device_bytes)}"),
+        Level(plan.limit_bytes, f"usable: {bytes_text(plan.limit_bytes)}"),
+    ]
+    title, high = "peak memory of a GPU, with the best chunk at each batch", 1.15 * plan.device_bytes
+    if highest < plan.limit_bytes / 8:
+        # At the scale of the device the curve would be a line at zero.
+        title, high, levels = f"peak memory; {bytes_text(plan.device_bytes)} are there", 1.3 * highest, []
+    memory = _curve(plan, title, peaks, Axis(format=bytes_text, low=0, high=high), levels)
     seconds = [(batch, seconds) for batch, _, seconds in plan.curve]
     time = _curve(plan, "predicted time of a step", seconds, Axis(format=seconds_text, scale="log2"))
     parts = [Bars("memory", _largest(plan.memory), bytes_text), Bars("time of a step", _largest(plan.time), seconds_text)]
