@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import json
@@ -17,9 +18,9 @@ from megabatch import config
 from megabatch.costs.memory import PeakMemory
 from megabatch.costs.strategy import Strategy
 from megabatch.planning.estimator import Tools
-from megabatch.planning.plan import Plan
+from megabatch.planning.plan import KEYS, Plan
 from megabatch.planning.planner import plan
-from megabatch.planning.report import as_toml, headline, plan_report, write
+from megabatch.planning.report import as_toml, headline, plan_report, reasons, screen, write
 from megabatch.planning.workload import Workload, workload
 from megabatch.recipes import updates_needed
 from megabatch.reporting.markdown import as_markdown
@@ -267,3 +268,169 @@ def test_wrong_arguments_raise_with_the_reason(asked, complaint):
 def test_an_unknown_model_is_named():
     with pytest.raises(ValueError, match="there is no tower 'resnetty'"):
         plan("resnetty", data="1M", gpu="H200", tools=SMALL)
+
+
+def test_hours_and_money_decide_the_samples_seen():
+    asked = {"data": "10M", "gpu": "8xA100-80GB", "source": "a.csv"}
+    free = plan("ViT-L/14", tools=TOOLS, **asked)
+    day = plan("ViT-L/14", tools=TOOLS, hours=24, **asked)
+    week = plan("ViT-L/14", tools=TOOLS, hours=48, **asked)
+    assert 0.9 * 24 < day.hours <= 24 and 0.9 * 48 < week.hours <= 48 < free.hours
+    assert day.seen < week.seen < free.seen and day.run.schedule.samples == day.seen
+    # 8 GPUs at 2.5 for 24 hours are 480.
+    money = plan("ViT-L/14", tools=TOOLS, budget=480, price=2.5, **asked)
+    assert money.seen == day.seen and 0.9 * 480 < money.alternatives[0].cost <= 480
+    # More than the usual epochs are not planned, and samples that are given stay, with a warning.
+    assert plan("ViT-L/14", tools=TOOLS, hours=10_000, **asked).seen == free.seen
+    given = plan("ViT-L/14", tools=TOOLS, hours=24, epochs=30, **asked)
+    assert given.seen == free.seen and any("24 h" in text for text in given.warnings)
+    with pytest.raises(ValueError, match="single step"):
+        plan("ViT-L/14", tools=TOOLS, hours=1e-6, **asked)
+
+
+def test_hours_that_nobody_waits_for_are_a_warning():
+    slow = plan("ViT-L/14", tools=TOOLS, gpu="cpu", data="10M", epochs=30, source="a.csv")
+    assert slow.hours > 365 * 24 and any("years" in text for text in slow.warnings)
+    assert not plan("ViT-L/14", tools=TOOLS, **MEDICAL).warnings
+
+
+def test_a_batch_per_gpu_is_that_of_all_gpus_together():
+    assert plan("ViT-L/14", tools=TOOLS, per_gpu=512, **MEDICAL).batch == 4096
+    with pytest.raises(ValueError, match="give one of the two"):
+        plan("ViT-L/14", tools=TOOLS, per_gpu=512, batch=4096, **MEDICAL)
+
+
+def test_a_slow_network_between_nodes_takes_time():
+    one, several, fast = (
+        plan("ViT-L/14", tools=TOOLS, batch=4096, **MEDICAL, **nodes).seconds_per_step
+        for nodes in ({}, {"nodes": 4, "interconnect": "1GbE"}, {"nodes": 4, "interconnect": "XDR"})
+    )
+    assert one <= fast < several
+    for wrong in ({"nodes": 3}, {"interconnect": "string"}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))} is"):
+            plan("ViT-L/14", tools=TOOLS, **MEDICAL, **wrong)
+
+
+def test_a_start_from_weights_is_written_as_a_value_to_fill_in():
+    without = {key: value for key, value in MEDICAL.items() if key != "source"}
+    starts = {start: plan("ViT-L/14", tools=TOOLS, start=start, **without).run for start in ("scratch", "pretrained", "locked")}
+    assert list(config.unfilled(starts["scratch"])) == ["data.source"]
+    assert list(config.unfilled(starts["pretrained"])) == ["data.source", "x.weights", "y.weights"]
+    # The text tower beside a locked image tower learns from random weights.
+    assert list(config.unfilled(starts["locked"])) == ["data.source", "x.weights"] and starts["locked"].x.locked
+    tuned = plan("ViT-L/14", tools=TOOLS, objective="finetune", **without)
+    assert {"x.weights", "y.weights"} <= config.unfilled(tuned.run).keys()
+    # OpenCLIP's own width, so that no random projection stands behind trained towers.
+    assert tuned.run.loss.dim == 768 and tuned.run.data.workers > 0
+    for key in config.unfilled(tuned.run):
+        assert key in tuned.comments[""]
+
+
+def test_a_runs_own_file_keeps_what_it_says_and_its_data_are_counted(tmp_path):
+    (tmp_path / "pairs.csv").write_text("query,document\n" + "".join(f"q{i},d{i}\n" for i in range(600)), encoding="utf-8")
+    text = {"name": "text", "options": {"width": 32, "depth": 1, "heads": 2}}
+    own = {
+        "data": {"source": str(tmp_path / "pairs.csv"), "x": "query", "y": "document", "held_out": 0.5},
+        "x": text,
+        "y": text,
+        "optimizer": {"name": "sgd", "lr": 0.1, "weight_decay": 0.02},
+        "batch": {"size": 64},
+        "schedule": {"epochs": 7, "warmup": 9},
+    }
+    given = config.build(own)
+    result = plan(given, tools=SMALL)
+    # Half of the rows are held out, by a hash of each.
+    assert 200 < result.data < 400 and result.seen == 7 * result.data
+    run = result.run
+    assert (run.optimizer.name, run.optimizer.weight_decay, run.schedule.warmup) == ("sgd", 0.02, 9)
+    assert (run.schedule.epochs, run.schedule.samples, run.data, run.x) == (7, None, given.data, given.x)
+    # SGD's rate grows in proportion to the batch, from the rate and the batch of the file.
+    assert run.optimizer.lr == pytest.approx(0.1 * run.batch.size / 64, rel=0.05)
+    assert any(line.startswith("batch.size: 64 →") for line in result.edits) == (run.batch.size != 64)
+    same = plan(given, tools=SMALL, batch=64)
+    assert same.run.optimizer.lr == 0.1 and not any(line.startswith(("optimizer", "schedule")) for line in same.edits)
+    # Steps are a length too: as many samples as they take at the file's batch.
+    steps = plan(config.build({**own, "schedule": {"steps": 10}}), tools=SMALL, optimizer="adamw")
+    assert steps.seen == 640 and steps.run.optimizer.name == "adamw"
+    with pytest.raises(ValueError, match="data is not given, and"):
+        plan(config.build({**own, "data": {"source": str(tmp_path / "nowhere.csv")}}), tools=SMALL)
+
+
+def test_the_answer_fits_one_screen_and_says_what_the_plan_says(medical):
+    for result in (medical, plan("ViT-L/14", tools=TOOLS, price=2.0, start="locked", **MEDICAL)):
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            print_report(screen(result), width=80)
+        lines = out.getvalue().splitlines()
+        assert max(map(len, lines)) <= 80 and len(lines) <= 48
+        text = " ".join(" ".join(lines).split())
+        strategy, rate = result.strategy, result.run.optimizer.lr
+        for part in (
+            f"batch {result.batch:,}",
+            f"{strategy.shard:,}",
+            f"learning rate {rate:g}",
+            f"{result.negatives_per_query:,}",
+        ):
+            assert part in text
+        # The words of other trainers, and the published trainings beside it.
+        assert f"per_device_train_batch_size={strategy.shard}" in text and f"mini_batch_size={strategy.chunk}" in text
+        assert all(other.name in text for other in result.others) and result.others
+
+
+def test_accumulation_is_named_with_the_negatives_that_it_would_leave(medical):
+    strategy = medical.strategy
+    assert medical.negatives_per_query == medical.batch - 1
+    assert strategy.chunk < strategy.shard
+    assert any(f"{strategy.ranks * strategy.chunk - 1:,}" in reason for reason in reasons(medical))
+    mined = plan("ViT-L/14", tools=TOOLS, objective="finetune", negatives=7, batch=1024, **MEDICAL)
+    assert mined.negatives_per_query == 8 * 1024 - 1
+
+
+def test_warnings_come_before_the_answer():
+    poor = plan("ViT-L/14", tools=TOOLS, **{**MEDICAL, "data": "100k", "epochs": 5})
+    assert poor.warnings
+    first = next(block for section in screen(poor).sections for block in section.blocks)
+    assert first.warning and poor.warnings[0] in first.text
+    assert all(text in plan_report(poor).warning for text in poor.warnings)
+
+
+def test_the_written_file_has_the_reason_of_every_planned_value(medical):
+    lines = as_toml(medical).splitlines()
+    table = config.as_table(medical.run)
+    for number in medical.numbers:
+        if number.name in KEYS:
+            section, _, key = KEYS[number.name].partition(".")
+            if key in table[section]:
+                index = lines.index(f"{key} = {config._literal(table[section][key])}", lines.index(f"[{section}]"))
+                assert lines[index - 1].startswith("# "), number.name
+
+
+@pytest.mark.parametrize(
+    ("asked", "ours"),
+    [
+        ({"batch_size": 512}, "per_gpu"),
+        ({"per_device_train_batch_size": 8}, "per_gpu"),
+        ({"gradient_checkpointing": True}, "checkpointing"),
+    ],
+)
+def test_arguments_of_other_trainers_are_answered_with_ours(asked, ours):
+    with pytest.raises(ValueError, match=f"is called {ours} here"):
+        plan("ViT-L/14", tools=TOOLS, **MEDICAL, **asked)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("hours", 0),
+        ("budget", 500),
+        ("negatives", -1),
+        ("image_size", 4),
+        ("text_length", 0),
+        ("lora", 0),
+        ("nodes", 0),
+        ("hours", float("nan")),
+    ],
+)
+def test_questions_that_make_no_sense_are_refused_by_name(name, value):
+    with pytest.raises(ValueError, match=f"{name} is"):
+        plan("ViT-L/14", tools=TOOLS, **MEDICAL, **{name: value})

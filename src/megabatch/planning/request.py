@@ -181,6 +181,7 @@ def parse_base(value: tuple[float, int] | str | None) -> tuple[float, int] | Non
 def asked_by_run(run: config.Run, asked: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a run's own file asks for, where the arguments of `plan` do not: optimizer, loss, precision and length."""
     own: dict[str, Any] = {}
+    asked = {name: value for name, value in asked.items() if value is not None}
     if run.optimizer.name in optimizers.OPTIMIZERS:
         own["optimizer"] = run.optimizer.name
     if run.loss.objective in objectives.PAIR_LOSSES:
