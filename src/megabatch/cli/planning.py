@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any, get_args
 
@@ -174,7 +175,7 @@ def _plan(arguments: argparse.Namespace) -> None:
         print_report(plan_report(found))
     else:
         print_report(screen(found), width=SCREEN)
-        print(f"\n{_next_step(arguments)}")
+        print("", *textwrap.wrap(_next_step(arguments), SCREEN), sep="\n")
     for path in (arguments.out, arguments.html):
         if path is not None:
             print("Plan written to", write(found, path), file=sys.stderr)

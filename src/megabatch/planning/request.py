@@ -29,6 +29,7 @@ TEXTS = config.Tower("text", {"width": 512, "depth": 8, "heads": 8, "length": 25
 # The name of a tower that is shared with side x, and what a plan writes where only the user knows the data.
 SHARED = "x"
 SOURCE = f"{config.FILL_IN}: the training data, as data/{{0000..0099}}.tar, pairs.parquet or pairs.csv"
+NEGATIVES = f"{config.FILL_IN}: the column of the hard negatives, or several, as negative_1;negative_2"
 LABEL = f"{config.FILL_IN}: the column or key of the class"
 
 
@@ -217,6 +218,8 @@ def base_run(request: Request) -> config.Run:
     objective = request.loss if request.pairs else objectives.MEAN
     run = config.build({"schedule": {"steps": 1}})
     data = replace(run.data, source=request.source or SOURCE, held_out=0.01)
+    if request.negatives and request.pairs:
+        data = replace(data, negatives=NEGATIVES)
     if objective == objectives.MEAN:
         y = config.DEFAULTS.y
         data = replace(data, label=LABEL)
