@@ -21,6 +21,7 @@ from megabatch.planning.estimator import Tools
 from megabatch.planning.plan import KEYS, Plan
 from megabatch.planning.planner import plan
 from megabatch.planning.report import as_toml, headline, plan_report, reasons, screen, write
+from megabatch.planning.sides import both_sides
 from megabatch.planning.workload import Workload, workload
 from megabatch.recipes import updates_needed
 from megabatch.reporting.markdown import as_markdown
@@ -434,3 +435,16 @@ def test_arguments_of_other_trainers_are_answered_with_ours(asked, ours):
 def test_questions_that_make_no_sense_are_refused_by_name(name, value):
     with pytest.raises(ValueError, match=f"{name} is"):
         plan("ViT-L/14", tools=TOOLS, **MEDICAL, **{name: value})
+
+
+def test_a_shared_tower_computes_both_sides_and_hard_negatives_are_encoded_too():
+    tower = small_work(100.0, 10.0, 4.0, 5, 1_000)
+    forward = lambda works: sum(call.times * call.flops for work in works for call in work.forward.calls)  # noqa: E731
+    assert both_sides((tower,), pairs=False) == (tower,)
+    both = both_sides((tower,), pairs=True)
+    assert forward(both) == 2 * forward((tower,)) and sum(work.parameters for work in both) == tower.parameters
+    # A query, its document and seven negatives.
+    assert forward(both_sides((tower, tower), pairs=True, negatives=7)) == 9 * forward((tower,))
+    asked = {"objective": "finetune", "batch": 1024, **MEDICAL}
+    few, many = (plan("ViT-L/14", tools=TOOLS, negatives=k, **asked) for k in (0, 7))
+    assert many.seconds_per_step > 1.3 * few.seconds_per_step and many.run.data.negatives.startswith(config.FILL_IN)

@@ -15,6 +15,7 @@ from .calibration import Calibration, calibrate
 from .problem import Problem
 from .request import Request
 from .search import ChunkSizes, Estimate, candidate_strategies, chunk_sizes, search
+from .sides import both_sides
 from .workload import Workload, traced, workload
 
 # Bytes per parameter with gradient and Adam's state in fp32. Sharding is tried if these take more than this share of the limit.
@@ -116,7 +117,8 @@ def estimator_for(problem: Problem, tools: Tools | None = None) -> Estimator:
     request, base, machine = problem.request, problem.base, problem.machine
     calibration = calibrate(request.measured, base, problem.precision, machine)
     work = tools.workload(request, base, problem.precision, machine)
-    task = StepWork(work.towers, problem.objective.cost_name, base.loss.dim, request.optimizer)
+    towers = both_sides(work.towers, pairs=request.pairs, negatives=request.negatives)
+    task = StepWork(towers, problem.objective.cost_name, base.loss.dim, request.optimizer)
     return Estimator(problem, calibration, task, PeakMemory(tools.predict(request, base, work, machine)))
 
 

@@ -82,7 +82,11 @@ def _memory(plan: Plan) -> str:
     state = sum(plan.memory.get(name, 0) for name in ("weights", "gradients", "optimizer", "gradient buckets", "weight copies"))
     activations = plan.memory.get("activations", 0)
     rest = plan.peak_bytes - state - activations
-    parts = [("weights, gradients and optimizer", state), ("activations" + (" of a chunk" if plan.strategy.chunk < plan.strategy.shard else ""), activations), ("other", rest)]
+    parts = [
+        ("weights, gradients and optimizer", state),
+        ("activations" + (" of a chunk" if plan.strategy.chunk < plan.strategy.shard else ""), activations),
+        ("other", rest),
+    ]
     used = ", ".join(f"{bytes_text(size)} {name}" for name, size in parts if size >= SMALLEST_PART * plan.peak_bytes)
     limit = f"limit {bytes_text(plan.limit_bytes)}; memory sets the chunk, not the batch"
     return f"{used}; {limit}."
