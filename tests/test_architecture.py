@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "adapters": {"chunks", "losses", "measuring"},
     "measuring": FOUNDATION | {"chunks", "costs", "data", "losses", "planning", "reporting", "ring", "towers", "trust", "training"},
     "planning": FOUNDATION | {"costs", "data", "reporting", "towers", "trust"},
-    "audit": {"config", "evidence", "files", "objectives", "optimizers", "recipes", "reporting", "towers"},
+    "audit": {"config", "evidence", "files", "objectives", "optimizers", "packages", "recipes", "reporting"},
     "training": FOUNDATION | {"chunks", "data", "losses", "reporting", "ring", "tiles", "tiles.contract", "towers", "trust"},
     "costs": FOUNDATION | {"towers"},
     "reporting": FOUNDATION,
@@ -75,6 +75,7 @@ THIRD_PARTY = {
     "rich": {"packages", "reporting", "training"},
     "argcomplete": {"cli"},
     "wandb": {"packages", "training"},
+    "yaml": {"audit", "packages"},
     "tomli": {"audit", "config"},
     "typing_extensions": {"losses"},
 }

@@ -59,6 +59,10 @@ def _import_wandb() -> None:
     import wandb  # noqa: F401
 
 
+def _import_yaml() -> None:
+    import yaml  # noqa: F401
+
+
 class Package(NamedTuple):
     """An optional package.
 
@@ -80,6 +84,7 @@ RICH = Package("rich", _import_rich)
 SAFETENSORS = Package("safetensors", _import_safetensors)
 TENSORBOARD = Package("tensorboard", _import_tensorboard)
 WANDB = Package("wandb", _import_wandb, in_extra=False)
+PYYAML = Package("pyyaml", _import_yaml)
 
 
 class Feature(NamedTuple):
@@ -111,6 +116,7 @@ GLYPHS = Feature("the built-in data 'glyphs'", (MATPLOTLIB_FONTS, PILLOW), extra
 ARROW = Feature("reading Parquet and Arrow files", (PYARROW,), extra="data")
 CONTACT_SHEET = Feature("a contact sheet", (MATPLOTLIB, PILLOW))
 WEIGHTS_FILE = Feature("a safetensors file of weights", (SAFETENSORS,))
+YAML = Feature("reading a YAML file", (PYYAML,), extra="audit")
 EMBEDDINGS_FILE = Feature("a file of embeddings", (SAFETENSORS,))
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-from torch import nn
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from megabatch import config
 
@@ -17,6 +15,9 @@ from .readers.run import reading_of
 from .report import audit_report, rules_page
 from .rule import SEVERITIES, Finding, Rule, Severity, Violation, exit_code
 from .rules import RULES
+
+if TYPE_CHECKING:
+    from torch import nn
 
 __all__ = [
     "RULES",
@@ -51,17 +52,36 @@ def audit(
     if isinstance(run, config.Run):
         facts["ranks"] = 1 if ranks is None else ranks
         run = reading_of(run, "run.toml", config.as_toml(run), facts)
-    training = with_facts(run.training, facts)
     if model is not None:
-        training = with_facts(training, _facts_of(model))
-    # A fix is computed from all known facts of the training, not only from those in its file.
-    findings = [_finding(rule, violation, training, run.document) for rule in RULES for violation in rule.violations(training)]
+        facts |= _facts_of(model)
+    training, document = with_facts(run.training, facts), run.document
+    violations = [(rule, violation) for rule in RULES for violation in rule.violations(training)]
+    codes = {rule.code for rule, _ in violations}
+
+    def is_better(rule: Rule, text: str) -> bool:
+        """Return whether a text of this document does not break the rule, nor one that the document kept."""
+        try:
+            after = with_facts(document.read(text), facts)
+            return {other.code for other in RULES if other.violations(after)} <= codes - {rule.code}
+        except (ValueError, RecursionError):
+            return False
+
+    findings = [_finding(rule, violation, training, document, is_better) for rule, violation in violations]
     return sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))
 
 
-def _finding(rule: Rule, violation: Violation, training: TrainingFacts, document: Document) -> Finding:
-    diff = document.diff(violation.changes, training)
+def _finding(
+    rule: Rule, violation: Violation, training: TrainingFacts, document: Document, is_better: Callable[[Rule, str], bool]
+) -> Finding:
+    """Return the finding with the first fix that the tool has keys for, that works, and that breaks no other rule."""
     advice = f" {violation.advice}" if violation.advice else ""
+    diff = None
+    # A fix is computed from all known facts of the training, not only from those in its file.
+    for changes in (violation.changes, *violation.otherwise):
+        after = document.edited(changes, training)
+        if after is not None and is_better(rule, after):
+            diff = document.diff(after)
+            break
     return Finding(
         rule.code,
         violation.severity,
@@ -73,6 +93,9 @@ def _finding(rule: Rule, violation: Violation, training: TrainingFacts, document
 
 def _facts_of(model: nn.Module) -> dict[str, bool]:
     """Return the facts that a model provides. Layers that a model in training mode keeps in evaluation mode do not count."""
+    import torch
+    from torch import nn
+
     layers = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and (m.training or not model.training)]
     half = any(p.requires_grad and p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters())
     facts = {"batchnorm": bool(layers), "half_weights": half}

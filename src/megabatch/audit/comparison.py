@@ -72,7 +72,8 @@ def _same_rate(readings: Sequence[Reading]) -> Iterator[Finding]:
             wanted = round_rate(scaled_rate(base.lr, base.size, training.size, family))
             text = f"The rate is {training.lr:g} at {training.size:,}, as in {smaller.document.name} at {base.size:,}."
             why = f"{text} {SAME_RATE.because} [{SAME_RATE.source}]"
-            diff = reading.document.diff({"lr": wanted}, training) if training.optimizer else None
+            after = reading.document.edited({"lr": wanted}, training) if training.optimizer else None
+            diff = None if after is None else reading.document.diff(after)
             where = f"{reading.document.name}: {reading.document.where('lr')}"
             yield Finding(SAME_RATE.code, "warning", where, why, diff or SAME_RATE.remedy)
             break

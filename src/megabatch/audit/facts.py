@@ -15,11 +15,12 @@ from typing import Any, Literal
 from ..evidence import FEWEST_UPDATES, adam_warmup, round_rate, sgd_warmup
 from ..objectives import AuditName, is_contrastive
 from ..optimizers import FAMILIES, FamilyName, FamilySpec, rate_factor
+from .tools import ToolName
 
 Moment = Literal["step", "micro-batch"]
 
 # Zero is allowed for these numbers, and for no others.
-FROM_ZERO = ("warmup", "beta2", "weight_decay", "clip_norm")
+FROM_ZERO = ("warmup", "warmup_share", "beta2", "weight_decay", "clip_norm", "zero_stage")
 # Numbers outside these bounds are mistakes, and arithmetic on them would overflow.
 SMALLEST, LARGEST = 1e-30, 1e15
 # A fix proposes no contrastive batch below this, because a longer run is better then. Our choice, not from a paper.
@@ -50,7 +51,47 @@ class TrainingFacts:
     duplicates: how pairs with equal captions are treated. max_scale: upper bound of the logit scale; inf if there is none.
     rate_follows: whether the learning rate follows a batch that grows during the run.
     batch_from_memory: whether the batch is the largest that fits.
+    tool: whose file it is, which decides what a fix can ask for. parameters: of the model. adapter: whether only an adapter (LoRA)
+        is trained. quantized: whether the weights are in 8 or 4 bits.
+    negatives: mined hard negatives of each query.
+    warmup_share: the share of the run that the file gives to warm-up, if it states a share and that is not below 1.
+    schedule_lr: the rate up to which the schedule warms up, if the file states it apart from the optimizer's.
+    two_precisions: whether fp16 and bf16 are both on. zero_stage, offloads_parameters: of DeepSpeed.
+    checkpointing, use_cache: recomputed activations, and the cache of keys and values.
+    eval_every: steps between two evaluations.
+    split_batches: whether the stated batch of a device is shared by all ranks. data_parallel: whether one process drives several
+        GPUs. visible: GPUs that a launched process sees.
+    scale: the fixed factor of the similarities, 1 / temperature. temperature_ignored: whether a stated temperature has no effect.
+    cached_gradient_sum: whether cached gradients belong to the sum of a loss that is reported as a mean.
+    scale_outside_ddp: whether a learnable scale is not among the parameters that DDP synchronizes.
+    reduce_function: whether a function that reduces the batch is given to a decorator.
+    disagreement: a sentence about two settings of the file that contradict each other.
+    random_tower: whether a tower without weights is locked.
     """
+
+    tool: ToolName | None = None
+    parameters: int | None = None
+    adapter: bool | None = None
+    quantized: bool | None = None
+    negatives: int | None = None
+    warmup_share: float | None = None
+    schedule_lr: float | None = None
+    two_precisions: bool | None = None
+    zero_stage: int | None = None
+    offloads_parameters: bool | None = None
+    checkpointing: bool | None = None
+    use_cache: bool | None = None
+    eval_every: int | None = None
+    split_batches: bool | None = None
+    data_parallel: bool | None = None
+    visible: int | None = None
+    scale: float | None = None
+    temperature_ignored: bool | None = None
+    cached_gradient_sum: bool | None = None
+    scale_outside_ddp: bool | None = None
+    reduce_function: bool | None = None
+    disagreement: str | None = None
+    random_tower: bool | None = None
 
     objective: AuditName | None = None
     batch: int | None = None
@@ -236,6 +277,10 @@ def _check(name: str, hint: Any, value: Any) -> None:
     if choices:
         if value not in choices:
             raise ValueError(f"{name} is {value!r}: must be one of {', '.join(repr(c) for c in choices)}")
+        return
+    if kind is str:
+        if not isinstance(value, str):
+            raise ValueError(f"{name} is {value!r}: must be a text")
         return
     if kind is bool:
         if not isinstance(value, bool):

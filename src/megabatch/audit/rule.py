@@ -28,7 +28,8 @@ class Violation:
     """What a rule reports.
 
     fact: the fact that is wrong. text: what is wrong, with the numbers of this training. changes: facts that fix it, if facts can.
-    advice: what to do in addition, or if facts cannot fix it.
+    otherwise: other changes that fix it, for tools that cannot make the first ones. advice: what to do in addition, or if facts
+    cannot fix it.
     """
 
     severity: Severity
@@ -36,6 +37,7 @@ class Violation:
     text: str
     changes: Mapping[str, Any] = field(default_factory=dict)
     advice: str = ""
+    otherwise: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)

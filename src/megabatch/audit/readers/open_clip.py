@@ -8,11 +8,14 @@ from typing import Any, Literal
 
 from ... import objectives
 from ...optimizers import family_of
-from ..documents import ABSENT, PRESENT, Command, Document, Reading, edit_flags
+from ..documents import Document, Reading
 from ..facts import TrainingFacts
+from ..formats.command_text import ABSENT, PRESENT, edit_flags, find_command, parse_flags
+from .launcher import launch_of
 
 MAIN = r"open_clip_train[./]main|(?<![\w.])training[./]main"
-# Flags whose values are read, with the defaults of open_clip_train/params.py (3.3.0).
+# Flags whose values are read, with the defaults of open_clip_train/params.py in 3.3.0 and 4.2. They differ in one: the precision is
+# "amp" (fp16) in 3.3.0 and "amp_bf16" since 4.0, so that a command which does not state it has an unknown one.
 VALUES: dict[str, Any] = {
     "--batch-size": 64,
     "--epochs": 32,
@@ -21,7 +24,7 @@ VALUES: dict[str, Any] = {
     "--wd": 0.2,
     "--warmup": 10000,
     "--opt": "adamw",
-    "--precision": "amp",
+    "--precision": None,
     "--model": "RN50",
     "--pretrained": "",
     "--accum-freq": 1,
@@ -34,6 +37,7 @@ VALUES: dict[str, Any] = {
     "--imagenet-v2": None,
     "--resume": None,
     "--loss-dist-impl": None,
+    "--torchcompile-strategy": None,
 }
 # Flags that select a loss; the default is the softmax loss.
 LOSS_FLAGS = {spec.open_clip_flag: spec for spec in objectives.OBJECTIVES.values() if spec.open_clip_flag is not None}
@@ -47,6 +51,7 @@ SWITCHES = (
     "--pretrained-image",
     "--lock-image",
     "--lock-text",
+    "--use-naflex",
 )
 INTEGERS = ("--batch-size", "--epochs", "--warmup", "--accum-freq", "--train-num-samples")
 FLOATS = ("--lr", "--beta2", "--wd", "--grad-clip-norm")
@@ -77,30 +82,32 @@ KEYS = {
     "held_out": "--val-data",
     "duplicates": "the loss",
     "weight_decay": "--wd",
+    "disagreement": "--torchcompile-strategy",
 }
 
 
 def read(name: str, text: str) -> Reading:
-    command = Command.find(text, MAIN)
-    assert command is not None
-    values = flags(command.words(MAIN))
-    training = facts(values, ranks_of(command, text))
-    document = Document(name, text, KEYS, translate, lambda old, edits: edit_flags(old, edits, MAIN))
-    return Reading(training, document)
+    def reread(after: str) -> TrainingFacts:
+        command = find_command(after, MAIN)
+        if command is None:
+            raise ValueError(f"{name}: has no command with open_clip_train.main")
+        return facts(flags(command.words()), launch_of(command).ranks)
+
+    document = Document(name, text, KEYS, translate, lambda old, edits: edit_flags(old, edits, MAIN), reread)
+    return Reading(reread(text), document)
 
 
 def flags(words: list[str]) -> dict[str, Any]:
     """Return all flags with their values or defaults; the value of a shell variable is unknown (None)."""
     values: dict[str, Any] = VALUES | dict.fromkeys(SWITCHES, False)
-    given = {word.partition("=")[0] for word in words}
-    for place, word in enumerate(words):
-        flag, equals, value = word.partition("=")
+    given = parse_flags(words)
+    for flag, following in given.items():
         if flag in SWITCHES:
             values[flag] = True
         elif flag in VALUES:
-            if not equals and place + 1 == len(words):
-                raise ValueError(f"{flag} has no value: the command line ends after it")
-            values[flag] = _value(flag, value if equals else words[place + 1])
+            if not following:
+                raise ValueError(f"{flag} has no value: the next flag or the end of the command follows it")
+            values[flag] = _value(flag, following[0])
     if "--train-data" not in given and values["--dataset-type"] != "synthetic":
         raise ValueError("the command has no --train-data: it does not train, so there is nothing to audit")
     return values
@@ -112,40 +119,20 @@ def _value(flag: str, text: str) -> Any:
     try:
         return int(text) if flag in INTEGERS else float(text) if flag in FLOATS else text
     except ValueError:
-        raise ValueError(f"{flag} is {text!r}: must be {'an integer' if flag in INTEGERS else 'a number'}") from None
-
-
-def ranks_of(command: Command, text: str) -> int | None:
-    """Return the number of processes that torchrun, srun (with #SBATCH lines) or plain python starts; None if unknown."""
-    main = re.search(MAIN, command.text)
-    assert main is not None
-    head = command.text[: main.start()]
-    if re.search(r"torchrun|torch\.distributed\.(run|launch)", head):
-        return _product(head, r"--nproc[_-]per[_-]node", r"--nnodes", default=1)
-    if re.search(r"\bsrun\b", head):
-        return _product(text, r"--ntasks-per-node", r"--nodes", default=None)
-    return 1 if re.search(r"\bpython", head) and not re.search(r"mpirun|horovodrun|deepspeed|accelerate|\$", head) else None
-
-
-def _product(text: str, each: str, nodes: str, default: int | None) -> int | None:
-    numbers = []
-    for pattern in (each, nodes):
-        match = re.search(pattern + r"[= ]+(\S+)", text)
-        number = int(match[1]) if match and match[1].isdigit() else None if match else default
-        if number is None:
-            return None
-        numbers.append(number)
-    return numbers[0] * numbers[1]
+        raise ValueError(f"{flag} is {text!r:.80}: must be {'an integer' if flag in INTEGERS else 'a number'}") from None
 
 
 def facts(values: Mapping[str, Any], ranks: int | None) -> TrainingFacts:
-    precision, scaling, half = _choice("--precision", values["--precision"], PRECISIONS) or (None, None, None)
+    precision, scaling, half = _choice("--precision", values["--precision"], PRECISIONS) or (None, None, False)
     model, samples, epochs = values["--model"] or "", values["--train-num-samples"], values["--epochs"]
     resampled = values["--dataset-resampled"]
     default_beta2 = None if "timm" in (values["--opt"] or "timm") else 0.98 if "vit" in model.lower() else 0.999
+    finetuning = True if values["--pretrained"] else None if values["--resume"] or values["--pretrained-image"] else False
     return TrainingFacts(
+        tool="open_clip",
         objective=next((spec.cost_name for flag, spec in LOSS_FLAGS.items() if values[flag]), objectives.DEFAULT),
-        micro=values["--batch-size"],
+        # The batches of NaFlex are counted in tokens.
+        micro=None if values["--use-naflex"] else values["--batch-size"],
         ranks=ranks,
         accumulation=values["--accum-freq"],
         accumulates="features",
@@ -168,11 +155,20 @@ def facts(values: Mapping[str, Any], ranks: int | None) -> TrainingFacts:
         # OpenCLIP's ResNets have BatchNorm, its vision transformers do not.
         batchnorm=True if model.startswith("RN") and not values["--lock-image"] else False if model.startswith("ViT") else None,
         sync_batchnorm=values["--use-bn-sync"],
-        finetuning=True if values["--pretrained"] else None if values["--resume"] or values["--pretrained-image"] else False,
+        finetuning=finetuning,
         duplicates="negative",
         max_scale=100.0,
         held_out=any(values[flag] for flag in ("--val-data", "--imagenet-val", "--imagenet-v2")),
+        # A locked tower without weights. `--pretrained` names weights of both towers, `--pretrained-image` those of one.
+        random_tower=finetuning is False and (values["--lock-image"] or values["--lock-text"]),
+        disagreement=_step_compiled(values),
     )
+
+
+def _step_compiled(values: Mapping[str, Any]) -> str | None:
+    if values["--torchcompile-strategy"] != "step" or (values["--accum-freq"] or 1) == 1:
+        return None
+    return f"--torchcompile-strategy step needs --accum-freq 1, not {values['--accum-freq']}: OpenCLIP refuses to start."
 
 
 def _gather(values: Mapping[str, Any]) -> Literal["exact", "matrix", "whole", "no-gradient"]:
@@ -211,6 +207,8 @@ def translate(changes: Mapping[str, Any], training: TrainingFacts) -> dict[str, 
             edits |= {"--warmup": value, "--skip-scheduler": ABSENT}
         elif fact == "optimizer":
             edits["--opt"] = "adamw"
+        elif fact == "disagreement":
+            edits["--torchcompile-strategy"] = "task"
         elif fact in ("micro", "accumulation", "lr", "beta2"):
             edits[KEYS[fact]] = value
         else:

@@ -9,9 +9,9 @@ from megabatch import config
 
 from ...objectives import OBJECTIVES
 from ...optimizers import OPTIMIZERS, built_in_of, closest, family_of
-from ...towers import rows_are_independent
-from ..documents import Document, Reading, edit_toml, table_of
+from ..documents import Document, Reading
 from ..facts import TrainingFacts
+from ..formats.toml_text import edit_toml, parse_toml
 
 KEYS = {
     "objective": "loss.objective",
@@ -31,7 +31,12 @@ KEYS = {
     "sync_batchnorm": "compute.sync_batchnorm",
     "rate_follows": "batch.lr_rule",
     "precision": "compute.precision",
+    "random_tower": "x.weights",
+    "finetuning": "x.weights",
 }
+# Libraries whose towers start from random weights unless `weights` names a file; a folder of transformers may hold weights, and a
+# function of the user may load some.
+RANDOM = ("vit", "cnn", "text", "timm", "open_clip")
 
 
 def read(name: str, text: str, table: Mapping[str, Any], facts: Mapping[str, Any]) -> Reading:
@@ -40,7 +45,12 @@ def read(name: str, text: str, table: Mapping[str, Any], facts: Mapping[str, Any
 
 def reading_of(run: config.Run, name: str, text: str, facts: Mapping[str, Any]) -> Reading:
     """Return the reading of a run. facts: may contain the ranks and the data, which the file does not state."""
-    document = Document(name, text, KEYS, lambda changes, training: _translate(changes, run), _edit)
+
+    def reread(after: str) -> TrainingFacts:
+        return _facts(config.build(parse_toml(after, name), origin=name), facts.get("ranks"), facts.get("data"))
+
+    keys = KEYS | {"random_tower": _locked_at_random(run) or "x.weights"}
+    document = Document(name, text, keys, lambda changes, training: _translate(changes, run), _edit, reread)
     return Reading(_facts(run, facts.get("ranks"), facts.get("data")), document)
 
 
@@ -51,6 +61,8 @@ def _facts(run: config.Run, ranks: int | None, data: int | None) -> TrainingFact
     # The updates of a growing batch follow from its schedule and are unknown here, unless the length is a number of steps.
     length = {name: getattr(run.schedule, name) for name in config.LENGTHS if not grows or name == "steps"}
     return TrainingFacts(
+        tool="megabatch",
+        random_tower=_locked_at_random(run) is not None,
         objective=objective.cost_name,
         batch=run.batch.size,
         chunk=run.batch.chunk,
@@ -81,7 +93,18 @@ def _facts(run: config.Run, ranks: int | None, data: int | None) -> TrainingFact
     )
 
 
+def _locked_at_random(run: config.Run) -> str | None:
+    """Return the key of the weights that a locked tower lacks."""
+    for side, tower in (("x", run.x), ("y", run.y)):
+        used = side == "x" or OBJECTIVES[run.loss.objective].contrastive
+        if used and tower.locked and tower.weights is None and tower.name.partition(":")[0] in RANDOM:
+            return f"{side}.weights"
+    return None
+
+
 def _batchnorm(run: config.Run) -> bool | None:
+    from ...towers import rows_are_independent
+
     towers = [run.x, run.y] if OBJECTIVES[run.loss.objective].contrastive else [run.x]
     return False if all(tower.name == "x" or rows_are_independent(tower.name) or tower.locked for tower in towers) else None
 
@@ -93,13 +116,13 @@ def _finetuning(run: config.Run) -> bool | None:
     started = [tower.weights is not None or tower.locked for tower in towers]
     if all(started):
         return not all(tower.locked for tower in towers)
-    return None if any(started) or any(":" in tower.name for tower in towers) else False
+    return None if any(started) or any(tower.name.partition(":")[0] not in RANDOM for tower in towers) else False
 
 
 def _translate(changes: Mapping[str, Any], run: config.Run) -> dict[str, str] | None:
     edits = {}
     for fact, value in changes.items():
-        if fact not in KEYS or fact == "micro":
+        if fact not in KEYS or fact in ("micro", "random_tower", "finetuning"):
             return None
         if fact == "beta2":
             value = [run.optimizer.betas[0], value]
@@ -115,10 +138,10 @@ def _translate(changes: Mapping[str, Any], run: config.Run) -> dict[str, str] | 
 
 def _edit(text: str, edits: Mapping[str, str]) -> str:
     """Return the edited text. If its lines cannot be found (inline tables, dotted keys), write the whole run again."""
-    wanted = config.build(table_of(text, "run"), [f"{key}={value}" for key, value in edits.items()])
+    wanted = config.build(parse_toml(text, "run"), [f"{key}={value}" for key, value in edits.items()])
     try:
         edited = edit_toml(text, edits)
-        if config.build(table_of(edited, "run")) == wanted:
+        if config.build(parse_toml(edited, "run")) == wanted:
             return edited
     except ValueError:
         pass

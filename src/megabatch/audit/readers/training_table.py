@@ -6,14 +6,21 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from ..documents import Document, Reading, edit_toml
+from ..documents import Document, Reading
 from ..facts import TrainingFacts, with_facts
+from ..formats.toml_text import edit_toml, parse_toml
 from .run import literal
 
 NAMES = [entry.name for entry in dataclasses.fields(TrainingFacts)]
 
 
 def read(name: str, text: str, table: Mapping[str, Any]) -> Reading:
+    keys = {fact: f"training.{fact}" for fact in NAMES}
+    document = Document(name, text, keys, _translate, edit_toml, lambda after: _facts(name, parse_toml(after, name)))
+    return Reading(_facts(name, table), document)
+
+
+def _facts(name: str, table: Mapping[str, Any]) -> TrainingFacts:
     facts = table["training"]
     if not isinstance(facts, dict):
         raise ValueError(f"{name}: training is {facts!r}: must be a table")
@@ -21,11 +28,9 @@ def read(name: str, text: str, table: Mapping[str, Any]) -> Reading:
     if others:
         raise ValueError(f"{name}: has {others[0]!r} beside [training]: must be a megabatch run or a table of facts, not both")
     try:
-        training = with_facts(TrainingFacts(), facts)
+        return with_facts(TrainingFacts(), facts)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
-    keys = {fact: f"training.{fact}" for fact in NAMES}
-    return Reading(training, Document(name, text, keys, _translate, edit_toml))
 
 
 def _translate(changes: Mapping[str, Any], training: TrainingFacts) -> dict[str, str]:

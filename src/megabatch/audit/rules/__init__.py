@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from . import batches, negatives, rates, steps
+from . import batches, negatives, rates, settings, starts, steps
 
-RULES = (*negatives.RULES, *batches.RULES, *rates.RULES, *steps.RULES)
+RULES = (*settings.RULES, *starts.RULES, *negatives.RULES, *batches.RULES, *rates.RULES, *steps.RULES)
 
 __all__ = ["RULES"]

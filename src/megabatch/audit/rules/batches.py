@@ -8,13 +8,14 @@ from ...evidence import CEILING, ENOUGH_UPDATES, FEWEST_UPDATES, FINETUNE_PAIRS,
 from ...objectives import BY_COST_NAME
 from ..facts import TrainingFacts, power_of_two
 from ..rule import Severity, Violation, rule
+from ..tools import TOOLS, large_batch
 
 # Measured: 122 updates learned nothing, and 488 reached four fifths of the quality of 1,953.
 HOPELESS_UPDATES, POOR_UPDATES = 100, 500
 # A fix proposes a batch of at most this fraction (1/16) of the data. Our choice, not from a paper.
 SHARE = 16
 # Fine-tuning: the largest batch that is accepted, and the batch that a fix proposes.
-FINETUNED_PAIRS, FINETUNED_SAMPLES = (FLOOR, FINETUNE_PAIRS), (256, FINETUNE_SAMPLES)
+FINETUNED_PAIRS, FINETUNED_SAMPLES = (2_048, FINETUNE_PAIRS), (256, FINETUNE_SAMPLES)
 
 
 @rule(
@@ -54,7 +55,7 @@ def too_few_updates(t: TrainingFacts) -> Iterator[Violation]:
     "warning",
     source="SigLIP (2303.15343, table 5), 3B seen, sigmoid/softmax: 512 51.5/47.7, 1k 57.3/53.2, 2k 62.1/59.3, 4k 65.3/63.8;"
     " SogCLR (2202.12387), DCL (2110.06848): other losses are workable below",
-    remedy="Take 4,096 or more. Memory limits the chunk, never the batch.",
+    remedy="Take 4,096 or more.",
 )
 def batch_below_floor(t: TrainingFacts) -> Iterator[Violation]:
     """A contrastive batch that is smaller than the budget allows.
@@ -69,8 +70,15 @@ def batch_below_floor(t: TrainingFacts) -> Iterator[Violation]:
         return
     text = f"The batch is {t.size:,} pairs, but the run allows {at_floor:,} updates at {FLOOR:,}."
     parts = (t.ranks or 1) * (t.accumulation or 1)
-    advice = "Memory does not grow with the batch if encoders run in chunks and the loss in tiles."
-    yield Violation("warning", "batch", text, t.at_batch(-(-FLOOR // parts) * parts), advice)
+    how = large_batch(t.tool, t.chunk or t.micro)
+    larger = t.at_batch(-(-FLOOR // parts) * parts)
+    changes, otherwise = larger, ()
+    if t.tool is not None and TOOLS[t.tool].accumulation_keeps_negatives and t.micro and t.ranks:
+        # The same rows at once, accumulated: the memory stays about as it is.
+        more = -(-FLOOR // (t.micro * t.ranks))
+        accumulated = dict(larger) | {"batch": t.micro * t.ranks * more, "micro": t.micro, "accumulation": more}
+        changes, otherwise = accumulated, (larger,)
+    yield Violation("warning", "batch", text, changes, f"{how[0].upper()}{how[1:]}.", otherwise)
 
 
 @rule(
@@ -170,22 +178,25 @@ def chunk_exceeds_shard(t: TrainingFacts) -> Iterator[Violation]:
 @rule(
     "finetune-batch",
     "warning",
-    source="BERT (1810.04805): 16 or 32; text embedders pre-train at 16k–32k and fine-tune at hundreds (nomic's configurations);"
-    " LoRA: sweep (2602.09492). Confidence low to medium",
+    "note",
+    source="BERT (1810.04805): 16 or 32; text embedders pre-train at 16k–32k and fine-tune at 64 to 2,048 (GTE, e5-mistral,"
+    " GritLM); LoRA: sweep (2602.09492). Confidence low to medium",
     remedy="Take tens of samples or hundreds of pairs, and sweep.",
 )
 def finetune_batch(t: TrainingFacts) -> Iterator[Violation]:
     """Fine-tuning at a pre-training batch.
 
     Fine-tuning has little data and needs its updates. A large batch does not make the weights forget, but it leaves too few steps
-    to learn in.
+    to learn in. With thousands of updates it is a second stage of pre-training, and nothing is reported.
     """
     if not t.finetuning or t.objective is None or t.size is None:
         return
     limit, instead = FINETUNED_PAIRS if t.contrastive else FINETUNED_SAMPLES
-    if t.size > limit:
+    if t.size > limit and (t.updates is None or t.updates < FEWEST_UPDATES):
         kind = "pairs" if t.contrastive else "samples"
-        yield Violation("warning", "batch", f"Fine-tuning uses {t.size:,} {kind} per step.", t.at_batch(instead))
+        length = "" if t.updates is None else f" and makes {t.updates:,} updates"
+        text = f"Fine-tuning uses {t.size:,} {kind} per step{length}."
+        yield Violation("note" if t.updates is None else "warning", "batch", text, t.at_batch(instead))
 
 
 RULES = (

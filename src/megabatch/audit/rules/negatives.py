@@ -8,6 +8,7 @@ from ...evidence import collisions
 from ...objectives import BY_COST_NAME
 from ..facts import TrainingFacts
 from ..rule import Severity, Violation, rule
+from ..tools import TOOLS, large_batch
 
 # A similarity matrix of this many bytes in fp32 decides what fits in memory.
 LARGE_MATRIX = 4 * 2**30
@@ -16,6 +17,7 @@ LARGE_MATRIX = 4 * 2**30
 @rule(
     "negatives-per-rank",
     "error",
+    "warning",
     "note",
     source="arithmetic; measured: 7 negatives instead of 63 put the loss at 6.37 instead of 9.23 and the gradient 31 % off",
     remedy="Compare with the pairs of all ranks, including their gradient: a megabatch loss with its `group`, OpenCLIP's"
@@ -25,7 +27,7 @@ def negatives_per_rank(t: TrainingFacts) -> Iterator[Violation]:
     """Negatives of one rank only.
 
     If ranks do not exchange embeddings, each rank trains on its own shard: the shard is the effective contrastive batch, whatever
-    the configured batch is.
+    the configured batch is. Where a tool does so by default, that may be intended.
     """
     if not t.contrastive or t.ranks is None or t.ranks == 1:
         return
@@ -36,7 +38,9 @@ def negatives_per_rank(t: TrainingFacts) -> Iterator[Violation]:
         yield Violation("note", "gather", text)
     elif t.gather == "none":
         numbers = "" if t.size is None or t.shard is None else f": {t.shard - 1:,} negatives instead of {t.size - 1:,}"
-        yield Violation("error", "gather", f"Each of {t.ranks} ranks compares only its own pairs{numbers}.", {"gather": "exact"})
+        text = f"Each of {t.ranks} ranks compares only its own pairs{numbers}."
+        default = t.tool is not None and not TOOLS[t.tool].gathers_by_default
+        yield Violation("warning" if default else "error", "gather", text, {"gather": "exact"})
 
 
 @rule(
@@ -88,10 +92,10 @@ def whole_matrix(t: TrainingFacts) -> Iterator[Violation]:
 @rule(
     "accumulation-adds-no-negatives",
     "error",
+    "warning",
     source="measured: 8 micro-batches of 8 have 7 negatives per sample, not 63; gradient 31 % off; gradient caching is exact"
     " (3e-16)",
-    remedy="Take the whole batch at once and run the encoders in chunks: `megabatch.cached(encoder, chunk=…)` takes the memory of"
-    " one micro-batch and gives the gradient of the batch.",
+    remedy="Take the whole batch at once, without accumulation, and run the encoders in chunks.",
 )
 def accumulation_adds_no_negatives(t: TrainingFacts) -> Iterator[Violation]:
     """Gradient accumulation in a contrastive run.
@@ -99,26 +103,31 @@ def accumulation_adds_no_negatives(t: TrainingFacts) -> Iterator[Violation]:
     A contrastive loss is not a mean over samples. Each micro-batch is compared only with itself, and the sum of these losses is not
     the loss of the batch.
     """
-    if not t.contrastive or t.accumulates != "plain" or t.accumulation is None or t.accumulation == 1:
+    # Sentence Transformers' arguments do not name the loss, but most of its losses for retrieval have in-batch negatives.
+    perhaps = t.objective is None and t.tool == "sentence_transformers"
+    if not (t.contrastive or perhaps) or t.accumulates != "plain" or t.accumulation is None or t.accumulation == 1:
         return
     changes = {"accumulation": 1} | ({} if t.micro is None else {"micro": t.micro * t.accumulation})
+    in_chunks = changes | ({} if t.micro is None else {"chunk": t.chunk or t.micro})
     rows = None if t.micro is None or t.ranks is None else t.micro * t.ranks
     numbers = "" if rows is None else f": {rows - 1:,} negatives per sample, not {rows * t.accumulation - 1:,}"
-    advice = f"megabatch.cached(encoder, chunk={t.micro or '…'}) keeps memory as it is."
+    how = large_batch(t.tool, t.chunk or t.micro)
     text = f"Accumulating {t.accumulation} micro-batches adds no negatives{numbers}."
-    yield Violation("error", "accumulation", text, changes, advice)
+    if perhaps:
+        text = f"If the loss has in-batch negatives, accumulating {t.accumulation} micro-batches adds none{numbers}."
+    severity: Severity = "warning" if perhaps else "error"
+    yield Violation(severity, "accumulation", text, in_chunks, f"{how[0].upper()}{how[1:]}.", (changes,))
 
 
 @rule(
     "accumulated-scale-gradient",
     "warning",
-    "note",
     source="open_clip_train/train.py; measured on an H200 (encoders-cuda.jsonl): the scale's gradient 4 times too large at 4"
     " micro-batches, and 90,836 MiB where chunks of the same size take 82,536",
     remedy="Use `--accum-freq 1` if it fits (`--grad-checkpointing` helps), or megabatch's loss and `cached` encoders.",
 )
 def accumulated_scale_gradient(t: TrainingFacts) -> Iterator[Violation]:
-    """OpenCLIP's `--accum-freq`.
+    """OpenCLIP's `--accum-freq` with clipping or SGD.
 
     It caches features, so the negatives are right. But every micro-batch goes backward through the loss of the whole batch: the
     gradients of the scale and the bias are counted once per micro-batch, which affects gradient clipping and SGD; the inputs of all
@@ -126,19 +135,21 @@ def accumulated_scale_gradient(t: TrainingFacts) -> Iterator[Violation]:
     """
     if not t.contrastive or t.accumulates != "features" or t.accumulation is None or t.accumulation == 1:
         return
+    # Adam without clipping is invariant to a constant factor.
+    if not t.clip_norm and not t.follows_gradient_scale:
+        return
     changes = {"accumulation": 1} | ({} if t.micro is None else {"micro": t.micro * t.accumulation})
     text = f"The gradient of the logit scale is {t.accumulation} times too large"
-    noticed = bool(t.clip_norm) or t.follows_gradient_scale
-    text += " and is part of the norm that is clipped." if t.clip_norm else "." if noticed else "; Adam hardly notices."
-    advice = "Add --grad-checkpointing if it does not fit."
-    yield Violation("warning" if noticed else "note", "accumulation", text, changes, advice)
+    text += " and is part of the norm that is clipped." if t.clip_norm else "."
+    yield Violation("warning", "accumulation", text, changes, "Add --grad-checkpointing if it does not fit.")
 
 
 @rule(
     "duplicates-as-negatives",
     "warning",
     "note",
-    source="arithmetic: B²/2U for U different items drawn uniformly; sentence-transformers issue 3189 (70k documents at 32k)",
+    source="arithmetic: B²/2·(1/U − 1/N) equal pairs in a batch of B of N samples with U different captions;"
+    " sentence-transformers issue 3189 (70k documents at 32k)",
     remedy='Set `loss.duplicates = "mask"`, or `batch_sampler="no_duplicates"` in Sentence Transformers; elsewhere pass ids to'
     " megabatch's losses.",
 )
@@ -146,16 +157,20 @@ def duplicates_as_negatives(t: TrainingFacts) -> Iterator[Violation]:
     """Duplicates as negatives.
 
     Two pairs with the same caption in one batch are pushed away from each other. How often that happens grows with the square of
-    the batch.
+    the batch. An epoch visits each sample once, so that data without equal captions has none.
     """
-    unique = t.unique or t.data
-    if not t.contrastive or t.duplicates != "negative" or t.size is None or unique is None:
+    if not t.contrastive or t.duplicates != "negative":
         return
-    pairs = collisions(t.size, unique)
+    if t.unique is None and t.tool == "sentence_transformers":
+        text = "Texts that occur more than once are negatives of each other if they meet in a batch."
+        yield Violation("note", "duplicates", text, {"duplicates": "mask"})
+    if t.size is None or t.unique is None:
+        return
+    pairs = collisions(t.size, t.unique) * (1 if t.data is None else max(0.0, 1 - t.unique / t.data))
     if pairs < 1:
         return
-    text = f"A batch of {t.size:,}, drawn uniformly from {unique:,} different items, holds about {pairs:,.0f} pairs of equal items,"
-    text += " which are trained as negatives."
+    text = f"A batch of {t.size:,} of data with {t.unique:,} different items holds about {pairs:,.0f} pairs of equal items, which are"
+    text += " trained as negatives."
     yield Violation("warning" if pairs >= t.size / 100 else "note", "duplicates", text, {"duplicates": "mask"})
 
 
@@ -175,12 +190,85 @@ def scale_unclamped(t: TrainingFacts) -> Iterator[Violation]:
         yield Violation("warning", "max_scale", f"The logit scale may grow to {t.max_scale:g}.", {"max_scale": limit})
 
 
+@rule(
+    "scale-below-one",
+    "error",
+    source="arithmetic: cosine similarities differ by at most 2, so that a softmax over thousands of them at a scale below 1 is"
+    " nearly uniform; published scales are 20 to 100, temperatures 0.01 to 0.05",
+    remedy="Give the scale (20), or its inverse where the parameter is a temperature (0.05).",
+)
+def scale_below_one(t: TrainingFacts) -> Iterator[Violation]:
+    """A temperature in the place of a scale, or the other way round.
+
+    The loss hardly depends on the similarities, and nothing is learned.
+    """
+    if t.contrastive and t.scale is not None and t.scale < 1:
+        text = f"Similarities are multiplied by {t.scale:.3g}, a temperature of {1 / t.scale:.3g}."
+        yield Violation("error", "scale", text, {"scale": float(f"{1 / t.scale:.6g}")})
+
+
+@rule(
+    "temperature-ignored",
+    "error",
+    source="tevatron/retriever/gc_trainer.py: the loss of GradCacheTrainer has no temperature",
+    remedy="Train without --grad_cache, or divide the embeddings by the square root of the temperature in the model.",
+)
+def temperature_ignored(t: TrainingFacts) -> Iterator[Violation]:
+    """A temperature without effect.
+
+    Tevatron's trainer with a gradient cache computes the logits without it, so that they are as if the temperature were 1.
+    """
+    if t.temperature_ignored:
+        yield Violation("error", "temperature_ignored", "With --grad_cache, Tevatron ignores --temperature.")
+
+
+@rule(
+    "cached-gradient-sum",
+    "warning",
+    "note",
+    source="computed with PyLate 1.4: the gradient is 16 times that of the reported mean at a batch of 16",
+    remedy="Use a batch-independent clipping threshold (max_grad_norm × batch), or another implementation of the loss.",
+)
+def cached_gradient_sum(t: TrainingFacts) -> Iterator[Violation]:
+    """Cached gradients of a sum.
+
+    PyLate's CachedContrastive reports a mean, but its gradients are larger by the batch. Adam hardly notices; clipping then cuts
+    every step to the same length.
+    """
+    if t.cached_gradient_sum:
+        text = "The gradients of PyLate's CachedContrastive are larger than those of its loss, by a factor of the batch"
+        text += f", and are clipped at {t.clip_norm:g}." if t.clip_norm else "."
+        yield Violation("warning" if t.clip_norm or t.follows_gradient_scale else "note", "cached_gradient_sum", text)
+
+
+@rule(
+    "scale-outside-ddp",
+    "warning",
+    "note",
+    source="sentence-transformers' base/trainer.py: the loss is not wrapped by DistributedDataParallel",
+    remedy="Make the scale a parameter of the model, or average its gradient over the ranks before each step.",
+)
+def scale_outside_ddp(t: TrainingFacts) -> Iterator[Violation]:
+    """A learnable scale that ranks do not synchronize.
+
+    DDP averages the gradients of the model's parameters. A parameter of a loss beside the model gets each rank's own gradient, and
+    the ranks drift apart.
+    """
+    if t.scale_outside_ddp and t.ranks != 1:
+        text = "The scale is a parameter of the loss, which DDP does not synchronize between ranks."
+        yield Violation("warning" if t.ranks else "note", "scale_outside_ddp", text)
+
+
 RULES = (
     negatives_per_rank,
     gather_without_gradient,
     accumulation_adds_no_negatives,
+    scale_below_one,
+    temperature_ignored,
     duplicates_as_negatives,
     whole_matrix,
     accumulated_scale_gradient,
+    cached_gradient_sum,
+    scale_outside_ddp,
     scale_unclamped,
 )

@@ -12,10 +12,72 @@ from ..rule import Severity, Violation, rule
 
 # The rules of thumb are good to a factor of √2: a rate that differs by more was not scaled.
 OFF = math.sqrt(2) * 1.001
+# Rates of published trainings, with a margin of ten: no name, size or start explains more.
+ADAM_RATES, OTHER_RATES = (1e-8, 0.1), (1e-8, 100.0)
 # The batch from which a slow second moment is a risk. The papers name no number; this one is our choice.
 LARGE_CONTRASTIVE = 8_192
 # The largest rate with which BERT's paper fine-tunes, a tenth of the pre-training rate of CLIP.
 FINETUNING_RATE = 5e-5
+
+
+@rule(
+    "rate-out-of-range",
+    "error",
+    source="published rates (practice with AdamW is 1e-6 to 3e-3, with SGD up to tens); with Adam a step moves each weight by about"
+    " the rate",
+    remedy="Check the exponent.",
+)
+def rate_out_of_range(t: TrainingFacts) -> Iterator[Violation]:
+    """A learning rate that no training uses.
+
+    Usually a lost minus in the exponent: the first step destroys the weights, or no step changes them.
+    """
+    if t.lr is None:
+        return
+    smallest, largest = ADAM_RATES if t.family is not None and t.family.uses_beta2 else OTHER_RATES
+    if smallest <= t.lr <= largest:
+        return
+    name = t.family.name.upper() if t.family else "any optimizer"
+    name = "Adam" if name == "ADAM" else name
+    text = f"The rate is {t.lr:g}; {name} trains at {smallest:g} to {largest:g}."
+    # A lost or doubled minus: 5e4 for 5e-4.
+    mantissa, _, exponent = f"{t.lr:e}".partition("e")
+    mirrored = float(f"{mantissa}e{-int(exponent)}")
+    changes = {"lr": round_rate(mirrored)} if t.lr > 1 and smallest <= mirrored <= largest else {}
+    yield Violation("error", "lr", text, changes)
+
+
+@rule(
+    "scheduler-sets-rate",
+    "error",
+    source="DeepSpeed's runtime/lr_schedules.py: WarmupLR and WarmupDecayLR set the rate to warmup_max_lr, 0.001 by default",
+    remedy="Set scheduler.params.warmup_max_lr to the optimizer's rate.",
+)
+def scheduler_sets_rate(t: TrainingFacts) -> Iterator[Violation]:
+    """A schedule that replaces the optimizer's learning rate.
+
+    The schedule warms up to a rate of its own, and the optimizer's has no effect.
+    """
+    if t.lr is not None and t.schedule_lr is not None and not 1 / OFF < t.lr / t.schedule_lr < OFF:
+        text = f"The optimizer's rate is {t.lr:g}, but the schedule warms up to {t.schedule_lr:g}, which is what is trained with."
+        yield Violation("error", "schedule_lr", text, {"schedule_lr": t.lr})
+
+
+@rule(
+    "warmup-beyond-one",
+    "error",
+    source="arithmetic: warmup_ratio is a share of the run; transformers refuses more than 1",
+    remedy="Give the share (0.05), or the steps in warmup_steps.",
+)
+def warmup_beyond_one(t: TrainingFacts) -> Iterator[Violation]:
+    """A share of warm-up that is not below one.
+
+    The number is meant as percent or as steps. The tool refuses to start, or never reaches the rate.
+    """
+    if t.warmup_share is not None and t.warmup_share >= 1:
+        text = f"The warm-up is {t.warmup_share:g} of the run, which has to be below 1."
+        as_percent = t.warmup_share / 100 if t.warmup_share <= 20 else 0.05
+        yield Violation("error", "warmup_share", text, {"warmup_share": as_percent})
 
 
 @rule(
@@ -188,6 +250,9 @@ def decay_on_gains(t: TrainingFacts) -> Iterator[Violation]:
 
 
 RULES = (
+    rate_out_of_range,
+    scheduler_sets_rate,
+    warmup_beyond_one,
     rate_not_scaled,
     no_warmup,
     warmup_too_long,

@@ -11,6 +11,8 @@ from ..rule import Severity, Violation, rule
 FEWEST_ROWS = 16
 # Report a moving average if this share of it or more is still the starting weights.
 REMEMBERED = 0.01
+# Evaluations closer together than this take most of the time, whatever is held out. Our choice.
+RARELY = 10
 MICRO = (
     "accumulation equals the large batch to 1e-15 at 1,024 micro-batches (measured), if everything else acts once per optimizer"
     " step"
@@ -79,7 +81,8 @@ def mean_of_means(t: TrainingFacts) -> Iterator[Violation]:
         return
     micro, ranks = (t.accumulation or 1) > 1, (t.ranks or 1) > 1
     if t.token_mean is None:
-        if micro:
+        # The Trainer divides by the tokens of all micro-batches (since transformers 4.46).
+        if micro and t.tool in (None, "deepspeed", "accelerate", "lightning"):
             text = f"The file does not state how the token means of {t.accumulation} micro-batches are combined."
             yield Violation("note", "token_mean", text)
     elif ranks or (micro and t.token_mean == "micro-batch"):
@@ -182,8 +185,27 @@ def half_precision_weights(t: TrainingFacts) -> Iterator[Violation]:
 
 
 @rule(
+    "evaluation-too-often",
+    "warning",
+    source="arithmetic: an evaluation is a pass over all held-out data",
+    remedy="Evaluate some twenty times in a run.",
+)
+def evaluation_too_often(t: TrainingFacts) -> Iterator[Violation]:
+    """An evaluation after every few steps.
+
+    Each is a pass over all held-out data, so that the run mostly evaluates.
+    """
+    if t.eval_every is None or t.eval_every >= RARELY or (t.updates is not None and t.updates <= 20 * t.eval_every):
+        return
+    every = "each step" if t.eval_every == 1 else f"every {t.eval_every} steps"
+    wanted = 500 if t.updates is None else max(t.eval_every + 1, t.updates // 20)
+    yield Violation("warning", "eval_every", f"The run is evaluated after {every}.", {"eval_every": wanted})
+
+
+@rule(
     "nothing-held-out",
     "warning",
+    "note",
     source="untuned hyperparameters and unequal updates, not the batch itself, make the gap (1811.03600, 1705.08741): validate at"
     " the new batch",
     remedy="Hold out a part of the data and evaluate on it.",
@@ -191,10 +213,12 @@ def half_precision_weights(t: TrainingFacts) -> Iterator[Violation]:
 def nothing_held_out(t: TrainingFacts) -> Iterator[Violation]:
     """No held-out data.
 
-    Only data that was not trained on shows whether a batch, a rate or a longer run is better.
+    Only data that was not trained on shows whether a batch, a rate or a longer run is better. Other tools are often evaluated by a
+    command of its own.
     """
     if t.held_out is False:
-        yield Violation("warning", "held_out", "The run is not evaluated on held-out data.", {"held_out": True})
+        severity: Severity = "warning" if t.tool in (None, "megabatch") else "note"
+        yield Violation(severity, "held_out", "The run is not evaluated on held-out data.", {"held_out": True})
 
 
 RULES = (
@@ -207,5 +231,6 @@ RULES = (
     batchnorm_on_few_rows,
     batchnorm_in_chunks,
     ema_remembers_the_start,
+    evaluation_too_often,
     nothing_held_out,
 )

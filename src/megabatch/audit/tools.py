@@ -1,0 +1,73 @@
+"""The tools whose files the audit reads, one record each: what a fix can ask of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+ToolName = Literal[
+    "megabatch", "open_clip", "transformers", "sentence_transformers", "deepspeed", "accelerate", "lightning", "axolotl",
+    "tevatron", "flag_embedding", "swift",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ToolSpec:
+    """What one tool is.
+
+    title: its name in sentences.
+    large_batch: how a contrastive batch larger than memory allows is trained with it; "{rows}" is what fits at once.
+    accumulation_keeps_negatives: whether its accumulation gives the negatives of the whole batch.
+    gathers_by_default: whether a contrastive loss compares the samples of all ranks unless a setting says otherwise; None if its
+        files do not name the loss.
+    """
+
+    name: ToolName
+    title: str
+    large_batch: str
+    accumulation_keeps_negatives: bool = False
+    gathers_by_default: bool | None = None
+
+
+_CACHED = "`megabatch.cached(encoder, chunk={rows})` runs the encoders in chunks and keeps the memory of {rows} rows"
+TOOLS: dict[str, ToolSpec] = {
+    spec.name: spec
+    for spec in (
+        ToolSpec("megabatch", "megabatch", "`batch.chunk` bounds the memory, whatever the batch is", gathers_by_default=True),
+        ToolSpec(
+            "open_clip",
+            "OpenCLIP",
+            "`--accum-freq` keeps all negatives, because it caches features, and takes one more forward pass; `--grad-checkpointing`"
+            " saves memory too",
+            accumulation_keeps_negatives=True,
+            gathers_by_default=True,
+        ),
+        ToolSpec(
+            "sentence_transformers",
+            "Sentence Transformers",
+            "`CachedMultipleNegativesRankingLoss(model, mini_batch_size={rows})` takes the memory of {rows} rows",
+            gathers_by_default=False,
+        ),
+        ToolSpec("transformers", "Hugging Face's Trainer", f"in `compute_loss`, {_CACHED}"),
+        ToolSpec("accelerate", "accelerate", _CACHED),
+        ToolSpec("lightning", "Lightning", f"in `training_step`, {_CACHED}"),
+        ToolSpec("deepspeed", "DeepSpeed", f"with ZeRO-1 or 2, {_CACHED}"),
+        ToolSpec("axolotl", "axolotl", _CACHED),
+        ToolSpec(
+            "tevatron",
+            "Tevatron",
+            "`--grad_cache --gc_q_chunk_size {rows} --gc_p_chunk_size {rows}` takes the memory of {rows} rows",
+            gathers_by_default=True,
+        ),
+        ToolSpec(
+            "flag_embedding", "FlagEmbedding", "`--sub_batch_size {rows}` takes the memory of {rows} rows", gathers_by_default=False
+        ),
+        ToolSpec("swift", "ms-swift", _CACHED),
+    )
+}
+
+
+def large_batch(tool: str | None, rows: int | None) -> str:
+    """Return how a tool trains a contrastive batch that is larger than memory allows. rows: what fits at once."""
+    sentence = TOOLS[tool].large_batch if tool else _CACHED
+    return sentence.replace("{rows}", str(rows or "N"))
