@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 from ..evidence import round_rate
 from ..optimizers import DEFAULT, OPTIMIZERS
+from ..recipes import advise_rate
 from .documents import Reading
-from .facts import scaled_rate
+from .facts import TrainingFacts, scaled_rate
 from .rule import Finding, Severity
 
 
@@ -68,8 +69,10 @@ def _same_rate(readings: Sequence[Reading]) -> Iterator[Finding]:
             if base.lr is None or training.lr != base.lr or training.size == base.size or training.optimizer != base.optimizer:
                 continue
             assert base.size is not None and training.size is not None
-            family = training.optimizer or OPTIMIZERS[DEFAULT].family.name
-            wanted = round_rate(scaled_rate(base.lr, base.size, training.size, family))
+            growth = _growth(training, base.size, training.size)
+            if growth == 1:
+                continue
+            wanted = round_rate(base.lr * growth)
             text = f"The rate is {training.lr:g} at {training.size:,}, as in {smaller.document.name} at {base.size:,}."
             why = f"{text} {SAME_RATE.because} [{SAME_RATE.source}]"
             after = reading.document.edited({"lr": wanted}, training) if training.optimizer else None
@@ -77,6 +80,15 @@ def _same_rate(readings: Sequence[Reading]) -> Iterator[Finding]:
             where = f"{reading.document.name}: {reading.document.where('lr')}"
             yield Finding(SAME_RATE.code, "warning", where, why, diff or SAME_RATE.remedy)
             break
+
+
+def _growth(training: TrainingFacts, batch: int, other: int) -> float:
+    """Return how the rate changes from one batch to another, by the rule for plans if what is trained is known."""
+    tasks = training.tasks()
+    if len(tasks) == 1:
+        return advise_rate(tasks[0], other).value / advise_rate(tasks[0], batch).value
+    family = training.optimizer or OPTIMIZERS[DEFAULT].family.name
+    return scaled_rate(1.0, batch, other, family)
 
 
 def _unequal_samples(readings: Sequence[Reading]) -> Iterator[Finding]:

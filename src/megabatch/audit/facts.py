@@ -12,10 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..evidence import FEWEST_UPDATES, adam_warmup, round_rate, sgd_warmup
-from ..objectives import AuditName, is_contrastive
+from ..evidence import FEWEST_UPDATES, round_rate
+from ..objectives import DEFAULT, AuditName, PairLoss, is_contrastive
 from ..optimizers import FAMILIES, FamilyName, FamilySpec, rate_factor
-from .tools import ToolName
+from ..recipes import Kind, Start, TrainingTask, advise_rate, advise_warmup, plausible_rates
+from .tools import TOOLS, ToolName
 
 Moment = Literal["step", "micro-batch"]
 
@@ -25,8 +26,8 @@ FROM_ZERO = ("warmup", "warmup_share", "beta2", "weight_decay", "clip_norm", "ze
 SMALLEST, LARGEST = 1e-30, 1e15
 # A fix proposes no contrastive batch below this, because a longer run is better then. Our choice, not from a paper.
 SMALLEST_BATCH = 64
-# A fix spends at most this share of a run on warm-up. Our choice, not from a paper.
-WARMUP_SHARE = 0.1
+# A rank of LoRA, which the rules for rates need and files of some tools do not state.
+USUAL_RANK = 16
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,9 @@ class TrainingFacts:
     duplicates: how pairs with equal captions are treated. max_scale: upper bound of the logit scale; inf if there is none.
     rate_follows: whether the learning rate follows a batch that grows during the run.
     batch_from_memory: whether the batch is the largest that fits.
-    tool: whose file it is, which decides what a fix can ask for. parameters: of the model. adapter: whether only an adapter (LoRA)
-        is trained. quantized: whether the weights are in 8 or 4 bits.
+    tool: whose file it is, which decides what a fix can ask for. parameters: of the model. length: tokens of a language model's
+        sample. adapter: whether only an adapter (LoRA) is trained. quantized: whether the weights are in 8 or 4 bits.
+    locked: whether a pretrained tower is trained against that does not learn.
     negatives: mined hard negatives of each query.
     warmup_share: the share of the run that the file gives to warm-up, if it states a share and that is not below 1.
     schedule_lr: the rate up to which the schedule warms up, if the file states it apart from the optimizer's.
@@ -71,7 +73,9 @@ class TrainingFacts:
 
     tool: ToolName | None = None
     parameters: int | None = None
+    length: int | None = None
     adapter: bool | None = None
+    locked: bool | None = None
     quantized: bool | None = None
     negatives: int | None = None
     warmup_share: float | None = None
@@ -154,10 +158,10 @@ class TrainingFacts:
 
     @property
     def product(self) -> int | None:
-        """micro × accumulation × ranks."""
-        if self.micro is None or self.accumulation is None or self.ranks is None:
+        """micro × accumulation × ranks; with split batches the ranks share a micro-batch."""
+        if self.micro is None or self.accumulation is None or (self.ranks is None and not self.split_batches):
             return None
-        return self.micro * self.accumulation * self.ranks
+        return self.micro * self.accumulation * (1 if self.split_batches else self.ranks or 1)
 
     @property
     def size(self) -> int | None:
@@ -197,19 +201,45 @@ class TrainingFacts:
             return None if self.warmup is None else round(self.warmup)
         return None if self.updates is None else round(self.warmup * self.updates)
 
+    def tasks(self) -> list[TrainingTask]:
+        """Return what may be trained, for the rules that plans use too: one task if kind and start are known, else several."""
+        kinds: dict[str | None, list[Kind]] = {"supervised": ["classifier"], "lm": ["lm"], None: ["classifier", "embedder", "lm"]}
+        kind = kinds.get(self.objective) or ["embedder" if self.tool is not None and TOOLS[self.tool].trains_embedders else "clip"]
+        starts: list[Start] = ["pretrained"] if self.finetuning or self.adapter else ["scratch"]
+        if self.locked:
+            starts = ["locked"] if self.finetuning is None else ["locked", *starts]
+        elif self.finetuning is None and not self.adapter:
+            starts = ["scratch", "pretrained", "locked"]
+        loss: PairLoss = "siglip" if self.objective == "siglip" else DEFAULT
+        return [
+            TrainingTask(
+                each,
+                start,
+                data=self.data,
+                seen=self.seen,
+                params=self.parameters,
+                loss=loss,
+                optimizer=self.optimizer or "adam",
+                negatives=self.negatives or 0,
+                lora=USUAL_RANK if self.adapter and start != "scratch" else None,
+                length=self.length or TrainingTask.length,
+            )
+            for each in kind
+            for start in starts
+        ]
+
+    def rates(self, batch: int | None = None) -> tuple[float, float]:
+        """Return the lowest and the highest rate that is plausible for what may be trained, at this or another batch."""
+        intervals = [plausible_rates(task, batch or self.size) for task in self.tasks()]
+        return min(low for low, _ in intervals), max(high for _, high in intervals)
+
     @property
-    def wanted_warmup(self) -> int | None:
-        """Steps of warm-up that the rules want: 2/(1−β2) for Adam, five epochs for SGD; at most a tenth of the run."""
-        if self.family is None or not self.family.scaling_is_studied:
-            return None
-        if self.family.uses_beta2 and self.beta2 is not None:
-            steps = adam_warmup(self.beta2)
-        elif not self.family.uses_beta2 and self.data is not None and self.size is not None:
-            steps = sgd_warmup(self.data, self.size)
-        else:
-            return None
-        limit = math.inf if self.updates is None else self.updates * WARMUP_SHARE
-        return max(1, math.floor(min(steps, limit) + 1e-6))
+    def wanted_warmup(self) -> int:
+        """Steps of warm-up, by the rule that plans use; the usual number if the length of the run is unknown."""
+        # A run of a number of steps has no samples if its batch is unknown; its warm-up follows from the steps.
+        task, size = self.tasks()[-1 if self.objective is None else 0], self.size or 1
+        seen = None if self.updates is None else max(1, self.updates * size)
+        return round(advise_warmup(dataclasses.replace(task, seen=seen, data=None), size).value)
 
     @property
     def affordable_batch(self) -> int | None:
@@ -229,18 +259,26 @@ class TrainingFacts:
         parts = (self.ranks or 1) * (self.accumulation or 1)
         batch = max(1, batch // parts) * parts
         changes: dict[str, Any] = {"batch": batch}
-        if self.lr is not None and self.optimizer is not None and self.size is not None:
-            lr, base = self.lr, self.size
-            if self.base_lr is not None and self.base_batch is not None:
-                lr, base = self.base_lr, self.base_batch
-            changes["lr"] = round_rate(scaled_rate(lr, base, batch, self.optimizer))
+        rate = self._rate_at(batch)
+        if rate is not None and rate != self.lr:
+            changes["lr"] = rate
         if self.chunk is not None and self.ranks is not None and self.chunk > -(-batch // self.ranks):
             changes["chunk"] = -(-batch // self.ranks)
         after = self.changed(changes)
-        wanted, steps = after.wanted_warmup, after.warmup_steps
-        if self.warmup and wanted is not None and steps is not None and not wanted <= steps < (after.updates or math.inf):
-            changes["warmup"] = wanted
+        steps = after.warmup_steps
+        if self.warmup and steps is not None and after.updates is not None and 2 * steps > after.updates:
+            changes["warmup"] = after.wanted_warmup
         return changes
+
+    def _rate_at(self, batch: int) -> float | None:
+        """Return the rate at another batch: scaled from a rate that is known to be good; else the present one if it is plausible
+        there, and the rate that a plan would choose if not."""
+        if self.lr is None or self.optimizer is None:
+            return None
+        if self.base_lr is not None and self.base_batch is not None:
+            return round_rate(scaled_rate(self.base_lr, self.base_batch, batch, self.optimizer))
+        low, high = self.rates(batch)
+        return self.lr if low <= self.lr <= high else advise_rate(self.tasks()[0], batch).value
 
 
 def scaled_rate(lr: float, batch: int, other: int, optimizer: FamilyName) -> float:

@@ -20,6 +20,7 @@ class ToolSpec:
     accumulation_keeps_negatives: whether its accumulation gives the negatives of the whole batch.
     gathers_by_default: whether a contrastive loss compares the samples of all ranks unless a setting says otherwise; None if its
         files do not name the loss.
+    trains_embedders: whether its contrastive trainings are of text encoders, not of image and text towers.
     """
 
     name: ToolName
@@ -27,6 +28,7 @@ class ToolSpec:
     large_batch: str
     accumulation_keeps_negatives: bool = False
     gathers_by_default: bool | None = None
+    trains_embedders: bool = False
 
 
 _CACHED = "`megabatch.cached(encoder, chunk={rows})` runs the encoders in chunks and keeps the memory of {rows} rows"
@@ -47,6 +49,7 @@ TOOLS: dict[str, ToolSpec] = {
             "Sentence Transformers",
             "`CachedMultipleNegativesRankingLoss(model, mini_batch_size={rows})` takes the memory of {rows} rows",
             gathers_by_default=False,
+            trains_embedders=True,
         ),
         ToolSpec("transformers", "Hugging Face's Trainer", f"in `compute_loss`, {_CACHED}"),
         ToolSpec("accelerate", "accelerate", _CACHED),
@@ -58,11 +61,16 @@ TOOLS: dict[str, ToolSpec] = {
             "Tevatron",
             "`--grad_cache --gc_q_chunk_size {rows} --gc_p_chunk_size {rows}` takes the memory of {rows} rows",
             gathers_by_default=True,
+            trains_embedders=True,
         ),
         ToolSpec(
-            "flag_embedding", "FlagEmbedding", "`--sub_batch_size {rows}` takes the memory of {rows} rows", gathers_by_default=False
+            "flag_embedding",
+            "FlagEmbedding",
+            "`--sub_batch_size {rows}` takes the memory of {rows} rows",
+            gathers_by_default=False,
+            trains_embedders=True,
         ),
-        ToolSpec("swift", "ms-swift", _CACHED),
+        ToolSpec("swift", "ms-swift", _CACHED, trains_embedders=True),
     )
 }
 

@@ -36,6 +36,7 @@ KEYS = {
 }
 # Libraries whose towers start from random weights unless `weights` names a file; a folder of transformers may hold weights, and a
 # function of the user may load some.
+INDEPENDENT = ("vit", "cnn", "text")
 RANDOM = ("vit", "cnn", "text", "timm", "open_clip")
 
 
@@ -103,10 +104,8 @@ def _locked_at_random(run: config.Run) -> str | None:
 
 
 def _batchnorm(run: config.Run) -> bool | None:
-    from ...towers import rows_are_independent
-
     towers = [run.x, run.y] if OBJECTIVES[run.loss.objective].contrastive else [run.x]
-    return False if all(tower.name == "x" or rows_are_independent(tower.name) or tower.locked for tower in towers) else None
+    return False if all(tower.name in ("x", *INDEPENDENT) or tower.locked for tower in towers) else None
 
 
 def _finetuning(run: config.Run) -> bool | None:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...evidence import CEILING, ENOUGH_UPDATES, FEWEST_UPDATES, FINETUNE_PAIRS, FINETUNE_SAMPLES, FLOOR
+from ...evidence import CEILING, ENOUGH_UPDATES, FEWEST_UPDATES, FLOOR, HOPELESS_UPDATES, POOR_UPDATES
 from ...objectives import BY_COST_NAME
+from ...recipes import advise_batch
 from ..facts import TrainingFacts, power_of_two
 from ..rule import Severity, Violation, rule
 from ..tools import TOOLS, large_batch
 
-# Measured: 122 updates learned nothing, and 488 reached four fifths of the quality of 1,953.
-HOPELESS_UPDATES, POOR_UPDATES = 100, 500
 # A fix proposes a batch of at most this fraction (1/16) of the data. Our choice, not from a paper.
 SHARE = 16
-# Fine-tuning: the largest batch that is accepted, and the batch that a fix proposes.
-FINETUNED_PAIRS, FINETUNED_SAMPLES = (2_048, FINETUNE_PAIRS), (256, FINETUNE_SAMPLES)
+# A chunk that is so many times larger than the share of a rank was meant to be the batch.
+SWAPPED = 16
+# Fine-tuning: the largest batch of pairs and of samples that is accepted without looking at the updates.
+FINETUNED_PAIRS, FINETUNED_SAMPLES = 2_048, 256
 
 
 @rule(
@@ -161,18 +162,25 @@ def batch_arithmetic(t: TrainingFacts) -> Iterator[Violation]:
 
 @rule(
     "chunk-exceeds-shard",
+    "warning",
     "note",
-    source="megabatch's encoders (docs/encoders.md)",
+    source="megabatch's encoders (docs/encoders.md); users of Sentence Transformers swap the two (issues 2750, 2864)",
     remedy="Take a chunk of at most batch / ranks.",
 )
 def chunk_exceeds_shard(t: TrainingFacts) -> Iterator[Violation]:
     """A chunk larger than a rank's share of the batch.
 
-    The shard then runs in one piece. Memory is that of the shard, and a larger batch will take more than planned.
+    The shard then runs in one piece. Memory is that of the shard, and a larger batch will take more than planned. If the chunk is
+    many times larger, the two were probably swapped.
     """
-    if t.chunk is not None and t.shard is not None and t.chunk > t.shard:
-        text = f"The chunk is {t.chunk:,}, but a rank's share of the batch is {t.shard:,}."
-        yield Violation("note", "chunk", text, {"chunk": t.shard})
+    shard = t.shard if t.shard is not None else t.micro
+    if t.chunk is None or shard is None or t.chunk <= shard:
+        return
+    text = f"The chunk is {t.chunk:,}, but a rank's share of the batch is {shard:,}."
+    if t.chunk < SWAPPED * shard:
+        yield Violation("note", "chunk", text, {"chunk": shard})
+    else:
+        yield Violation("warning", "chunk", f"{text} Were they swapped?", {"chunk": shard, "micro": t.chunk}, "", ({"chunk": shard},))
 
 
 @rule(
@@ -191,11 +199,13 @@ def finetune_batch(t: TrainingFacts) -> Iterator[Violation]:
     """
     if not t.finetuning or t.objective is None or t.size is None:
         return
-    limit, instead = FINETUNED_PAIRS if t.contrastive else FINETUNED_SAMPLES
+    limit = FINETUNED_PAIRS if t.contrastive else FINETUNED_SAMPLES
     if t.size > limit and (t.updates is None or t.updates < FEWEST_UPDATES):
         kind = "pairs" if t.contrastive else "samples"
         length = "" if t.updates is None else f" and makes {t.updates:,} updates"
         text = f"Fine-tuning uses {t.size:,} {kind} per step{length}."
+        advice = advise_batch(t.tasks()[0])
+        instead = limit if advice is None else min(limit, round(advice.value))
         yield Violation("note" if t.updates is None else "warning", "batch", text, t.at_batch(instead))
 
 

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ...recipes import advise_rate
 from ..facts import TrainingFacts
 from ..rule import Violation, rule
-
-# A rate for pretrained weights: the largest with which BERT's paper fine-tunes. Published trainings from random weights take four
-# times as much or more.
-FINETUNING_RATE = 5e-5
 
 
 @rule(
@@ -39,11 +36,11 @@ def rate_for_pretrained_weights(t: TrainingFacts) -> Iterator[Violation]:
 
     Either the weights were forgotten, or the run ends long before it has learned.
     """
-    adaptive = t.family is not None and t.family.uses_beta2
-    if not t.contrastive or t.finetuning is not False or not adaptive or t.lr is None or t.lr > FINETUNING_RATE:
+    if not t.contrastive or t.finetuning is not False or t.locked or t.optimizer is None or t.lr is None or t.lr > t.rates()[0]:
         return
     text = f"The towers start from random weights at a rate of {t.lr:g}, which is for pretrained ones."
-    yield Violation("error", "finetuning", text, {"lr": 5e-4}, "If weights were meant, name them instead.")
+    wanted = advise_rate(t.tasks()[0], t.size or 256).value
+    yield Violation("error", "finetuning", text, {"lr": wanted}, "If weights were meant, name them instead.")
 
 
 RULES = (locked_random_tower, rate_for_pretrained_weights)
