@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..evidence import FEWEST_UPDATES, round_rate
+from ..evidence import FEWEST_UPDATES, USUAL_WARMUP, round_rate
 from ..objectives import DEFAULT, AuditName, PairLoss, is_contrastive
 from ..optimizers import FAMILIES, FamilyName, FamilySpec, rate_factor
 from ..recipes import Kind, Start, TrainingTask, advise_rate, advise_warmup, plausible_rates
@@ -266,8 +266,11 @@ class TrainingFacts:
             changes["chunk"] = -(-batch // self.ranks)
         after = self.changed(changes)
         steps = after.warmup_steps
-        if self.warmup and steps is not None and after.updates is not None and 2 * steps > after.updates:
-            changes["warmup"] = after.wanted_warmup
+        wanted = after.wanted_warmup
+        # The warm-up stays if it is neither half of the run nor a small part of what is usual.
+        if self.warmup and steps is not None and after.updates is not None:
+            if 2 * steps > after.updates or steps < min(wanted, USUAL_WARMUP) / 10:
+                changes["warmup"] = wanted
         return changes
 
     def _rate_at(self, batch: int) -> float | None:

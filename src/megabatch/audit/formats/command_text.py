@@ -13,14 +13,17 @@ PRESENT, ABSENT = object(), object()
 # Shell operators that end a command on a line.
 SEPARATORS = ("|", "||", "&", "&&", ";")
 LARGEST_SCRIPT = 2**18
+# Variables that are made of others are followed so far.
+DEEPEST = 3
 # NAME=value or NAME=( words ), at the beginning of a line.
 _ASSIGNMENT = re.compile(
     r"""^[ \t]*(?:export[ \t]+|readonly[ \t]+|local[ \t]+)?(?P<name>[A-Za-z_]\w*)=
-    (?:\((?P<array>[^()]*)\)|"(?P<double>[^"$`\\]*)"|'(?P<single>[^']*)'|(?P<bare>[^\s"'`$();&|]+)(?=[ \t]*(?:[;#\n]|\Z)))""",
+    (?:\((?P<array>[^()]*)\)|"(?P<double>[^"`]*)"|'(?P<single>[^']*)'|(?P<bare>[^\s"'`$();&|]+)(?=[ \t]*(?:[;#\n]|\Z)))""",
     re.MULTILINE | re.VERBOSE,
 )
 _REFERENCE = re.compile(r"""\$(?:\{(?P<braced>[A-Za-z_]\w*)(?P<all>\[[@*]\])?\}|(?P<plain>[A-Za-z_]\w*))""")
-_LOGICAL_LINE = re.compile(r"(?:[^\n]*\\\n)*[^\n]*\n?")
+# A comment or a line; a backslash at the end continues a line, but not a comment.
+_LOGICAL_LINE = re.compile(r"[ \t]*#[^\n]*\n?|(?:[^\n]*\\\n)*[^\n]*\n?")
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ class Command:
     """A command in a script.
 
     text: the whole script. start, end: of the command in it. pattern: finds the program in the command. arrays: where the words of
-    arrays that the command uses stand in the script.
+    arrays, and flags that are kept in variables, stand in the script.
     """
 
     text: str
@@ -51,17 +54,31 @@ class Command:
 
     def words(self) -> list[str]:
         """Return the words after the program as a shell splits them, up to the next command on the line."""
-        body = self._expanded(self.body.replace("\\\n", " "))
+        match = re.search(rf"(?:{self.pattern})\S*", self.body)
+        assert match is not None
+        text = self._expanded(self.body[match.end() :].replace("\\\n", " ")).rstrip()
         try:
-            words = shlex.split(body, comments=True)
-        except ValueError as error:
-            raise ValueError(f"{self.body.strip()[:80]!r}: is not valid shell syntax ({error})") from None
-        begin = next((place + 1 for place, word in enumerate(words) if re.search(self.pattern, word)), 0)
-        return words[begin : next((place for place in range(begin, len(words)) if words[place] in SEPARATORS), len(words))]
+            words = _split(text)
+        except ValueError:
+            # The command may be in quotes, to be run by `eval` or `bash -c`.
+            try:
+                words = _split(text.rstrip("\"'"))
+            except ValueError as error:
+                raise ValueError(f"{self.body.strip()[:80]!r}: is not valid shell syntax ({error})") from None
+        return words[: next((place for place, word in enumerate(words) if word in SEPARATORS), len(words))]
 
     def _expanded(self, text: str) -> str:
         text = re.sub(r'"(\$\{[A-Za-z_]\w*\[[@*]\]\})"', r"\1", text)
-        return _REFERENCE.sub(lambda match: self.variables.get(match["braced"] or match["plain"], match[0]), text)
+        # A variable may be made of others, which may be made of others.
+        for _ in range(DEEPEST):
+            if len(text) > LARGEST_SCRIPT:
+                raise ValueError(f"the variables of the command make more than {LARGEST_SCRIPT:,} characters")
+            text = _REFERENCE.sub(lambda match: self.variables.get(match["braced"] or match["plain"], match[0]), text)
+        return text.replace("\\\n", " ")
+
+
+def _split(text: str) -> list[str]:
+    return shlex.split(text, comments=True)
 
 
 def _any_command(command: Command) -> bool:
@@ -76,7 +93,7 @@ def find_command(text: str, pattern: str, accepts: Callable[[Command], bool] = _
     for match in _LOGICAL_LINE.finditer(text):
         if not re.search(pattern, match[0]) or match[0].lstrip().startswith("#"):
             continue
-        used = {reference["braced"] for reference in _REFERENCE.finditer(match[0]) if reference["all"]}
+        used = {reference["braced"] or reference["plain"] for reference in _REFERENCE.finditer(match[0])}
         arrays = tuple(spans[name] for name in variables if name in used and name in spans)
         command = Command(text, match.start(), match.end(), pattern, variables, arrays)
         if accepts(command):
@@ -93,6 +110,8 @@ def _assignments(text: str) -> tuple[dict[str, str], dict[str, tuple[int, int]]]
         if match["array"] is not None:
             value = re.sub(r"(^|\s)#[^\n]*|\\\n|\n", " ", value)
             spans[match["name"]] = match.span("array")
+        elif "--" in value:
+            spans[match["name"]] = match.span("double" if match["double"] is not None else "single")
         values.setdefault(match["name"], []).append(value)
     # A variable that is set twice depends on the way through the script.
     return {name: given[0] for name, given in values.items() if len(given) == 1}, spans
@@ -127,13 +146,14 @@ def edit_flags(text: str, edits: Mapping[str, Any], pattern: str, accepts: Calla
             body = text[start:end]
             if not re.search(present, body):
                 continue
-            if value is ABSENT:
+            if value is PRESENT:
+                body = re.sub(rf"({present}[= \t]+)[Ff]alse(?!\S)", r"\1True", body)
+            elif value is ABSENT:
                 body = re.sub(rf"[ \t]*{present}(?:=\S+|[ \t]+(?:[Tt]rue|[Ff]alse)(?!\S))?", "", body)
-            elif value is not PRESENT:
-                if re.search(with_value, body):
-                    body = re.sub(with_value, lambda match, value=value: f"{match[1]}{value}", body)  # type: ignore[misc]
-                else:
-                    body = re.sub(present, lambda match, value=value: f"{match[0]} {value}", body)  # type: ignore[misc]
+            elif re.search(with_value, body):
+                body = re.sub(with_value, lambda match, value=value: f"{match[1]}{value}", body)  # type: ignore[misc]
+            else:
+                body = re.sub(present, lambda match, value=value: f"{match[0]} {value}", body)  # type: ignore[misc]
             text = text[:start] + body + text[end:]
             break
         else:

@@ -12,11 +12,25 @@ from ..formats.command_text import find_command
 from ..formats.json_text import edit_json, parse_json
 from ..formats.toml_text import parse_toml
 from ..formats.yaml_text import edit_yaml, parse_yaml
-from . import accelerate, axolotl, deepspeed, lightning, open_clip, python_script, run, trainer_command, training_table, transformers
+from ..model_names import parameters_of
+from . import (
+    accelerate,
+    axolotl,
+    deepspeed,
+    lightning,
+    open_clip,
+    python_script,
+    run,
+    trainer_command,
+    training_table,
+    transformers,
+)
 
 __all__ = ["read_any"]
 
 LARGEST_FILE = 2**20
+# Keys of TRL's and LLaMA-Factory's files beside the Trainer's arguments.
+LANGUAGE_MODEL = {"stage", "cutoff_len", "max_seq_length", "chat_template", "packing", "dataset_text_field"}
 
 
 class TableReader(NamedTuple):
@@ -34,8 +48,11 @@ def _trainer(parse: Any, edit: Any) -> Callable[[str, str, Mapping[str, Any]], R
 def _stated(table: Mapping[str, Any]) -> dict[str, Any]:
     """Return what files of LLaMA-Factory and alike say beside the Trainer's arguments."""
     facts: dict[str, Any] = {}
-    if isinstance(table.get("model_name_or_path"), str):
-        facts["finetuning"] = True
+    model = table.get("model_name_or_path")
+    if isinstance(model, str):
+        facts |= {"finetuning": True, "parameters": parameters_of(model)}
+    if LANGUAGE_MODEL & table.keys():
+        facts["objective"] = "lm"
     if table.get("finetuning_type") == "lora" or table.get("use_peft") is True:
         facts["adapter"] = True
     return facts

@@ -34,7 +34,9 @@ def read(name: str, text: str) -> Reading:
         return _facts(name, parse_yaml(after, name))
 
     table = parse_yaml(text, name)
-    return Reading(reread(text), Document(name, text, KEYS, lambda changes, training: _translate(changes, table), edit_yaml, reread))
+    return Reading(
+        reread(text), Document(name, text, KEYS, lambda changes, training: _translate(changes, table), edit_yaml, reread)
+    )
 
 
 def _facts(name: str, table: Mapping[str, Any]) -> TrainingFacts:
@@ -76,7 +78,12 @@ def _contradictions(table: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]
     config = at(table, "deepspeed_config.deepspeed_config_file")
     both = [key for key in IN_FILE if config and at(table, f"deepspeed_config.{key}") is not None]
     if both:
-        found.append((f"deepspeed_config has a deepspeed_config_file and {', '.join(both)}, which that file states: accelerate refuses to start.", {}))
+        found.append(
+            (
+                f"deepspeed_config has a deepspeed_config_file and {', '.join(both)}, which that file states: accelerate refuses to start.",
+                {},
+            )
+        )
     if config is None and kind == "FSDP" and isinstance(table.get("deepspeed_config"), dict) and table["deepspeed_config"]:
         found.append(("distributed_type is FSDP, but deepspeed_config has settings: they are ignored.", {}))
     return found

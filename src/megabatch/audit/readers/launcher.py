@@ -26,6 +26,9 @@ def launch_of(command: Command) -> Launch:
         return Launch(_number(head, r"--num[_-]processes"))
     if re.search(r"\bdeepspeed\b", head):
         each, nodes = _number(head, r"--num_gpus"), _number(head, r"--num_nodes")
+        included = re.search(r"--include[= ]+[\"']?localhost:(\d+(?:,\d+)*)", head)
+        if included and each is None:
+            return Launch(len(included[1].split(",")))
         return Launch(None if each is None else each * (nodes or 1))
     if re.search(r"\bpython", head) and not re.search(r"mpirun|horovodrun|\$", head):
         visible = re.search(r"\bCUDA_VISIBLE_DEVICES=[\"']?(\d+(?:,\d+)*)", head + _exported(text[: command.start]))

@@ -53,22 +53,25 @@ OBJECTIVES: tuple[tuple[str, Literal["clip", "siglip"]], ...] = (
 )
 
 
-def read(
-    name: str, text: str, parse: Callable[[str], Mapping[str, Any]], edit: Callable[[str, Mapping[str, Any]], str]
-) -> Reading:
+def read(name: str, text: str, parse: Callable[[str], Mapping[str, Any]], edit: Callable[[str, Mapping[str, Any]], str]) -> Reading:
     table = parse(text)
 
     def reread(after: str) -> TrainingFacts:
         return _facts(name, parse(after))
 
-    document = Document(name, text, KEYS | _places(table), lambda changes, training: _translate(changes, training, table), edit, reread)
+    document = Document(
+        name, text, KEYS | _places(table), lambda changes, training: _translate(changes, training, table), edit, reread
+    )
     return Reading(reread(text), document)
 
 
 def _places(table: Mapping[str, Any]) -> dict[str, str]:
     """Return where this file states facts that a model or a data module of its own may take."""
     places = {}
-    for fact, names in {"micro": ("batch_size", "train_batch_size", "per_device_batch_size"), "lr": ("lr", "learning_rate")}.items():
+    for fact, names in {
+        "micro": ("batch_size", "train_batch_size", "per_device_batch_size"),
+        "lr": ("lr", "learning_rate"),
+    }.items():
         sections = ("data.init_args", "data", "model.init_args", "model", "optimizer.init_args", "optimizer")
         paths = [f"{section}.{name}" for section in sections for name in names]
         found = next((path for path in paths if _is_number(at(table, path))), None)

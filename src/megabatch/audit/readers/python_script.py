@@ -89,7 +89,10 @@ def _table(script: Script) -> dict[str, Any]:
         table = unknown | table | {"fp16": half == "fp16", "bf16": half == "bf16", "do_eval": True, "max_grad_norm": None}
     else:
         table = dict(zip(POSITIONAL, call.positional, strict=False)) | dict(call.keywords)
-        if call.function.startswith("SentenceTransformer") or "sentence_transformers" in script.modules:
+        # Cross-encoders score pairs one by one.
+        if call.function.startswith("CrossEncoder"):
+            table.pop("batch_sampler", None)
+        elif "sentence_transformers" in script.modules:
             table.setdefault("batch_sampler", "batch_sampler")
     for other in script.calls:
         if other.keywords.get("use_cache") is True:

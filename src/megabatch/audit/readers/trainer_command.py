@@ -12,8 +12,8 @@ from ..model_names import parameters_of
 from . import transformers
 from .launcher import launch_of
 
-# A script, a module (but not the launcher's), or a command of ms-swift.
-MAIN = r"[\w./-]+\.py\b|(?<=-m )(?!torch\.distributed|accelerate)[\w.]+|\bswift\s+(?:sft|pt)\b"
+# A script, a module (but not the launcher's), or a command of ms-swift or LLaMA-Factory.
+MAIN = r"[\w./-]+\.py\b|(?:(?<=-m )|(?<=--module ))(?!torch\.distributed|accelerate)[\w.]+|\b(?:swift\s+(?:sft|pt)|llamafactory-cli\s+train)\b"
 # Arguments of the Trainer that are no keys of DEFAULTS, with the type of their values.
 OTHERS: dict[str, type] = {
     "eval_strategy": str,
@@ -145,6 +145,12 @@ def _count(flags: Flags, flag: str, default: int | None = None) -> int | None:
     return None if number is None or not 1 <= number < 1e9 else int(number)
 
 
+def _mined(flags: Flags) -> int | None:
+    """Return the negatives in a group of passages, which has one positive."""
+    group = _count(flags, "--train_group_size", 8)
+    return None if group is None or group == 1 else group - 1
+
+
 def _started(flags: Flags) -> dict[str, Any]:
     """Return what the flags of the example scripts say about the model."""
     model = (flags.get("--model_name_or_path") or flags.get("--model") or [""])[0]
@@ -160,7 +166,7 @@ def _tevatron(flags: Flags) -> dict[str, Any]:
         "objective": "clip",
         "gather": "exact",
         "adapter": True if "--lora" in flags else None,
-        "negatives": _count(flags, "--train_group_size", 8),
+        "negatives": _mined(flags),
         "chunk": _count(flags, "--gc_q_chunk_size", 4) if cached else None,
         "scale": 1 / temperature if temperature and "--normalize" in flags and not cached else None,
         "temperature_ignored": cached and temperature not in (None, 1.0),
@@ -176,7 +182,7 @@ def _flag_embedding(flags: Flags) -> dict[str, Any]:
         "objective": "clip",
         "gather": "exact" if "--negatives_cross_device" in flags else "none",
         "adapter": True if "--use_lora" in flags else None,
-        "negatives": _count(flags, "--train_group_size", 8),
+        "negatives": _mined(flags),
         "chunk": _count(flags, "--sub_batch_size") if "--sub_batch_size" in flags else None,
         "scale": 1 / temperature if temperature else None,
         "held_out": True,
@@ -216,6 +222,7 @@ PROGRAMS = (
         {"temperature_ignored": "--temperature", "scale": "--temperature", "chunk": "--gc_q_chunk_size"},
         ("grad_cache",),
     ),
+    Program(r"\bFlagEmbedding\b.*\breranker\b", lambda flags: _started(flags) | {"objective": "supervised", "held_out": True}),
     Program(
         r"\bFlagEmbedding\b",
         _flag_embedding,

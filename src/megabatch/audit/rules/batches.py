@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ...evidence import CEILING, ENOUGH_UPDATES, FEWEST_UPDATES, FLOOR, HOPELESS_UPDATES, POOR_UPDATES
 from ...objectives import BY_COST_NAME
 from ...recipes import advise_batch
-from ..facts import TrainingFacts, power_of_two
+from ..facts import SMALLEST_BATCH, TrainingFacts, power_of_two
 from ..rule import Severity, Violation, rule
 from ..tools import TOOLS, large_batch
 
@@ -44,11 +44,16 @@ def too_few_updates(t: TrainingFacts) -> Iterator[Violation]:
     if updates < POOR_UPDATES or (updates < FEWEST_UPDATES and size > FLOOR):
         severity = "error" if updates < HOPELESS_UPDATES else "warning"
     text = f"The run makes {updates:,} updates of {size:,}. Quality falls steeply below {FEWEST_UPDATES:,} to {ENOUGH_UPDATES:,}."
-    batch = t.affordable_batch if updates < FEWEST_UPDATES else None
-    changes = t.at_batch(batch) if batch is not None and batch < size and t.steps is None else {}
-    if t.steps is not None and updates < FEWEST_UPDATES:
-        changes = {"steps": FEWEST_UPDATES}
-    yield Violation(severity, "batch", text, changes, "Alternatively, train longer at the same batch.")
+    if t.steps is not None:
+        changes = {"steps": FEWEST_UPDATES} if updates < FEWEST_UPDATES else {}
+        yield Violation(severity, "batch", text, changes)
+        return
+    # What a plan would choose, or the largest that leaves enough updates.
+    advice = advise_batch(t.tasks()[0])
+    batches = [None if advice is None else round(advice.value), t.affordable_batch]
+    smaller = [t.at_batch(batch) for batch in batches if batch is not None and SMALLEST_BATCH <= batch < size]
+    first, *otherwise = [*smaller, {}]
+    yield Violation(severity, "batch", text, first, "Alternatively, train longer at the same batch.", tuple(otherwise))
 
 
 @rule(
@@ -180,7 +185,9 @@ def chunk_exceeds_shard(t: TrainingFacts) -> Iterator[Violation]:
     if t.chunk < SWAPPED * shard:
         yield Violation("note", "chunk", text, {"chunk": shard})
     else:
-        yield Violation("warning", "chunk", f"{text} Were they swapped?", {"chunk": shard, "micro": t.chunk}, "", ({"chunk": shard},))
+        yield Violation(
+            "warning", "chunk", f"{text} Were they swapped?", {"chunk": shard, "micro": t.chunk}, "", ({"chunk": shard},)
+        )
 
 
 @rule(

@@ -93,6 +93,7 @@ def whole_matrix(t: TrainingFacts) -> Iterator[Violation]:
     "accumulation-adds-no-negatives",
     "error",
     "warning",
+    "note",
     source="measured: 8 micro-batches of 8 have 7 negatives per sample, not 63; gradient 31 % off; gradient caching is exact"
     " (3e-16)",
     remedy="Take the whole batch at once, without accumulation, and run the encoders in chunks.",
@@ -101,7 +102,7 @@ def accumulation_adds_no_negatives(t: TrainingFacts) -> Iterator[Violation]:
     """Gradient accumulation in a contrastive run.
 
     A contrastive loss is not a mean over samples. Each micro-batch is compared only with itself, and the sum of these losses is not
-    the loss of the batch.
+    the loss of the batch. With mined negatives that may be intended.
     """
     # Sentence Transformers' arguments do not name the loss, but most of its losses for retrieval have in-batch negatives.
     perhaps = t.objective is None and t.tool == "sentence_transformers"
@@ -115,7 +116,8 @@ def accumulation_adds_no_negatives(t: TrainingFacts) -> Iterator[Violation]:
     text = f"Accumulating {t.accumulation} micro-batches adds no negatives{numbers}."
     if perhaps:
         text = f"If the loss has in-batch negatives, accumulating {t.accumulation} micro-batches adds none{numbers}."
-    severity: Severity = "warning" if perhaps else "error"
+    # With mined negatives the others matter less, and published trainings accumulate (Tevatron, GritLM).
+    severity: Severity = "note" if t.negatives else "warning" if perhaps else "error"
     yield Violation(severity, "accumulation", text, in_chunks, f"{how[0].upper()}{how[1:]}.", (changes,))
 
 
@@ -169,7 +171,9 @@ def duplicates_as_negatives(t: TrainingFacts) -> Iterator[Violation]:
     pairs = collisions(t.size, t.unique) * (1 if t.data is None else max(0.0, 1 - t.unique / t.data))
     if pairs < 1:
         return
-    text = f"A batch of {t.size:,} of data with {t.unique:,} different items holds about {pairs:,.0f} pairs of equal items, which are"
+    text = (
+        f"A batch of {t.size:,} of data with {t.unique:,} different items holds about {pairs:,.0f} pairs of equal items, which are"
+    )
     text += " trained as negatives."
     yield Violation("warning" if pairs >= t.size / 100 else "note", "duplicates", text, {"duplicates": "mask"})
 

@@ -15,6 +15,8 @@ from ..rule import Severity, Violation, rule
 OFF = math.sqrt(2) * 1.001
 # Published fine-tunings at up to this rate do without warm-up (SimCSE, FlagEmbedding).
 SMALL_RATE = 1e-4
+# The limits of plausible rates are good to this factor: published files differ that much.
+DOUBT = 3.0
 # Adam's default β2, and slower ones.
 SLOW = 0.999
 
@@ -33,7 +35,7 @@ def rate_out_of_range(t: TrainingFacts) -> Iterator[Violation]:
     """
     if t.lr is None:
         return
-    smallest, largest = possible_rates(t.optimizer or "sgd")
+    smallest, largest = _possible(t)
     if smallest <= t.lr <= largest:
         return
     name = "any optimizer" if t.family is None else "Adam" if t.family.uses_beta2 else t.family.name.upper()
@@ -184,6 +186,7 @@ def beta2_too_slow(t: TrainingFacts) -> Iterator[Violation]:
 @rule(
     "finetune-rate",
     "warning",
+    "note",
     source="published: CLIP 1e-6 to 1e-4, text encoders 1e-5 to 2e-4, language models 2e-5 (LoRA ten times that), lower for larger"
     " models and higher for larger batches; megabatch's rule for plans, and ten times above it. Confidence low to medium",
     remedy="Start at the rate that others use for this kind of model, and sweep.",
@@ -193,18 +196,19 @@ def finetune_rate(t: TrainingFacts) -> Iterator[Violation]:
 
     Pre-trained weights are already close to a good solution. A rate chosen for random weights moves them away from it first.
     """
-    if not t.finetuning or t.lr is None or t.base_lr is not None or _is_impossible(t):
+    if not t.finetuning or t.optimizer is None or t.lr is None or t.base_lr is not None or _is_impossible(t):
         return
     _, high = t.rates()
     if t.lr > high:
         kind = "LoRA" if t.adapter else "fine-tuning"
-        text = f"The rate is {t.lr:g}, but {kind} of this kind of model takes at most {high:.2g}."
-        yield Violation("warning", "lr", text, {"lr": _advised(t)})
+        text = f"The rate is {t.lr:g}, but {kind} of this kind of model usually takes at most {high:.2g}."
+        yield Violation("warning" if t.lr > DOUBT * high else "note", "lr", text, {"lr": _advised(t)})
 
 
 @rule(
     "rate-unusual",
     "warning",
+    "note",
     source="megabatch's rules for plans, made from published trainings, and ten times above and below them",
     remedy="Take the rate that others use for this kind of model, batch and start, and sweep around it.",
 )
@@ -217,14 +221,22 @@ def rate_unusual(t: TrainingFacts) -> Iterator[Violation]:
         return
     low, high = t.rates()
     # Other rules report fine-tuning at too high a rate, and random weights at one for pretrained ones.
-    if (t.lr > high and not t.finetuning) or (t.lr < low and not (t.contrastive and t.finetuning is False)):
+    too_low = t.lr < low / DOUBT and not (t.contrastive and t.finetuning is False)
+    if too_low or (t.lr > high and not t.finetuning):
         text = f"The rate is {t.lr:g}; {low:.1g} to {high:.1g} is plausible for what is trained."
-        yield Violation("warning", "lr", text, {"lr": _advised(t)})
+        # Some trainings, such as that of preferences, take much smaller rates on purpose.
+        yield Violation("note" if too_low else "warning", "lr", text, {"lr": _advised(t)})
+
+
+def _possible(t: TrainingFacts) -> tuple[float, float]:
+    """Return the rates that can be meant; with an unknown optimizer, those that can be meant with some optimizer."""
+    intervals = [possible_rates(t.optimizer)] if t.optimizer else [possible_rates("adam"), possible_rates("sgd")]
+    return min(low for low, _ in intervals), max(high for _, high in intervals)
 
 
 def _is_impossible(t: TrainingFacts) -> bool:
     """Return whether `rate_out_of_range` reports the rate."""
-    low, high = possible_rates(t.optimizer or "sgd")
+    low, high = _possible(t)
     return t.lr is not None and not low <= t.lr <= high
 
 

@@ -12,7 +12,7 @@ from ..rule import Violation, rule
     "settings-disagree",
     "error",
     source="transformers' integrations/deepspeed.py and training_args.py, accelerate's launch.py, Lightning's Trainer",
-    remedy="Make the settings agree; in a DeepSpeed file for the Trainer, \"auto\" takes the Trainer's value.",
+    remedy='Make the settings agree; in a DeepSpeed file for the Trainer, "auto" takes the Trainer\'s value.',
 )
 def settings_disagree(t: TrainingFacts) -> Iterator[Violation]:
     """Settings that contradict each other.

@@ -13,7 +13,7 @@ from ..rule import Violation, rule
     "locked-random-tower",
     "error",
     source="LiT (2111.07991) locks a pretrained tower",
-    remedy="Name the weights of the locked tower (`weights = \"…\"`, or --pretrained), or do not lock it.",
+    remedy='Name the weights of the locked tower (`weights = "…"`, or --pretrained), or do not lock it.',
 )
 def locked_random_tower(t: TrainingFacts) -> Iterator[Violation]:
     """A locked tower with random weights.
