@@ -1,4 +1,4 @@
-"""The audit finds planted mistakes in files of every tool, has nothing against published settings, and its diffs fix what it finds."""
+"""The audit finds planted mistakes in files of every tool, has nothing against published settings, and its diffs are fixes."""
 
 from __future__ import annotations
 

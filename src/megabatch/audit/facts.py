@@ -268,9 +268,9 @@ class TrainingFacts:
         steps = after.warmup_steps
         wanted = after.wanted_warmup
         # The warm-up stays if it is neither half of the run nor a small part of what is usual.
-        if self.warmup and steps is not None and after.updates is not None:
-            if 2 * steps > after.updates or steps < min(wanted, USUAL_WARMUP) / 10:
-                changes["warmup"] = wanted
+        shortest, longest = min(wanted, USUAL_WARMUP) / 10, math.inf if after.updates is None else after.updates / 2
+        if self.warmup and steps is not None and after.updates is not None and not shortest <= steps <= longest:
+            changes["warmup"] = wanted
         return changes
 
     def _rate_at(self, batch: int) -> float | None:

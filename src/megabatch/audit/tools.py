@@ -39,8 +39,8 @@ TOOLS: dict[str, ToolSpec] = {
         ToolSpec(
             "open_clip",
             "OpenCLIP",
-            "`--accum-freq` keeps all negatives, because it caches features, and takes one more forward pass; `--grad-checkpointing`"
-            " saves memory too",
+            "`--accum-freq` keeps all negatives, because it caches features, and takes one more forward pass;"
+            " `--grad-checkpointing` saves memory too",
             accumulation_keeps_negatives=True,
             gathers_by_default=True,
         ),

@@ -21,7 +21,7 @@ UNKNOWN = _Unknown()
 
 
 @dataclass(frozen=True)
-class Call:
+class FunctionCall:
     """A call: the last part of the function's name, its arguments, and the node that holds their places in the text."""
 
     function: str
@@ -34,12 +34,12 @@ class Call:
 class Script:
     """The calls of a script in their order, the names that it imports, and those of functions it decorates with a call."""
 
-    calls: tuple[Call, ...]
+    calls: tuple[FunctionCall, ...]
     modules: frozenset[str]
-    decorators: tuple[Call, ...]
+    decorators: tuple[FunctionCall, ...]
     tree: ast.Module
 
-    def find(self, names: Collection[str]) -> Call | None:
+    def find(self, names: Collection[str]) -> FunctionCall | None:
         """Return the first call of a function with one of these names."""
         return next((call for call in self.calls if call.function in names), None)
 
@@ -95,10 +95,10 @@ def value_of(node: ast.expr, constants: Mapping[str, Any]) -> Any:
         return UNKNOWN
 
 
-def _call(node: ast.Call, constants: Mapping[str, Any]) -> Call:
+def _call(node: ast.Call, constants: Mapping[str, Any]) -> FunctionCall:
     function = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id if isinstance(node.func, ast.Name) else ""
     keywords = {entry.arg: value_of(entry.value, constants) for entry in node.keywords if entry.arg}
-    return Call(function, tuple(value_of(argument, constants) for argument in node.args), keywords, node)
+    return FunctionCall(function, tuple(value_of(argument, constants) for argument in node.args), keywords, node)
 
 
 def edit_calls(text: str, edits: Mapping[tuple[str, str], Any], name: str = "the edited text") -> str:

@@ -78,12 +78,10 @@ def _contradictions(table: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]
     config = at(table, "deepspeed_config.deepspeed_config_file")
     both = [key for key in IN_FILE if config and at(table, f"deepspeed_config.{key}") is not None]
     if both:
-        found.append(
-            (
-                f"deepspeed_config has a deepspeed_config_file and {', '.join(both)}, which that file states: accelerate refuses to start.",
-                {},
-            )
+        sentence = (
+            f"deepspeed_config has {', '.join(both)} beside a deepspeed_config_file, which states them: accelerate refuses to"
         )
+        found.append((f"{sentence} start.", {}))
     if config is None and kind == "FSDP" and isinstance(table.get("deepspeed_config"), dict) and table["deepspeed_config"]:
         found.append(("distributed_type is FSDP, but deepspeed_config has settings: they are ignored.", {}))
     return found

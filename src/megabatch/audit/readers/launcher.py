@@ -8,32 +8,32 @@ from typing import NamedTuple
 from ..formats.command_text import Command
 
 
-class Launch(NamedTuple):
+class StartedProcesses(NamedTuple):
     """ranks: processes that are started. visible: GPUs that one plain process sees. None if the text does not tell."""
 
     ranks: int | None
     visible: int | None = None
 
 
-def launch_of(command: Command) -> Launch:
+def launch_of(command: Command) -> StartedProcesses:
     """Return how a command is launched; `#SBATCH` lines of its script count for srun."""
     head, text = command.head, command.text
     if re.search(r"torchrun|torch\.distributed\.(run|launch)", head):
-        return Launch(_product(head, r"--nproc[_-]per[_-]node", r"--nnodes", default=1))
+        return StartedProcesses(_product(head, r"--nproc[_-]per[_-]node", r"--nnodes", default=1))
     if re.search(r"\bsrun\b", head):
-        return Launch(_product(text, r"--(?:ntasks|gpus|tasks)-per-node", r"--nodes", default=None))
+        return StartedProcesses(_product(text, r"--(?:ntasks|gpus|tasks)-per-node", r"--nodes", default=None))
     if re.search(r"\baccelerate\s+launch\b", head):
-        return Launch(_number(head, r"--num[_-]processes"))
+        return StartedProcesses(_number(head, r"--num[_-]processes"))
     if re.search(r"\bdeepspeed\b", head):
         each, nodes = _number(head, r"--num_gpus"), _number(head, r"--num_nodes")
         included = re.search(r"--include[= ]+[\"']?localhost:(\d+(?:,\d+)*)", head)
         if included and each is None:
-            return Launch(len(included[1].split(",")))
-        return Launch(None if each is None else each * (nodes or 1))
+            return StartedProcesses(len(included[1].split(",")))
+        return StartedProcesses(None if each is None else each * (nodes or 1))
     if re.search(r"\bpython", head) and not re.search(r"mpirun|horovodrun|\$", head):
         visible = re.search(r"\bCUDA_VISIBLE_DEVICES=[\"']?(\d+(?:,\d+)*)", head + _exported(text[: command.start]))
-        return Launch(1, len(visible[1].split(",")) if visible else None)
-    return Launch(None)
+        return StartedProcesses(1, len(visible[1].split(",")) if visible else None)
+    return StartedProcesses(None)
 
 
 def _exported(text: str) -> str:

@@ -96,7 +96,7 @@ def _facts(name: str, table: Mapping[str, Any]) -> TrainingFacts:
     beta2 = betas[1] if isinstance(betas, list) and len(betas) == 2 and _is_number(betas[1]) else None
     if beta2 is None and optimizer is not None and FAMILIES[optimizer].uses_beta2:
         beta2 = 0.999
-    clip = trainer.get("gradient_clip_val")
+    clip = trainer.get("gradient_clip_val", 0.0)
     return TrainingFacts(
         tool="lightning",
         objective=_objective(table),
@@ -108,7 +108,7 @@ def _facts(name: str, table: Mapping[str, Any]) -> TrainingFacts:
         lr=at(table, places["lr"]) or None if "lr" in places else None,
         beta2=beta2,
         weight_decay=_positive(at(table, "optimizer.init_args.weight_decay")),
-        clip_norm=clip if _is_number(clip) and 0 <= clip < 1e15 else 0.0 if clip is None else None,
+        clip_norm=_positive(clip),
         clip_at="step",
         schedule_at=None,
         steps=_count(trainer.get("max_steps")),
@@ -129,7 +129,7 @@ def _count(value: Any) -> int | None:
 
 
 def _positive(value: Any) -> float | None:
-    return value if _is_number(value) and 0 <= value < 1e15 else None
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1e15 else None
 
 
 def _objective(table: Mapping[str, Any]) -> Literal["clip", "siglip"] | None:
@@ -157,7 +157,8 @@ def _contradictions(trainer: Mapping[str, Any]) -> list[tuple[str, dict[str, Any
         if trainer.get(key) not in (None, False, 0, 0.0):
             found.append((f"trainer.{key} is {trainer[key]!r}, for debugging: the run does not train on the data.", {key: False}))
     if trainer.get("use_distributed_sampler") is False and (_ranks(trainer) or 1) > 1:
-        sentence = "trainer.use_distributed_sampler is False: unless the data module shards the data, every rank trains on the same samples."
+        sentence = "trainer.use_distributed_sampler is False: unless the data module shards the data, all ranks train on the same"
+        sentence += " samples."
         found.append((sentence, {"use_distributed_sampler": True}))
     return found
 

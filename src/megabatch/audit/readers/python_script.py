@@ -1,4 +1,4 @@
-"""Read Python scripts: the Trainer's arguments, the loss of Sentence Transformers, accelerate and Lightning. Nothing is executed."""
+"""Read Python scripts without executing them: the Trainer's arguments, losses of Sentence Transformers, accelerate, Lightning."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..documents import Reading
-from ..formats.python_text import UNKNOWN, Call, Script, edit_calls, parse_python
+from ..formats.python_text import UNKNOWN, FunctionCall, Script, edit_calls, parse_python
 from ..model_names import parameters_of
 from . import lightning, transformers
 
@@ -71,7 +71,7 @@ def read(name: str, text: str) -> Reading:
     return Reading(training, document._replace(keys={**document.keys, **_keys(script)}))
 
 
-def _arguments(script: Script) -> Call | None:
+def _arguments(script: Script) -> FunctionCall | None:
     calls = [call for call in script.calls if ARGUMENTS.fullmatch(call.function)]
     return next((call for call in calls if transformers.MARKS & call.keywords.keys()), calls[0] if calls else None)
 
@@ -121,7 +121,7 @@ def _extra(script: Script) -> dict[str, Any]:
     return {fact: value for fact, value in facts.items() if value is not None}
 
 
-def _loss(call: Call, pylate: bool) -> dict[str, Any]:
+def _loss(call: FunctionCall, pylate: bool) -> dict[str, Any]:
     loss = LOSSES[call.function]
     number = _number(call.keywords.get(loss.scale))
     gather = call.keywords.get("gather_across_devices", False)
@@ -140,7 +140,7 @@ def _number(value: Any) -> float | None:
     return value if isinstance(value, (int, float)) and not isinstance(value, bool) and 1e-30 < value < 1e15 else None
 
 
-def _first_text(call: Call) -> str:
+def _first_text(call: FunctionCall) -> str:
     return next((value for value in call.positional[:1] if isinstance(value, str)), "")
 
 

@@ -13,7 +13,10 @@ from . import transformers
 from .launcher import launch_of
 
 # A script, a module (but not the launcher's), or a command of ms-swift or LLaMA-Factory.
-MAIN = r"[\w./-]+\.py\b|(?:(?<=-m )|(?<=--module ))(?!torch\.distributed|accelerate)[\w.]+|\b(?:swift\s+(?:sft|pt)|llamafactory-cli\s+train)\b"
+MAIN = (
+    r"[\w./-]+\.py\b|(?:(?<=-m )|(?<=--module ))(?!torch\.distributed|accelerate)[\w.]+"
+    r"|\b(?:swift\s+(?:sft|pt)|llamafactory-cli\s+train)\b"
+)
 # Arguments of the Trainer that are no keys of DEFAULTS, with the type of their values.
 OTHERS: dict[str, type] = {
     "eval_strategy": str,
@@ -37,7 +40,7 @@ class Program(NamedTuple):
     pattern: str
     facts: Callable[[Flags], dict[str, Any]]
     chunk: tuple[str, ...] = ()
-    keys: Mapping[str, str] = {}  # noqa: RUF012
+    keys: Mapping[str, str] = {}
     switches: tuple[str, ...] = ()
 
     def edits(self, fact: str, value: Any) -> dict[str, Any] | None:
@@ -76,7 +79,7 @@ def read(name: str, text: str) -> Reading | None:
 
     training, document = transformers.read(name, text, parse, edit, extra, lambda fact, value: program.edits(fact, value))
     keys = {fact: f"--{key}" if re.fullmatch(r"\w+", key) else key for fact, key in document.keys.items()}
-    return Reading(training, document._replace(keys=keys | program.keys))
+    return Reading(training, document._replace(keys={**keys, **program.keys}))
 
 
 def _extra(command: Command, program: Program) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from ...evidence import CEILING, ENOUGH_UPDATES, FEWEST_UPDATES, FLOOR, HOPELESS_UPDATES, POOR_UPDATES
 from ...objectives import BY_COST_NAME
@@ -52,8 +53,8 @@ def too_few_updates(t: TrainingFacts) -> Iterator[Violation]:
     advice = advise_batch(t.tasks()[0])
     batches = [None if advice is None else round(advice.value), t.affordable_batch]
     smaller = [t.at_batch(batch) for batch in batches if batch is not None and SMALLEST_BATCH <= batch < size]
-    first, *otherwise = [*smaller, {}]
-    yield Violation(severity, "batch", text, first, "Alternatively, train longer at the same batch.", tuple(otherwise))
+    changes = smaller[0] if smaller else {}
+    yield Violation(severity, "batch", text, changes, "Alternatively, train longer at the same batch.", tuple(smaller[1:]))
 
 
 @rule(
@@ -78,7 +79,8 @@ def batch_below_floor(t: TrainingFacts) -> Iterator[Violation]:
     parts = (t.ranks or 1) * (t.accumulation or 1)
     how = large_batch(t.tool, t.chunk or t.micro)
     larger = t.at_batch(-(-FLOOR // parts) * parts)
-    changes, otherwise = larger, ()
+    changes: dict[str, Any] = larger
+    otherwise: tuple[dict[str, Any], ...] = ()
     if t.tool is not None and TOOLS[t.tool].accumulation_keeps_negatives and t.micro and t.ranks:
         # The same rows at once, accumulated: the memory stays about as it is.
         more = -(-FLOOR // (t.micro * t.ranks))

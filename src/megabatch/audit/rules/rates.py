@@ -118,8 +118,8 @@ def rate_not_scaled(t: TrainingFacts) -> Iterator[Violation]:
     "no-warmup",
     "warning",
     "note",
-    source="published: 500 (DataComp) to 20,000 steps (SigLIP 2), CLIP and LLaMA 2,000, about 5 % of short runs; Adam's second moment"
-    " needs 2/(1−β2) steps (1910.04209)",
+    source="published: 500 (DataComp) to 20,000 steps (SigLIP 2), CLIP and LLaMA 2,000, about 5 % of short runs; Adam's second"
+    " moment needs 2/(1−β2) steps (1910.04209)",
     remedy="Warm up for 5 % of a short run, for 2,000 steps of a long one.",
 )
 def no_warmup(t: TrainingFacts) -> Iterator[Violation]:

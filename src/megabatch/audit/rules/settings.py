@@ -83,8 +83,8 @@ def split_batches(t: TrainingFacts) -> Iterator[Violation]:
 def data_parallel(t: TrainingFacts) -> Iterator[Violation]:
     """Several GPUs in one process.
 
-    The Trainer then uses DataParallel: slower, and a loss outside of the model compares the pairs of all GPUs, while the same script
-    under torchrun compares those of one.
+    The Trainer then uses DataParallel: slower, and a loss outside of the model compares the pairs of all GPUs, while the same
+    script under torchrun compares those of one.
     """
     if t.data_parallel:
         number = f"{t.visible} GPUs" if t.visible else "Several GPUs"
