@@ -272,7 +272,7 @@ def test_a_file_with_one_mistake_has_one_finding_and_its_diff_fixes_it(case, tmp
     assert finding.severity == case.severity
     worse = [f for f in found if f.code != case.code and f.severity != "note"]
     assert not worse, worse
-    assert finding.why and "[" in finding.why and finding.where
+    assert finding.why and finding.source and finding.where
     is_diff = finding.fix.startswith("--- ")
     assert is_diff == case.has_diff, finding.fix
     if is_diff:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import math
 import random
 import typing
@@ -93,6 +94,25 @@ FACTS: dict[str, tuple[Any, ...]] = {
     "rate_follows": (True, False),
     "batch_from_memory": (True, False),
     "held_out": (True, False),
+    "tool": ("megabatch", "open_clip", "transformers", "sentence_transformers", "tevatron", "deepspeed"),
+    "parameters": (1, 10**8, 7 * 10**9, 10**15),
+    "length": (1, 2048, 10**15),
+    "adapter": (True, False),
+    "quantized": (True, False),
+    "locked": (True, False),
+    "negatives": (1, 7, 10**6),
+    "warmup_share": (0, 0.5, 1, 10, 1e15),
+    "schedule_lr": (1e-3, 1e-30, 1e15),
+    "two_precisions": (True, False),
+    "zero_stage": (0, 2, 3),
+    "offloads_parameters": (True, False),
+    "eval_every": (1, 5, 1000, 10**15),
+    "split_batches": (True, False),
+    "data_parallel": (True, False),
+    "scale": (1e-30, 0.05, 20, 1e15),
+    "cached_gradient_sum": (True, False),
+    "scale_outside_ddp": (True, False),
+    "random_tower": (True, False),
 }
 COMMANDS = (
     "torchrun --nproc_per_node 8 -m open_clip_train.main --train-data d.tar --batch-size 256 --lr 5e-4 --epochs 30 --warmup 2000"
@@ -248,6 +268,32 @@ def _schedules(rng: random.Random) -> tuple[dict[str, Any], int]:
     return table | {"schedule": schedule, "batch": batch | growth}, rng.choice((1, 100, 10**9))
 
 
+@functools.cache
+def _corpus(suffixes: tuple[str, ...]) -> tuple[tuple[str, bytes], ...]:
+    """Return name and text of the files of the audit's corpus, published and with mistakes."""
+    folder = Path(__file__).parents[1] / "audit" / "corpus"
+    cases = [case for path in sorted(folder.glob("*.toml")) for case in _loads(path.read_text("utf-8"))["case"]]
+    return tuple((case["file"], case["text"].encode()) for case in cases if case.get("file", "").endswith(suffixes))
+
+
+def _from_corpus(*suffixes: str) -> Any:
+    """Return a generator of damaged files of the corpus, also joined with others and under the names of others."""
+
+    def make(rng: random.Random) -> tuple[str, bytes]:
+        files = _corpus(suffixes)
+        name, data = rng.choice(files)
+        if rng.random() < 0.9:
+            data = mutated(data, rng, [other for _, other in files])
+        return name, data
+
+    return _with_known(make)
+
+
+def _audit_file(case: tuple[tuple[str, bytes], dict[str, Any]], folder: Path) -> None:
+    (name, data), known = case
+    _audit_as(name)((data, known), folder)
+
+
 TARGETS = (
     Target("schedule", _schedules, _schedule, 3),
     Target("configuration: TOML", _toml, _read_toml, 10, (ValueError, OSError)),
@@ -258,4 +304,8 @@ TARGETS = (
     Target("audit: TrainingArguments", _with_known(_hf), _audit_as("arguments.json"), 6, (ValueError, OSError)),
     Target("audit: DeepSpeed", _with_known(_deepspeed), _audit_as("deepspeed.json"), 6, (ValueError, OSError)),
     Target("audit: OpenCLIP", _with_known(_command), _audit_as("train.sh"), 6, (ValueError, OSError)),
+    Target("audit: YAML", _from_corpus(".yaml", ".yml"), _audit_file, 6, (ValueError, OSError)),
+    Target("audit: Python", _from_corpus(".py"), _audit_file, 6, (ValueError, OSError)),
+    Target("audit: command lines", _from_corpus(".sh", ".sbatch"), _audit_file, 6, (ValueError, OSError)),
+    Target("audit: JSON", _from_corpus(".json"), _audit_file, 3, (ValueError, OSError)),
 )

@@ -86,8 +86,9 @@ def _finding(
         rule.code,
         violation.severity,
         document.where(violation.fact),
-        f"{violation.text}{advice if diff else ''} [{rule.source}]",
+        f"{violation.text} {rule.because.partition('. ')[0].rstrip('.')}.{advice if diff else ''}",
         diff or f"{rule.remedy}{advice}",
+        rule.source,
     )
 
 

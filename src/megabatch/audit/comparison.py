@@ -74,11 +74,11 @@ def _same_rate(readings: Sequence[Reading]) -> Iterator[Finding]:
                 continue
             wanted = round_rate(base.lr * growth)
             text = f"The rate is {training.lr:g} at {training.size:,}, as in {smaller.document.name} at {base.size:,}."
-            why = f"{text} {SAME_RATE.because} [{SAME_RATE.source}]"
+            why = f"{text} {SAME_RATE.because}"
             after = reading.document.edited({"lr": wanted}, training) if training.optimizer else None
             diff = None if after is None else reading.document.diff(after)
             where = f"{reading.document.name}: {reading.document.where('lr')}"
-            yield Finding(SAME_RATE.code, "warning", where, why, diff or SAME_RATE.remedy)
+            yield Finding(SAME_RATE.code, "warning", where, why, diff or SAME_RATE.remedy, SAME_RATE.source)
             break
 
 
@@ -96,5 +96,5 @@ def _unequal_samples(readings: Sequence[Reading]) -> Iterator[Finding]:
     lengths = [length for length in seen.values() if length is not None]
     if lengths and max(lengths) > MOST_UNEQUAL * min(lengths):
         numbers = ", ".join(f"{name} {length:,}" for name, length in seen.items() if length is not None)
-        why = f"The runs see different numbers of samples: {numbers}. {UNEQUAL_SAMPLES.because} [{UNEQUAL_SAMPLES.source}]"
-        yield Finding(UNEQUAL_SAMPLES.code, "warning", "samples", why, UNEQUAL_SAMPLES.remedy)
+        why = f"The runs see different numbers of samples: {numbers}. {UNEQUAL_SAMPLES.because}"
+        yield Finding(UNEQUAL_SAMPLES.code, "warning", "samples", why, UNEQUAL_SAMPLES.remedy, UNEQUAL_SAMPLES.source)

@@ -10,9 +10,13 @@ from .comparison import COMPARISON_RULES
 from .rule import SEVERITIES, Finding
 from .rules import RULES
 
+# Columns of a sentence. Lines of a diff are as long as those of the file.
+WIDTH = 100
+
 
 def audit_report(findings: Sequence[Finding]) -> Report:
-    """Return the findings, each with its fix."""
+    """Return the findings, each with its fix, the most severe first."""
+    findings = sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))
     counts = {severity: sum(finding.severity == severity for finding in findings) for severity in SEVERITIES}
     summary = ", ".join(f"{count} {severity}{'s' * (count > 1)}" for severity, count in counts.items() if count)
     total = f"{len(findings)} finding{'s' * (len(findings) > 1)}: {summary}"
@@ -24,13 +28,23 @@ def audit_report(findings: Sequence[Finding]) -> Report:
             Section(
                 "",
                 [
-                    Paragraph(f"{finding.severity}: {finding.where}: {finding.why} ({finding.code})", finding.severity == "error"),
-                    Code(finding.fix),
+                    Paragraph(f"{finding.severity}: {finding.where} ({finding.code})", finding.severity == "error"),
+                    Paragraph(_wrapped(finding.why)),
+                    *([Paragraph(_wrapped(f"Source: {finding.source}."))] if finding.source else []),
+                    Code(finding.fix if _is_diff(finding) else _wrapped(f"Fix: {finding.fix}")),
                 ],
             )
             for finding in findings
         ],
     )
+
+
+def _is_diff(finding: Finding) -> bool:
+    return finding.fix.startswith("--- ")
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def rules_page() -> str:

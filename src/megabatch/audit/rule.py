@@ -14,13 +14,14 @@ SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 
 
 class Finding(NamedTuple):
-    """One mistake. code: of the rule. where: the key or option. why: with the source. fix: a diff of the file, or advice."""
+    """One mistake. code: of the rule. where: the key or option. fix: a diff of the file, or advice. source: of the rule."""
 
     code: str
     severity: Severity
     where: str
     why: str
     fix: str
+    source: str = ""
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ class ToolSpec:
     title: its name in sentences.
     large_batch: how a contrastive batch larger than memory allows is trained with it; "{rows}" is what fits at once.
     accumulation_keeps_negatives: whether its accumulation gives the negatives of the whole batch.
+    gather: how its contrastive losses compare the samples of all ranks.
     gathers_by_default: whether a contrastive loss compares the samples of all ranks unless a setting says otherwise; None if its
         files do not name the loss.
     trains_embedders: whether its contrastive trainings are of text encoders, not of image and text towers.
@@ -26,11 +27,13 @@ class ToolSpec:
     name: ToolName
     title: str
     large_batch: str
+    gather: str = ""
     accumulation_keeps_negatives: bool = False
     gathers_by_default: bool | None = None
     trains_embedders: bool = False
 
 
+_GROUP = "a megabatch loss with `group=torch.distributed.group.WORLD`"
 _CACHED = "`megabatch.cached(encoder, chunk={rows})` runs the encoders in chunks and keeps the memory of {rows} rows"
 TOOLS: dict[str, ToolSpec] = {
     spec.name: spec
@@ -41,6 +44,7 @@ TOOLS: dict[str, ToolSpec] = {
             "OpenCLIP",
             "`--accum-freq` keeps all negatives, because it caches features, and takes one more forward pass;"
             " `--grad-checkpointing` saves memory too",
+            "`--local-loss --gather-with-grad`",
             accumulation_keeps_negatives=True,
             gathers_by_default=True,
         ),
@@ -48,12 +52,18 @@ TOOLS: dict[str, ToolSpec] = {
             "sentence_transformers",
             "Sentence Transformers",
             "`CachedMultipleNegativesRankingLoss(model, mini_batch_size={rows})` takes the memory of {rows} rows",
+            "`gather_across_devices=True`",
             gathers_by_default=False,
             trains_embedders=True,
         ),
-        ToolSpec("transformers", "Hugging Face's Trainer", f"in `compute_loss`, {_CACHED}"),
+        ToolSpec("transformers", "Hugging Face's Trainer", f"in `compute_loss`, {_CACHED}", f"in `compute_loss`, {_GROUP}"),
         ToolSpec("accelerate", "accelerate", _CACHED),
-        ToolSpec("lightning", "Lightning", f"in `training_step`, {_CACHED}"),
+        ToolSpec(
+            "lightning",
+            "Lightning",
+            f"in `training_step`, {_CACHED}",
+            f"in `training_step`, {_GROUP}, or `self.all_gather(embeddings, sync_grads=True)`",
+        ),
         ToolSpec("deepspeed", "DeepSpeed", f"with ZeRO-1 or 2, {_CACHED}"),
         ToolSpec("axolotl", "axolotl", _CACHED),
         ToolSpec(
@@ -67,12 +77,18 @@ TOOLS: dict[str, ToolSpec] = {
             "flag_embedding",
             "FlagEmbedding",
             "`--sub_batch_size {rows}` takes the memory of {rows} rows",
+            "`--negatives_cross_device`",
             gathers_by_default=False,
             trains_embedders=True,
         ),
         ToolSpec("swift", "ms-swift", _CACHED, trains_embedders=True),
     )
 }
+
+
+def gathering(tool: str | None) -> str:
+    """Return how a tool compares the samples of all ranks."""
+    return (TOOLS[tool].gather if tool else "") or _GROUP
 
 
 def large_batch(tool: str | None, rows: int | None) -> str:

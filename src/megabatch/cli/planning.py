@@ -119,7 +119,11 @@ def add(verbs: Any) -> None:
         "audit", help="Find mistakes in the settings of a training, and their fixes.", description=_audit.__doc__
     )
     audit.add_argument(
-        "files", nargs="+", metavar="FILE", help="A run.toml, TrainingArguments or DeepSpeed JSON, or an OpenCLIP command line."
+        "files",
+        nargs="+",
+        metavar="FILE",
+        help="A run.toml; settings of OpenCLIP, Hugging Face, Sentence Transformers, DeepSpeed, accelerate, Lightning, axolotl or"
+        " FlagEmbedding: a JSON, YAML, shell or Python file; or a whole command line.",
     )
     audit.add_argument("--data", metavar="N", help="Number of samples in an epoch, as 10M, if the file does not say.")
     audit.add_argument("--unique", metavar="N", help="Number of distinct samples among them.")
@@ -224,8 +228,10 @@ def _audit(arguments: argparse.Namespace) -> int:
     }
     known = {name: value for name, value in known.items() if value is not None}
     readings = [read_any(file, **known) for file in arguments.files]
-    findings = [finding for reading in readings for finding in audit(reading, **known)]
-    if len(readings) > 1:
+    found = [(reading.document.name, finding) for reading in readings for finding in audit(reading, **known)]
+    several = len(readings) > 1
+    findings = [finding._replace(where=f"{name}: {finding.where}") if several else finding for name, finding in found]
+    if several:
         findings += audit_together(readings)
     if arguments.json:
         print(json.dumps([finding._asdict() for finding in findings], indent=2))

@@ -105,7 +105,8 @@ def edit_calls(text: str, edits: Mapping[tuple[str, str], Any], name: str = "the
     """Return the text with keywords of calls set; edits: by (function, keyword), for the first call of the function."""
     for (function, keyword), value in edits.items():
         call = parse_python(text, name).find((function,))
-        assert call is not None
+        if call is None:
+            raise ValueError(f"{name}: has no call of {function} to edit")
         text = _set(text, call.node, keyword, repr(value))
     return text
 

@@ -13,7 +13,7 @@ from megabatch import packages
 from .json_text import MAX_DEPTH
 
 # PyYAML reads about 100 KB a second, and configurations have a few. Aliases can repeat a part of a text any number of times.
-LARGEST_YAML = 2**16
+LARGEST_YAML = 2**15
 MOST_VALUES = 20_000
 _INTEGER = re.compile(r"[-+]?[0-9][0-9_]*")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)?")

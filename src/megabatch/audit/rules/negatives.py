@@ -8,7 +8,7 @@ from ...evidence import collisions
 from ...objectives import BY_COST_NAME
 from ..facts import TrainingFacts
 from ..rule import Severity, Violation, rule
-from ..tools import TOOLS, large_batch
+from ..tools import TOOLS, gathering, large_batch
 
 # A similarity matrix of this many bytes in fp32 decides what fits in memory.
 LARGE_MATRIX = 4 * 2**30
@@ -20,8 +20,7 @@ LARGE_MATRIX = 4 * 2**30
     "warning",
     "note",
     source="arithmetic; measured: 7 negatives instead of 63 put the loss at 6.37 instead of 9.23 and the gradient 31 % off",
-    remedy="Compare with the pairs of all ranks, including their gradient: a megabatch loss with its `group`, OpenCLIP's"
-    " `--local-loss --gather-with-grad`, or `gather_across_devices=True` in Sentence Transformers.",
+    remedy="Compare with the pairs of all ranks, including their gradient.",
 )
 def negatives_per_rank(t: TrainingFacts) -> Iterator[Violation]:
     """Negatives of one rank only.
@@ -31,16 +30,18 @@ def negatives_per_rank(t: TrainingFacts) -> Iterator[Violation]:
     """
     if not t.contrastive or t.ranks is None or t.ranks == 1:
         return
+    how = gathering(t.tool)
+    advice = f"{how[0].upper()}{how[1:]} does that."
     if t.gather is None:
         text = (
             f"The file does not state whether the {t.ranks} ranks exchange embeddings. If not, a rank has only its own negatives."
         )
-        yield Violation("note", "gather", text)
+        yield Violation("note", "gather", text, advice=advice)
     elif t.gather == "none":
         numbers = "" if t.size is None or t.shard is None else f": {t.shard - 1:,} negatives instead of {t.size - 1:,}"
         text = f"Each of {t.ranks} ranks compares only its own pairs{numbers}."
         default = t.tool is not None and not TOOLS[t.tool].gathers_by_default
-        yield Violation("warning" if default else "error", "gather", text, {"gather": "exact"})
+        yield Violation("warning" if default else "error", "gather", text, {"gather": "exact"}, advice)
 
 
 @rule(
