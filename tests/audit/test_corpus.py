@@ -37,7 +37,8 @@ def with_text(case: dict[str, Any]) -> dict[str, Any]:
     return case | {"file": base["file"], "text": text}
 
 
-PLANTED = [with_text(case) for name in ("planted", "held_back") for case in cases(name)]
+FILES = ("planted", "held_back", "held_back_2")
+PLANTED = [with_text(case) for name in FILES for case in cases(name)]
 
 
 def audited(folder: Path, case: dict[str, Any], text: str) -> list[Finding]:
@@ -65,7 +66,7 @@ def check_fixes(folder: Path, case: dict[str, Any], findings: list[Finding]) -> 
 def test_the_corpus_is_large_and_names_its_sources():
     assert len(PLANTED) >= 80 and len(cases("published")) >= 40
     assert all(case["source"] for case in cases("published"))
-    names = [case["name"] for name in ("published", "planted", "held_back") for case in cases(name)]
+    names = [case["name"] for name in ("published", *FILES) for case in cases(name)]
     assert len(set(names)) == len(names)
     assert {Path(case["file"]).suffix for case in PLANTED} >= {".sh", ".json", ".yaml", ".yml", ".py", ".toml"}
 

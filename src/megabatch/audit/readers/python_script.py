@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..documents import Reading
-from ..formats.python_text import UNKNOWN, FunctionCall, Script, edit_calls, parse_python
+from ..formats.python_text import UNKNOWN, FunctionCall, Script, edit_calls, parse_python, value_of
 from ..model_names import parameters_of
 from . import lightning, transformers
 
@@ -52,7 +52,7 @@ def read(name: str, text: str) -> Reading:
     script = parse_python(text, name)
     if _arguments(script) is None and lightning.MODULES & script.modules and script.find(("Trainer",)):
         return _lightning(name, text)
-    if _arguments(script) is None and script.find((ACCELERATOR, FINDER)) is None:
+    if _arguments(script) is None and _fit(script) is None and script.find((ACCELERATOR, FINDER)) is None:
         raise ValueError(
             f"{name}: calls neither TrainingArguments, nor accelerate's Accelerator, nor Lightning's Trainer; describe a loop of"
             " your own in a [training] table"
@@ -76,10 +76,32 @@ def _arguments(script: Script) -> FunctionCall | None:
     return next((call for call in calls if transformers.MARKS & call.keywords.keys()), calls[0] if calls else None)
 
 
+def _fit(script: Script) -> FunctionCall | None:
+    """Return the call of `SentenceTransformer.fit`, the way to train before version 3."""
+    return next((call for call in script.calls if call.function == "fit" and "train_objectives" in call.keywords), None)
+
+
+def _fit_table(fit: FunctionCall, script: Script) -> dict[str, Any]:
+    """Return what `fit` says in the Trainer's words, with its own defaults (sentence-transformers 2.7)."""
+    loader, rates = script.find(("DataLoader", "NoDuplicatesDataLoader")), fit.keywords.get("optimizer_params")
+    return {
+        "per_device_train_batch_size": UNKNOWN if loader is None else loader.keywords.get("batch_size", 1),
+        "num_train_epochs": fit.keywords.get("epochs", 1),
+        "learning_rate": rates.get("lr", 2e-5) if isinstance(rates, dict) else 2e-5,
+        "warmup_steps": fit.keywords.get("warmup_steps", 10_000),
+        "weight_decay": fit.keywords.get("weight_decay", 0.01),
+        "fp16": fit.keywords.get("use_amp", False),
+        "do_eval": "evaluator" in fit.keywords,
+        "batch_sampler": "no_duplicates" if loader is not None and "NoDuplicates" in loader.function else "batch_sampler",
+    }
+
+
 def _table(script: Script) -> dict[str, Any]:
     """Return the arguments of the Trainer, with None for values that are not written out."""
-    call = _arguments(script)
-    if call is None:
+    call, fit = _arguments(script), _fit(script)
+    if call is None and fit is not None:
+        table = _fit_table(fit, script)
+    elif call is None:
         accelerator = script.find((ACCELERATOR,))
         keywords = {} if accelerator is None else accelerator.keywords
         table = {key: keywords[key] for key in ("gradient_accumulation_steps", "split_batches") if key in keywords}
@@ -94,10 +116,21 @@ def _table(script: Script) -> dict[str, Any]:
             table.pop("batch_sampler", None)
         elif "sentence_transformers" in script.modules:
             table.setdefault("batch_sampler", "batch_sampler")
-    for other in script.calls:
-        if other.keywords.get("use_cache") is True:
-            table["use_cache"] = True
+    if _switches_on(script, "use_cache"):
+        table["use_cache"] = True
     return {key: None if value is UNKNOWN else value for key, value in table.items()}
+
+
+def _switches_on(script: Script, name: str) -> bool:
+    """Return whether a keyword or an attribute of this name is set to True, as in `model.config.use_cache = True`."""
+    if any(call.keywords.get(name) is True for call in script.calls):
+        return True
+    assignments = [node for node in ast.walk(script.tree) if isinstance(node, ast.Assign)]
+    return any(
+        isinstance(target, ast.Attribute) and target.attr == name and value_of(node.value, {}) is True
+        for node in assignments
+        for target in node.targets
+    )
 
 
 def _extra(script: Script) -> dict[str, Any]:
@@ -110,7 +143,7 @@ def _extra(script: Script) -> dict[str, Any]:
         "data_parallel": True if script.find(("DataParallel",)) else None,
         "scale_outside_ddp": True if _learnable_scale(script) else None,
     }
-    if _arguments(script) is None:
+    if _arguments(script) is None and _fit(script) is None:
         facts |= {"tool": "accelerate", "held_out": True}
     if finder is not None:
         dropped = any(call.function == FINDER and "reduce_batch_size_fn" in call.keywords for call in script.decorators)
@@ -123,7 +156,8 @@ def _extra(script: Script) -> dict[str, Any]:
 
 def _loss(call: FunctionCall, pylate: bool) -> dict[str, Any]:
     loss = LOSSES[call.function]
-    number = _number(call.keywords.get(loss.scale))
+    # Similarities that are no cosines, such as dot products, have a scale of their own.
+    number = None if "similarity_fct" in call.keywords else _number(call.keywords.get(loss.scale))
     gather = call.keywords.get("gather_across_devices", False)
     chunk = call.keywords.get(loss.cached, loss.rows) if loss.cached else None
     return {

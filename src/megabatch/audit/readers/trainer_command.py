@@ -187,7 +187,7 @@ def _flag_embedding(flags: Flags) -> dict[str, Any]:
         "adapter": True if "--use_lora" in flags else None,
         "negatives": _mined(flags),
         "chunk": _count(flags, "--sub_batch_size") if "--sub_batch_size" in flags else None,
-        "scale": 1 / temperature if temperature else None,
+        "scale": 1 / temperature if temperature and flags.get("--normalize_embeddings", ["True"]) != ["False"] else None,
         "held_out": True,
     }
 

@@ -206,16 +206,20 @@ def finetune_batch(t: TrainingFacts) -> Iterator[Violation]:
     Fine-tuning has little data and needs its updates. A large batch does not make the weights forget, but it leaves too few steps
     to learn in. With thousands of updates it is a second stage of pre-training, and nothing is reported.
     """
-    if not t.finetuning or t.objective is None or t.size is None:
+    # If the ranks are unknown, the batch is at least that of one.
+    size = t.size if t.size is not None else (t.micro or 0) * (t.accumulation or 1)
+    if not t.finetuning or t.objective is None:
         return
     limit = FINETUNED_PAIRS if t.contrastive else FINETUNED_SAMPLES
-    if t.size > limit and (t.updates is None or t.updates < FEWEST_UPDATES):
+    if size > limit and (t.updates is None or t.updates < FEWEST_UPDATES):
         kind = "pairs" if t.contrastive else "samples"
         length = "" if t.updates is None else f" and makes {t.updates:,} updates"
-        text = f"Fine-tuning uses {t.size:,} {kind} per step{length}."
+        text = f"Fine-tuning uses {size:,}{'' if t.size else ' or more'} {kind} per step{length}."
         advice = advise_batch(t.tasks()[0])
         instead = limit if advice is None else min(limit, round(advice.value))
-        yield Violation("note" if t.updates is None else "warning", "batch", text, t.at_batch(instead))
+        severity: Severity = "note" if t.updates is None else "warning"
+        one_rank = {"micro": max(1, instead // (t.accumulation or 1))}
+        yield Violation(severity, "batch", text, t.at_batch(instead), "", () if t.size else (one_rank,))
 
 
 RULES = (

@@ -12,6 +12,8 @@ from ..tools import TOOLS, gathering, large_batch
 
 # A similarity matrix of this many bytes in fp32 decides what fits in memory.
 LARGE_MATRIX = 4 * 2**30
+# The fixed scale of Sentence Transformers' losses.
+USUAL_SCALE = 20.0
 
 
 @rule(
@@ -196,20 +198,22 @@ def scale_unclamped(t: TrainingFacts) -> Iterator[Violation]:
 
 
 @rule(
-    "scale-below-one",
+    "scale-too-small",
     "error",
-    source="arithmetic: cosine similarities differ by at most 2, so that a softmax over thousands of them at a scale below 1 is"
+    source="arithmetic: cosine similarities differ by at most 2, so that a softmax over thousands of them at a scale of 1 is"
     " nearly uniform; published scales are 20 to 100, temperatures 0.01 to 0.05",
     remedy="Give the scale (20), or its inverse where the parameter is a temperature (0.05).",
 )
-def scale_below_one(t: TrainingFacts) -> Iterator[Violation]:
+def scale_too_small(t: TrainingFacts) -> Iterator[Violation]:
     """A temperature in the place of a scale, or the other way round.
 
     The loss hardly depends on the similarities, and nothing is learned.
     """
-    if t.contrastive and t.scale is not None and t.scale < 1:
+    if t.contrastive and t.scale is not None and t.scale <= 1:
         text = f"Similarities are multiplied by {t.scale:.3g}, a temperature of {1 / t.scale:.3g}."
-        yield Violation("error", "scale", text, {"scale": float(f"{1 / t.scale:.6g}")})
+        # The inverse was meant, if it is a usual scale.
+        inverse = 1 / t.scale
+        yield Violation("error", "scale", text, {"scale": float(f"{inverse:.6g}") if inverse >= 10 else USUAL_SCALE})
 
 
 @rule(
@@ -268,7 +272,7 @@ RULES = (
     negatives_per_rank,
     gather_without_gradient,
     accumulation_adds_no_negatives,
-    scale_below_one,
+    scale_too_small,
     temperature_ignored,
     duplicates_as_negatives,
     whole_matrix,

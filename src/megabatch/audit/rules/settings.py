@@ -17,7 +17,7 @@ from ..rule import Violation, rule
 def settings_disagree(t: TrainingFacts) -> Iterator[Violation]:
     """Settings that contradict each other.
 
-    The tool refuses to start, or one of the settings has no effect.
+    Only one of them can hold: the tool refuses to start, or ignores the other.
     """
     if t.disagreement:
         yield Violation("error", "disagreement", t.disagreement, {"disagreement": None})
