@@ -350,11 +350,13 @@ def test_a_rate_that_forgot_accumulation_is_named():
     assert "the batch without accumulation (1,024)" in violation.text and violation.changes == {"lr": 3.2}
 
 
-@pytest.mark.parametrize(("pairs", "unique", "expected"), [(32768, 70_000, 7_670), (4096, 8_388_608, 1)])
-def test_collisions_are_those_of_uniform_draws(pairs, unique, expected):
-    training = TrainingFacts(objective="clip", batch=pairs, unique=unique, duplicates="negative")
+def test_equal_captions_meet_only_where_the_data_has_some():
+    training = TrainingFacts(objective="clip", batch=32_768, unique=70_000, data=1_000_000, duplicates="negative")
     (violation,) = negatives.duplicates_as_negatives.violations(training)
-    assert f"about {expected:,} pairs" in violation.text
+    # 32,768²/2 · (1/70,000 − 1/1,000,000).
+    assert "about 7,133 pairs" in violation.text
+    for unique in (None, 1_000_000):
+        assert negatives.duplicates_as_negatives.violations(dataclasses.replace(training, unique=unique)) == []
 
 
 @pytest.mark.parametrize("beta2", [0.95, 0.999])

@@ -153,7 +153,7 @@ def accumulated_scale_gradient(t: TrainingFacts) -> Iterator[Violation]:
     "duplicates-as-negatives",
     "warning",
     "note",
-    source="arithmetic: B²/2·(1/U − 1/N) equal pairs in a batch of B of N samples with U different captions;"
+    source="arithmetic: about B²/2·(1/U − 1/N) equal pairs in a batch of B of N samples with U different captions;"
     " sentence-transformers issue 3189 (70k documents at 32k)",
     remedy='Set `loss.duplicates = "mask"`, or `batch_sampler="no_duplicates"` in Sentence Transformers; elsewhere pass ids to'
     " megabatch's losses.",
@@ -171,7 +171,7 @@ def duplicates_as_negatives(t: TrainingFacts) -> Iterator[Violation]:
         yield Violation("note", "duplicates", text, {"duplicates": "mask"})
     if t.size is None or t.unique is None:
         return
-    pairs = collisions(t.size, t.unique) * (1 if t.data is None else max(0.0, 1 - t.unique / t.data))
+    pairs = collisions(t.size, t.unique, t.data)
     if pairs < 1:
         return
     text = (
