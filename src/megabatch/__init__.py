@@ -14,13 +14,24 @@ if TYPE_CHECKING:
     from .chunks.cached import cached
     from .chunks.oom import retry_on_oom
     from .costs.memory import predict_memory
-    from .losses import ClipLoss, Diagnostics, SigLipLoss, clip_loss, siglip_loss
+    from .losses import (
+        ClipLoss,
+        Diagnostics,
+        DistillLoss,
+        SigLipLoss,
+        clip_loss,
+        distill_loss,
+        listwise_kl_loss,
+        margin_mse_loss,
+        siglip_loss,
+    )
     from .measuring import NoiseScale, find_chunk, fitted, micro_batches
     from .planning.planner import plan
 
 __all__ = [
     "ClipLoss",
     "Diagnostics",
+    "DistillLoss",
     "NoiseScale",
     "SigLipLoss",
     "__version__",
@@ -28,8 +39,11 @@ __all__ = [
     "audit",
     "cached",
     "clip_loss",
+    "distill_loss",
     "find_chunk",
     "fitted",
+    "listwise_kl_loss",
+    "margin_mse_loss",
     "micro_batches",
     "plan",
     "predict_memory",
@@ -42,6 +56,7 @@ __all__ = [
 _MODULES = {
     "ClipLoss": "losses",
     "Diagnostics": "losses",
+    "DistillLoss": "losses",
     "NoiseScale": "measuring",
     "SigLipLoss": "losses",
     "accumulate": "chunks.accumulate",
@@ -49,9 +64,12 @@ _MODULES = {
     "cached": "chunks.cached",
     "chunks": "chunks",
     "clip_loss": "losses",
+    "distill_loss": "losses",
     "find_chunk": "measuring",
     "fitted": "measuring",
+    "listwise_kl_loss": "losses",
     "losses": "losses",
+    "margin_mse_loss": "losses",
     "micro_batches": "measuring",
     "plan": "planning.planner",
     "predict_memory": "costs.memory",

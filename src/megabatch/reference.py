@@ -66,6 +66,46 @@ def siglip_loss(
     return loss.mean() if weights is None else (weights * loss).sum() / weights.sum()
 
 
+def distill_loss(
+    x: Tensor,
+    y: Tensor,
+    scale: Tensor | float,
+    teacher_x: Tensor,
+    teacher_y: Tensor,
+    teacher_scale: Tensor | float,
+    *,
+    symmetric: bool = True,
+    divergence: str = "cross_entropy",
+    weights: Tensor | None = None,
+) -> Tensor:
+    """Return the weighted mean over rows of `-Σ softmax(t) * log_softmax(s)`; if symmetric, averaged with that over columns.
+
+    s = scale * x @ y.T, t = teacher_scale * teacher_x @ teacher_y.T. With `divergence="kl"`, the teacher's entropy
+    `-Σ softmax(t) * log_softmax(t)` is subtracted.
+    """
+    student, teacher = scale * x @ y.T, (teacher_scale * teacher_x @ teacher_y.T).detach()
+
+    def divergence_of(s: Tensor, t: Tensor) -> Tensor:
+        log_p = t.log_softmax(1) - s.log_softmax(1) if divergence == "kl" else -s.log_softmax(1)
+        return (t.softmax(1) * log_p).sum(1)
+
+    loss = divergence_of(student, teacher)
+    if symmetric:
+        loss = (loss + divergence_of(student.T, teacher.T)) / 2
+    return loss.mean() if weights is None else (weights * loss).sum() / weights.sum()
+
+
+def margin_mse_loss(scores: Tensor, teacher_scores: Tensor) -> Tensor:
+    """Return the mean of `((s_0 - s_j) - (t_0 - t_j))²` over all queries and negatives j; column 0 is the positive."""
+    return ((scores[:, :1] - scores[:, 1:]) - (teacher_scores[:, :1] - teacher_scores[:, 1:])).square().mean()
+
+
+def listwise_kl_loss(scores: Tensor, teacher_scores: Tensor, *, temperature: float = 1.0) -> Tensor:
+    """Return `temperature² * KL(softmax(teacher / temperature) ‖ softmax(student / temperature))`, averaged over rows."""
+    log_t, log_s = (teacher_scores / temperature).log_softmax(1), (scores / temperature).log_softmax(1)
+    return temperature**2 * (log_t.exp() * (log_t - log_s)).sum(1).mean()
+
+
 def ranks(x: Tensor, y: Tensor, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return the rank of each row's positive among its negatives, and the similarity of its hardest negative.
 

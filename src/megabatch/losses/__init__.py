@@ -2,6 +2,17 @@
 
 from .batch import Diagnostics
 from .clip import ClipLoss, clip_loss
+from .distill import DistillLoss, distill_loss, listwise_kl_loss, margin_mse_loss
 from .siglip import SigLipLoss, siglip_loss
 
-__all__ = ["ClipLoss", "Diagnostics", "SigLipLoss", "clip_loss", "siglip_loss"]
+__all__ = [
+    "ClipLoss",
+    "Diagnostics",
+    "DistillLoss",
+    "SigLipLoss",
+    "clip_loss",
+    "distill_loss",
+    "listwise_kl_loss",
+    "margin_mse_loss",
+    "siglip_loss",
+]

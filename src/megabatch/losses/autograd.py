@@ -19,7 +19,7 @@ Call = TypeVar("Call", bound=Callable[..., Any])
 LossResult = TypeVar("LossResult", Tensor, tuple[Tensor, Diagnostics])
 
 # Keyword arguments of a loss that come with each batch; a Module stores all others.
-WITH_EACH_BATCH = ("ids", "weights")
+WITH_EACH_BATCH = ("ids", "weights", "x_mask", "y_mask")
 
 
 class LossModule(nn.Module, Generic[LossResult]):
@@ -47,8 +47,13 @@ class LossModule(nn.Module, Generic[LossResult]):
             raise TypeError(f"unknown options {unknown}: must be among {known}; ids and weights are passed with each batch")
         self.options = options
 
-    def forward(self, *inputs: Tensor | float, ids: Tensor | None = None, weights: Tensor | None = None) -> LossResult:
-        return self.loss(*inputs, ids=ids, weights=weights, **self.options)
+    def forward(self, *inputs: Any, **with_batch: Tensor | None) -> LossResult:
+        if not with_batch.keys() <= set(WITH_EACH_BATCH):
+            stored = sorted(set(with_batch) - set(WITH_EACH_BATCH))
+            raise TypeError(
+                f"{stored} with a batch: only {WITH_EACH_BATCH} are passed with each batch; pass options to the constructor"
+            )
+        return self.loss(*inputs, **with_batch, **self.options)
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.options.items())

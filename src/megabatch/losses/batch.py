@@ -11,7 +11,7 @@ import json
 import math
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -192,6 +192,68 @@ def prepare(inputs: Inputs, rules: Rules, execution: Execution) -> LossBatch:
         tiles=tiles,
         compute=ComputeOptions(workspace, execution.precision, int8_similarities=execution.int8_backward),
         needs_grad=NeedsGrad(requires_grad[0] or not requires_grad[1], requires_grad[1]) if any(requires_grad) else None,
+    )
+
+
+class Call(NamedTuple):
+    """One call of a loss on all ranks: its ring, every rank's summary, and which of the named tensors need a gradient anywhere."""
+
+    ring: Ring
+    summaries: list[RankSummary]
+    requires_grad: tuple[bool, ...]
+
+
+def agree(
+    group: Group,
+    equal_shards: bool,
+    device: torch.device,
+    names: Sequence[str],
+    describe: Callable[[Ring, bool], tuple[RankSummary, dict[str, object]]],
+) -> Call:
+    """Return the call, agreed on by all ranks, of a loss that checks its own inputs; `prepare` is for two matrices of embeddings.
+
+    names: of the tensors that the summary is about, the scalars last.
+    describe(ring, waits): checks this rank's inputs and returns its summary, and what must be equal on every rank by the names that
+        an error message uses. `waits`: whether scalars on a device may be read.
+    """
+    _check_not_accumulating()
+    ring = Ring.of(group)
+    first = _is_first_call(ring)
+    exchanges = ring.size > 1 and (first or not equal_shards)
+    try:
+        summary, facts = describe(ring, first or (exchanges and ring.meeting_device(device).type != "cpu"))
+    except ValueError as error:
+        if not exchanges:
+            raise
+        summary, facts = _agree(ring, device, RankSummary(0, 0, (), (), ()), {}, error)[0], {}
+    summaries = [summary] * ring.size
+    if exchanges:
+        facts = {**facts, "torch.is_grad_enabled()": torch.is_grad_enabled(), "equal_shards": equal_shards}
+        if equal_shards:
+            facts |= {"number of rows of x": summary.rows, "number of rows of y": summary.documents}
+            facts |= {f"requires_grad of {', '.join(names)}": summary.requires_grad}
+        facts = {name: str(value)[:FACT_CHARACTERS] for name, value in facts.items()}
+        summaries = _agree(ring, device, summary, facts, None)
+        _check_scalars_agree(names[len(names) - len(summary.values) :], summaries)
+    if sum(each.rows for each in summaries) == 0:
+        raise ValueError("x has 0 rows over all ranks: a mean needs at least one row; skip the step when there is no data")
+    requires_grad = tuple(any(flags) for flags in zip(*(each.requires_grad for each in summaries), strict=True))
+    if any(requires_grad):
+        check_inference(names, [each.inference for each in summaries])
+    return Call(ring, summaries, requires_grad)
+
+
+def summarise(
+    rows: int, documents: int, tensors: Sequence[Sequence[Tensor]], scalars: Sequence[Tensor | float], *, waits: bool
+) -> RankSummary:
+    """Return a rank's summary for `agree`, from groups of tensors and from scalars; for `waits` see `agree`."""
+    groups = [*tensors, *([value] if isinstance(value, Tensor) else [] for value in scalars)]
+    return RankSummary(
+        rows,
+        documents,
+        [torch.is_grad_enabled() and any(t.requires_grad for t in group) for group in groups],
+        [any(t.is_inference() for t in group) for group in groups],
+        [_value(value, waits=waits) for value in scalars],
     )
 
 
