@@ -18,12 +18,16 @@ if TYPE_CHECKING:
         ClipLoss,
         Diagnostics,
         DistillLoss,
+        MaxSimLoss,
         SigLipLoss,
+        SimilarityLoss,
         clip_loss,
         distill_loss,
         listwise_kl_loss,
         margin_mse_loss,
+        maxsim_loss,
         siglip_loss,
+        similarity_loss,
     )
     from .measuring import NoiseScale, find_chunk, fitted, micro_batches
     from .planning.planner import plan
@@ -32,8 +36,10 @@ __all__ = [
     "ClipLoss",
     "Diagnostics",
     "DistillLoss",
+    "MaxSimLoss",
     "NoiseScale",
     "SigLipLoss",
+    "SimilarityLoss",
     "__version__",
     "accumulate",
     "audit",
@@ -44,12 +50,14 @@ __all__ = [
     "fitted",
     "listwise_kl_loss",
     "margin_mse_loss",
+    "maxsim_loss",
     "micro_batches",
     "plan",
     "predict_memory",
     "reference",
     "retry_on_oom",
     "siglip_loss",
+    "similarity_loss",
 ]
 
 # The module of each name that is imported at its first use. A name that maps to itself is a module.
@@ -57,8 +65,10 @@ _MODULES = {
     "ClipLoss": "losses",
     "Diagnostics": "losses",
     "DistillLoss": "losses",
+    "MaxSimLoss": "losses",
     "NoiseScale": "measuring",
     "SigLipLoss": "losses",
+    "SimilarityLoss": "losses",
     "accumulate": "chunks.accumulate",
     "audit": "audit",
     "cached": "chunks.cached",
@@ -70,12 +80,14 @@ _MODULES = {
     "listwise_kl_loss": "losses",
     "losses": "losses",
     "margin_mse_loss": "losses",
+    "maxsim_loss": "losses",
     "micro_batches": "measuring",
     "plan": "planning.planner",
     "predict_memory": "costs.memory",
     "reference": "reference",
     "retry_on_oom": "chunks.oom",
     "siglip_loss": "losses",
+    "similarity_loss": "losses",
 }
 
 # Not for type checkers: with a module-level __getattr__, every misspelt name would have the type Any.

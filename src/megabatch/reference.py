@@ -6,6 +6,9 @@ Memory is O(M·N), and autograd computes the gradients: correct and readable, fo
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -33,13 +36,7 @@ def clip_loss(
     P_i is {i}; with `duplicates="positive"` it is every j with ids_j = ids_i. A_i contains all pairs except those with equal ids
     (`duplicates="mask"`) and negatives with x_i·y_j > x_i·y_i + drop_above. A column is treated as a row of the transposed matrix.
     """
-    similarity = x @ y.T
-    loss = _cross_entropy(similarity, scale, _same(similarity, ids), duplicates, label_smoothing, drop_above)
-    if symmetric:
-        same = _same(similarity, ids)
-        columns = _cross_entropy(similarity.T, scale, same, duplicates, label_smoothing, drop_above)
-        loss = (loss + columns) / 2
-    return loss.mean() if weights is None else (weights * loss).sum() / weights.sum()
+    return _softmax_loss(x @ y.T, scale, symmetric, ids, duplicates, label_smoothing, drop_above, weights)
 
 
 def siglip_loss(
@@ -106,6 +103,53 @@ def listwise_kl_loss(scores: Tensor, teacher_scores: Tensor, *, temperature: flo
     return temperature**2 * (log_t.exp() * (log_t - log_s)).sum(1).mean()
 
 
+def similarity_loss(
+    x: Any,
+    y: Any,
+    scale: Tensor | float,
+    *,
+    similarity: Callable[[Any, Any], Tensor],
+    symmetric: bool = True,
+    ids: Tensor | None = None,
+    duplicates: str = "mask",
+    label_smoothing: float = 0.0,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """Return `clip_loss` with `similarity(x, y)` in place of `x @ y.T`."""
+    return _softmax_loss(similarity(x, y), scale, symmetric, ids, duplicates, label_smoothing, None, weights)
+
+
+def maxsim_loss(
+    x: Tensor,
+    y: Tensor,
+    scale: Tensor | float,
+    *,
+    x_mask: Tensor | None = None,
+    y_mask: Tensor | None = None,
+    normalize: bool = False,
+    average_tokens: bool = False,
+    symmetric: bool = False,
+    ids: Tensor | None = None,
+    duplicates: str = "mask",
+    label_smoothing: float = 0.0,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """Return `clip_loss` with the scores `Σ_t max_u x[i, t]·y[j, u]` in place of `x @ y.T`, over the tokens that the masks keep.
+
+    A document without tokens has the score 0. With `average_tokens` a score is divided by the number of the query's tokens.
+    """
+    if normalize:
+        x, y = F.normalize(x, dim=-1), F.normalize(y, dim=-1)
+    x_kept = torch.ones_like(x[..., 0]) if x_mask is None else (x_mask != 0).to(x.dtype)
+    y_kept = torch.ones_like(y[..., 0], dtype=torch.bool) if y_mask is None else y_mask != 0
+    similarity = torch.einsum("itd,jud->ijtu", x, y).masked_fill(~y_kept[:, None], torch.finfo(x.dtype).min)
+    best = similarity.max(3).values.masked_fill(~y_kept.any(1)[:, None], 0)
+    scores = (best * x_kept[:, None]).sum(2)
+    if average_tokens:
+        scores = scores / x_kept.sum(1).clamp(min=1)[:, None]
+    return _softmax_loss(scores, scale, symmetric, ids, duplicates, label_smoothing, None, weights)
+
+
 def ranks(x: Tensor, y: Tensor, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return the rank of each row's positive among its negatives, and the similarity of its hardest negative.
 
@@ -125,6 +169,24 @@ def _diagonal(similarity: Tensor) -> Tensor:
 def _same(similarity: Tensor, ids: Tensor | None) -> Tensor:
     rows, columns = similarity.shape
     return _diagonal(similarity) if ids is None else ids[:rows, None] == ids[None, :columns]
+
+
+def _softmax_loss(
+    similarity: Tensor,
+    scale: Tensor | float,
+    symmetric: bool,
+    ids: Tensor | None,
+    duplicates: str,
+    label_smoothing: float,
+    drop_above: float | None,
+    weights: Tensor | None,
+) -> Tensor:
+    same = _same(similarity, ids)
+    loss = _cross_entropy(similarity, scale, same, duplicates, label_smoothing, drop_above)
+    if symmetric:
+        columns = _cross_entropy(similarity.T, scale, same, duplicates, label_smoothing, drop_above)
+        loss = (loss + columns) / 2
+    return loss.mean() if weights is None else (weights * loss).sum() / weights.sum()
 
 
 def _cross_entropy(

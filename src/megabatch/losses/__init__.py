@@ -3,16 +3,22 @@
 from .batch import Diagnostics
 from .clip import ClipLoss, clip_loss
 from .distill import DistillLoss, distill_loss, listwise_kl_loss, margin_mse_loss
+from .maxsim import MaxSimLoss, maxsim_loss
 from .siglip import SigLipLoss, siglip_loss
+from .similarity import SimilarityLoss, similarity_loss
 
 __all__ = [
     "ClipLoss",
     "Diagnostics",
     "DistillLoss",
+    "MaxSimLoss",
     "SigLipLoss",
+    "SimilarityLoss",
     "clip_loss",
     "distill_loss",
     "listwise_kl_loss",
     "margin_mse_loss",
+    "maxsim_loss",
     "siglip_loss",
+    "similarity_loss",
 ]
