@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "towers": FOUNDATION,
     "data": FOUNDATION,
     "chunks": {"host_memory", "losses", "ring"},
-    "losses": {"ring", "tiles", "tiles.contract", "tiles.distill", "tiles.scores"},
+    "losses": {"ring", "tiles", "tiles.contract", "tiles.distill", "tiles.products", "tiles.scores"},
     "tiles": {"tiles.contract", "tiles.eager", "tiles.fused"},
     "tiles.eager": {"tiles.contract", "tiles.products"},
     "tiles.distill": {"tiles.contract", "tiles.products"},

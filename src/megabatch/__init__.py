@@ -15,12 +15,14 @@ if TYPE_CHECKING:
     from .chunks.oom import retry_on_oom
     from .costs.memory import predict_memory
     from .losses import (
+        ClassSoftmaxLoss,
         ClipLoss,
         Diagnostics,
         DistillLoss,
         MaxSimLoss,
         SigLipLoss,
         SimilarityLoss,
+        class_softmax_loss,
         clip_loss,
         distill_loss,
         listwise_kl_loss,
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from .planning.planner import plan
 
 __all__ = [
+    "ClassSoftmaxLoss",
     "ClipLoss",
     "Diagnostics",
     "DistillLoss",
@@ -44,6 +47,7 @@ __all__ = [
     "accumulate",
     "audit",
     "cached",
+    "class_softmax_loss",
     "clip_loss",
     "distill_loss",
     "find_chunk",
@@ -62,6 +66,7 @@ __all__ = [
 
 # The module of each name that is imported at its first use. A name that maps to itself is a module.
 _MODULES = {
+    "ClassSoftmaxLoss": "losses",
     "ClipLoss": "losses",
     "Diagnostics": "losses",
     "DistillLoss": "losses",
@@ -73,6 +78,7 @@ _MODULES = {
     "audit": "audit",
     "cached": "chunks.cached",
     "chunks": "chunks",
+    "class_softmax_loss": "losses",
     "clip_loss": "losses",
     "distill_loss": "losses",
     "find_chunk": "measuring",

@@ -6,6 +6,7 @@ Memory is O(M·N), and autograd computes the gradients: correct and readable, fo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -148,6 +149,37 @@ def maxsim_loss(
     if average_tokens:
         scores = scores / x_kept.sum(1).clamp(min=1)[:, None]
     return _softmax_loss(scores, scale, symmetric, ids, duplicates, label_smoothing, None, weights)
+
+
+def class_softmax_loss(
+    x: Tensor,
+    y: Tensor,
+    targets: Tensor,
+    scale: Tensor | float,
+    *,
+    margin: float = 0.0,
+    angular_margin: float = 0.0,
+    kept: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """Return the weighted mean of the cross-entropy of `scale * x @ y.T`, with a margin for each row's own class `targets[i]`.
+
+    With m = angular_margin, the cosine of the own class becomes `cos(θ + m) - margin`, or `cos θ - m * sin(m) - margin` where θ + m
+    exceeds π; sin θ is at least 1e-3. kept: which classes count (C booleans), the targets among them.
+    """
+    similarity = x @ y.T
+    own = similarity.gather(1, targets[:, None])
+    if angular_margin:
+        m = angular_margin
+        sine = (1 - own.square()).clamp(min=1e-6).sqrt()
+        own = torch.where(own > -math.cos(m), own * math.cos(m) - sine * math.sin(m), own - m * math.sin(m))
+    logits = scale * similarity.scatter(1, targets[:, None], own - margin)
+    if kept is not None:
+        logits = logits[:, kept]
+        targets = (kept.cumsum(0) - 1)[targets]
+    loss = F.cross_entropy(logits, targets, label_smoothing=label_smoothing, reduction="none")
+    return loss.mean() if weights is None else (weights * loss).sum() / weights.sum()
 
 
 def ranks(x: Tensor, y: Tensor, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:

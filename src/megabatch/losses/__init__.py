@@ -3,17 +3,20 @@
 from .batch import Diagnostics
 from .clip import ClipLoss, clip_loss
 from .distill import DistillLoss, distill_loss, listwise_kl_loss, margin_mse_loss
+from .indexed import ClassSoftmaxLoss, class_softmax_loss
 from .maxsim import MaxSimLoss, maxsim_loss
 from .siglip import SigLipLoss, siglip_loss
 from .similarity import SimilarityLoss, similarity_loss
 
 __all__ = [
+    "ClassSoftmaxLoss",
     "ClipLoss",
     "Diagnostics",
     "DistillLoss",
     "MaxSimLoss",
     "SigLipLoss",
     "SimilarityLoss",
+    "class_softmax_loss",
     "clip_loss",
     "distill_loss",
     "listwise_kl_loss",
