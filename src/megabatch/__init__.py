@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         ClipLoss,
         Diagnostics,
         DistillLoss,
+        MatryoshkaLoss,
         MaxSimLoss,
         SigLipLoss,
         SimilarityLoss,
@@ -27,9 +28,11 @@ if TYPE_CHECKING:
         distill_loss,
         listwise_kl_loss,
         margin_mse_loss,
+        matryoshka,
         maxsim_loss,
         siglip_loss,
         similarity_loss,
+        spread_out_loss,
     )
     from .measuring import NoiseScale, find_chunk, fitted, micro_batches
     from .planning.planner import plan
@@ -39,6 +42,7 @@ __all__ = [
     "ClipLoss",
     "Diagnostics",
     "DistillLoss",
+    "MatryoshkaLoss",
     "MaxSimLoss",
     "NoiseScale",
     "SigLipLoss",
@@ -54,6 +58,7 @@ __all__ = [
     "fitted",
     "listwise_kl_loss",
     "margin_mse_loss",
+    "matryoshka",
     "maxsim_loss",
     "micro_batches",
     "plan",
@@ -62,6 +67,7 @@ __all__ = [
     "retry_on_oom",
     "siglip_loss",
     "similarity_loss",
+    "spread_out_loss",
 ]
 
 # The module of each name that is imported at its first use. A name that maps to itself is a module.
@@ -70,6 +76,7 @@ _MODULES = {
     "ClipLoss": "losses",
     "Diagnostics": "losses",
     "DistillLoss": "losses",
+    "MatryoshkaLoss": "losses",
     "MaxSimLoss": "losses",
     "NoiseScale": "measuring",
     "SigLipLoss": "losses",
@@ -86,6 +93,7 @@ _MODULES = {
     "listwise_kl_loss": "losses",
     "losses": "losses",
     "margin_mse_loss": "losses",
+    "matryoshka": "losses",
     "maxsim_loss": "losses",
     "micro_batches": "measuring",
     "plan": "planning.planner",
@@ -94,6 +102,7 @@ _MODULES = {
     "retry_on_oom": "chunks.oom",
     "siglip_loss": "losses",
     "similarity_loss": "losses",
+    "spread_out_loss": "losses",
 }
 
 # Not for type checkers: with a module-level __getattr__, every misspelt name would have the type Any.

@@ -7,7 +7,7 @@ Memory is O(M·N), and autograd computes the gradients: correct and readable, fo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -180,6 +180,25 @@ def class_softmax_loss(
         targets = (kept.cumsum(0) - 1)[targets]
     loss = F.cross_entropy(logits, targets, label_smoothing=label_smoothing, reduction="none")
     return loss.mean() if weights is None else (weights * loss).sum() / weights.sum()
+
+
+def matryoshka_loss(
+    loss: Callable[..., Tensor],
+    x: Tensor,
+    y: Tensor,
+    *inputs: Any,
+    dims: Sequence[int],
+    dim_weights: Sequence[float] | None = None,
+    **options: Any,
+) -> Tensor:
+    """Return `Σ_k dim_weights[k] * loss(x[..., :dims[k]], y[..., :dims[k]], ...)` of prefixes divided by their own norms."""
+    terms = [loss(*(F.normalize(t[..., :d], dim=-1) for t in (x, y)), *inputs, **options) for d in dims]
+    return torch.stack([term * weight for term, weight in zip(terms, dim_weights or [1.0] * len(dims), strict=True)]).sum()
+
+
+def spread_out_loss(x: Tensor) -> Tensor:
+    """Return the mean over pairs of different rows of `(x_i·x_j)²`."""
+    return (x @ x.T).square().masked_fill(torch.eye(len(x), dtype=torch.bool, device=x.device), 0).sum() / (len(x) * (len(x) - 1))
 
 
 def ranks(x: Tensor, y: Tensor, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -4,15 +4,18 @@ from .batch import Diagnostics
 from .clip import ClipLoss, clip_loss
 from .distill import DistillLoss, distill_loss, listwise_kl_loss, margin_mse_loss
 from .indexed import ClassSoftmaxLoss, class_softmax_loss
+from .matryoshka import MatryoshkaLoss, matryoshka
 from .maxsim import MaxSimLoss, maxsim_loss
 from .siglip import SigLipLoss, siglip_loss
 from .similarity import SimilarityLoss, similarity_loss
+from .spread_out import spread_out_loss
 
 __all__ = [
     "ClassSoftmaxLoss",
     "ClipLoss",
     "Diagnostics",
     "DistillLoss",
+    "MatryoshkaLoss",
     "MaxSimLoss",
     "SigLipLoss",
     "SimilarityLoss",
@@ -21,7 +24,9 @@ __all__ = [
     "distill_loss",
     "listwise_kl_loss",
     "margin_mse_loss",
+    "matryoshka",
     "maxsim_loss",
     "siglip_loss",
     "similarity_loss",
+    "spread_out_loss",
 ]

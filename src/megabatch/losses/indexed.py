@@ -417,6 +417,6 @@ def _check_found(unknown: Tensor, wide: Tensor, batch: ClassBatch) -> None:
         raise ValueError(f"targets: {int(unknown)} rows have a class outside of [0, {classes}), the classes of all ranks' y")
     if wide.item():
         raise ValueError(
-            f"angular_margin={batch.rules.angular_margin}: {int(wide)} rows have a similarity beyond 1, which is no cosine; normalise "
-            "x and y"
+            f"angular_margin={batch.rules.angular_margin}: {int(wide)} rows have a similarity beyond 1, which is no cosine; "
+            "normalise x and y"
         )

@@ -112,13 +112,18 @@ def maxsim_loss(
     width = tokens
     if ring.size > 1 and not equal_shards:
         width = max(number for (number,) in ring.gather([tokens], y.device if isinstance(y, Tensor) else torch.device("cpu")))
+    query: tuple[Tensor, ...] = (x,)
+    document: tuple[Tensor, ...] = (y,)
+    pair_bytes = 1
     try:
         check()
         query, document = ((_read(t, normalize), _mask(mask, t)) for t, mask in ((x, x_mask), (y, y_mask)))
         document = tuple(F.pad(t, (0, 0, 0, width - tokens) if t.ndim == 3 else (0, width - tokens)) for t in document)
+        # The similarities of tokens and a copy of them while the maximum is taken; in backward, their gradient.
         pair_bytes = x.shape[1] * max(1, width) * 2 * accumulator(x.dtype).itemsize
     except ValueError:
-        query, document, pair_bytes = (x,), (y,), 1
+        # Raised by `check` below, on all ranks together.
+        pass
     inputs = ScoreInputs("maxsim_loss", query, document, scale, ids, weights)
     return softmax_of_scores(inputs, score, rules, group, equal_shards, workspace, pair_bytes, check)
 

@@ -1,0 +1,190 @@
+"""Matryoshka: any loss, added up over prefixes of the embeddings, with the memory of one width. Formula: reference.matryoshka_loss.
+
+The gradients of each width are computed together with its value and added up before the next width, so that no graph outlives its
+width. The work is that of the plain loop; backward only multiplies.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..ring import Group, Ring
+from ..tiles.contract import accumulator
+from .autograd import first_derivative_only, outside_graphs
+from .checks import check_number, check_tensor
+
+
+def matryoshka(
+    loss: Callable[..., Any], dims: Sequence[int], dim_weights: Sequence[float] | None = None, *, normalize: bool = True
+) -> MatryoshkaLoss:
+    """Return a loss over prefixes of the embeddings: `Σ_k dim_weights[k] * loss(x[..., :dims[k]], y[..., :dims[k]], ...)`.
+
+    loss: any loss of megabatch or a Module of one, or any other function with the same arguments.
+    dims: widths of the prefixes. Include the full width to train it too.
+    dim_weights: of the widths. None: 1 for each.
+    normalize: divide each prefix by its own norm. False: for losses of inner products or that normalise by themselves.
+
+    The result is called as the loss itself. Its leading tensors with rows (x and y) are cut, and everything else is passed on as it
+    is. A process group is passed to the call, or stored in the Module. Value and gradients are those of the plain loop, at the
+    memory of one width.
+
+    >>> import torch, megabatch
+    >>> x, y = torch.randn(2, 256, 64).unbind()
+    >>> criterion = megabatch.matryoshka(megabatch.clip_loss, dims=(64, 32, 16))
+    >>> loss = criterion(x.requires_grad_(), y, 20.0, symmetric=False)
+    >>> loss.backward()
+    """
+    return MatryoshkaLoss(loss, dims, dim_weights, normalize=normalize)
+
+
+class MatryoshkaLoss(nn.Module):
+    """The loss that `matryoshka` returns, which documents the arguments.
+
+    A loss that also returns diagnostics returns those of the widest prefix.
+    """
+
+    def __init__(
+        self, loss: Callable[..., Any], dims: Sequence[int], dim_weights: Sequence[float] | None = None, *, normalize: bool = True
+    ) -> None:
+        super().__init__()
+        dims = tuple(dims)
+        weights = (1.0,) * len(dims) if dim_weights is None else tuple(dim_weights)
+        if not dims or any(not isinstance(d, int) or isinstance(d, bool) or d < 1 for d in dims) or len(set(dims)) < len(dims):
+            raise ValueError(f"dims={dims}: must be different positive widths, for example (768, 512, 256)")
+        if len(weights) != len(dims):
+            raise ValueError(f"dim_weights has {len(weights)} entries and dims {len(dims)}: must be one for each width")
+        for weight in weights:
+            check_number("dim_weights", weight)
+        self.loss = loss
+        # The widest first: it says what the loss returns beside its value.
+        self.widths = tuple(sorted(zip(dims, weights, strict=True), reverse=True))
+        self.normalize = normalize
+
+    def extra_repr(self) -> str:
+        dims, weights = zip(*self.widths, strict=True)
+        return f"dims={dims}, dim_weights={weights}, normalize={self.normalize}"
+
+    @outside_graphs
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        embeddings = list(itertools.takewhile(lambda t: isinstance(t, Tensor) and t.ndim > 1, inputs))
+        if not embeddings:
+            raise ValueError(
+                "the first argument is no tensor of embeddings with rows: matryoshka cuts the leading tensors of a loss"
+            )
+        for t in embeddings:
+            check_tensor("an embedding", t, "embeddings")
+            if t.shape[-1] < self.widths[0][0]:
+                raise ValueError(
+                    f"dims has {self.widths[0][0]} and the embeddings are {t.shape[-1]} wide: must be at most that wide"
+                )
+        others = [t for t in (*inputs[len(embeddings) :], *options.values()) if isinstance(t, Tensor) and t.requires_grad]
+        run = Widths(self.loss, self.widths, self.normalize, inputs, options, len(embeddings), others)
+        ring = Ring.of(_group_of(self.loss, options))
+        if not torch.is_grad_enabled() or (ring.size == 1 and not any(t.requires_grad for t in (*embeddings, *others))):
+            value, rest, _ = run.evaluate(embeddings, others, with_gradients=False)
+        else:
+            # If nothing here requires a gradient, other ranks may still wait for this one in backward.
+            joins = torch.zeros((), requires_grad=True)
+            value, rest = _Matryoshka.apply(run, ring, *embeddings, *others, joins)
+        return value if rest is None else (value, *rest)
+
+
+@dataclass(frozen=True)
+class Widths:
+    """One call: the loss at each width, and its arguments. cut: how many of them are cut; others: further ones with a gradient."""
+
+    loss: Callable[..., Any]
+    widths: Sequence[tuple[int, float]]
+    normalize: bool
+    inputs: Sequence[Any]
+    options: dict[str, Any]
+    cut: int
+    others: Sequence[Tensor]
+
+    def evaluate(
+        self, embeddings: Sequence[Tensor], others: Sequence[Tensor], *, with_gradients: bool
+    ) -> tuple[Tensor, tuple[Any, ...] | None, list[Tensor | None]]:
+        """Return the value, what else the loss returns, and the gradients of all tensors (None for those without)."""
+        tensors = (*embeddings, *others)
+        totals = [torch.zeros_like(t, dtype=accumulator(t.dtype)) if with_gradients and t.requires_grad else None for t in tensors]
+        value: Tensor | None = None
+        rest = None
+        for width, weight in self.widths:
+            with torch.set_grad_enabled(with_gradients):
+                leaves = [t[..., :width].detach().requires_grad_(t.requires_grad and with_gradients) for t in embeddings]
+                leaves += [t.detach().requires_grad_(with_gradients) for t in others]
+                result = self._at_width(leaves)
+            term, *more = result if isinstance(result, tuple) else (result,)
+            if value is None:
+                rest = tuple(more) if more else None
+            value = weight * term.detach() if value is None else value + weight * term.detach()
+            if term.requires_grad and with_gradients:
+                _add_gradients(term, leaves, totals, width, weight, len(embeddings))
+        assert value is not None
+        return value, rest, totals
+
+    def _at_width(self, leaves: Sequence[Tensor]) -> Any:
+        prefixes = [self._prefix(t) for t in leaves[: self.cut]]
+        replaced = {id(t): leaf for t, leaf in zip(self.others, leaves[self.cut :], strict=True)}
+        inputs = [replaced.get(id(t), t) for t in self.inputs[self.cut :]]
+        options = {name: replaced.get(id(t), t) for name, t in self.options.items()}
+        return self.loss(*prefixes, *inputs, **options)
+
+    def _prefix(self, t: Tensor) -> Tensor:
+        # Norms are sums: in the dtype of sums, and the result is rounded once.
+        return F.normalize(t.to(accumulator(t.dtype)), dim=-1).to(t.dtype) if self.normalize else t
+
+
+def _add_gradients(
+    term: Tensor, leaves: Sequence[Tensor], totals: Sequence[Tensor | None], width: int, weight: float, cut: int
+) -> None:
+    """Add the weighted gradients of one width to the totals."""
+    wanted = [t for t in leaves if t.requires_grad]
+    if not wanted:
+        # Other ranks wait in the backward pass of this width.
+        term.backward()
+        return
+    gradients = iter(torch.autograd.grad(term, wanted, allow_unused=True))
+    for index, (leaf, total) in enumerate(zip(leaves, totals, strict=True)):
+        gradient = next(gradients) if leaf.requires_grad else None
+        if gradient is not None and total is not None:
+            (total[..., :width] if index < cut else total).add_(gradient, alpha=weight)
+
+
+class _Matryoshka(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: Widths, ring: Ring, *tensors: Tensor) -> tuple[Tensor, tuple[Any, ...] | None]:
+        *own, _joins = tensors
+        value, rest, ctx.totals = run.evaluate(own[: run.cut], own[run.cut :], with_gradients=True)
+        ctx.ring = ring
+        ctx.save_for_backward(*own)
+        return value, rest
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, g: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+        # Each rank has computed the gradients for a gradient of 1 on all of them; the ranks hold one loss.
+        g = ctx.ring.sum(g.to(accumulator(g.dtype), copy=ctx.ring.size > 1)) / ctx.ring.size
+        results = [
+            None if total is None else (total * g).to(t.dtype) for total, t in zip(ctx.totals, ctx.saved_tensors, strict=True)
+        ]
+        return None, None, *results, None
+
+
+def _group_of(loss: Any, options: dict[str, Any]) -> Group:
+    """Return the process group of a call: given to the call, to a partial function or to a Module; `...` if it is not given."""
+    if "group" in options:
+        group: Group = options["group"]
+        return group
+    if isinstance(loss, functools.partial):
+        return _group_of(loss.func, loss.keywords)
+    stored = getattr(loss, "options", None)
+    return stored.get("group", ...) if isinstance(stored, dict) else ...
