@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import megabatch
-from megabatch.losses import clip, siglip
+from megabatch.losses import clip, distill, indexed, maxsim, siglip, similarity
 from megabatch.losses.autograd import WITH_EACH_BATCH
 
 # Attributes of the package that are not in __all__: subpackages that users may reach without an import.
@@ -61,7 +61,16 @@ LOSSES = [
 ]
 
 
-@pytest.mark.parametrize("function, module, options", LOSSES)
+# These have no diagnostics, and therefore no overloads.
+WITHOUT_DIAGNOSTICS = [
+    (distill.distill_loss, distill.DistillLoss, distill.DistillOptions),
+    (indexed.class_softmax_loss, indexed.ClassSoftmaxLoss, indexed.ClassSoftmaxOptions),
+    (maxsim.maxsim_loss, maxsim.MaxSimLoss, maxsim.MaxSimOptions),
+    (similarity.similarity_loss, similarity.SimilarityLoss, similarity.SimilarityOptions),
+]
+
+
+@pytest.mark.parametrize("function, module, options", [*LOSSES, *WITHOUT_DIAGNOSTICS])
 def test_function_module_and_option_types_have_one_signature(function, module, options):
     signature = inspect.signature(function)
     keywords = {name: p for name, p in signature.parameters.items() if p.kind is p.KEYWORD_ONLY and name not in WITH_EACH_BATCH}

@@ -129,6 +129,8 @@ class Loss:
     scale: initial value of the learnable scale of cosine similarities (1 / temperature), at least 1; None is the value of the
         loss's paper. bias: initial value of the learnable bias.
     duplicates: how pairs with equal captions are treated: "mask" and "positive" as in the losses, "negative" as all other pairs.
+    dims: widths of the embeddings' prefixes over which the loss is added up (Matryoshka); empty: the full width only.
+    spread_out: weight of the spread-out regulariser of both sides, which is added to the loss.
     """
 
     objective: ObjectiveName = objectives.DEFAULT
@@ -139,6 +141,8 @@ class Loss:
     label_smoothing: float = 0.0
     duplicates: Literal["mask", "positive", "negative"] = "mask"
     drop_above: float | None = None
+    dims: tuple[int, ...] = ()
+    spread_out: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -457,6 +461,10 @@ def _rules(run: Run) -> list[tuple[str, Any, bool, str]]:
         ("loss.label_smoothing", run.loss.label_smoothing, 0 <= run.loss.label_smoothing < 1, "must lie in [0, 1)"),
         ("loss.drop_above", run.loss.drop_above, run.loss.drop_above is None or -2 < run.loss.drop_above <= 2,
          "must be above -2, where no negative is left, and at most 2: it is a difference of cosine similarities"),
+        ("loss.dims", run.loss.dims,
+         len(set(run.loss.dims)) == len(run.loss.dims) and all(_within(dim, 1, run.loss.dim) for dim in run.loss.dims),
+         f"must be different widths, each at least 1 and at most loss.dim, {run.loss.dim}"),
+        ("loss.spread_out", run.loss.spread_out, 0 <= run.loss.spread_out <= 1000, "must lie in [0, 1000]; usual is 1"),
         ("loss.bias", run.loss.bias, _within(run.loss.bias, -1000, 1000), "must lie in [-1000, 1000]; usual is -10"),
         ("data.window", run.data.window, run.data.window >= 1, "must be at least 1, which does not shuffle within shards"),
         ("data.workers", run.data.workers, run.data.workers >= 0, "must not be negative; 0 reads in the training process"),

@@ -17,7 +17,10 @@ CostName = Literal["clip", "siglip", "supervised"]
 AuditName = Literal["clip", "siglip", "supervised", "lm"]
 
 # Keys of a run's file that every contrastive objective uses, and no other.
-PAIR_KEYS = ("loss.scale", "loss.max_scale", "loss.duplicates", "data.negatives", "evaluate.large")
+PAIR_KEYS = (
+    *("loss.scale", "loss.max_scale", "loss.duplicates", "loss.dims", "loss.spread_out"),
+    *("data.negatives", "evaluate.large"),
+)
 # Where the learnable bias of the sigmoid loss starts (arXiv 2303.15343).
 SIGMOID_BIAS = -10.0
 

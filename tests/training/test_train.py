@@ -87,6 +87,7 @@ OPTIONS = {
     "bf16": ["compute.precision=bf16"],
     "fp16": ["compute.precision=fp16"],
     "workers": ["data.workers=1"],
+    "prefixes and spread": ["loss.dims=[32,16]", "loss.dim=32", "loss.spread_out=0.5"],
     "smoothing and dropping": ["loss.label_smoothing=0.1", "loss.drop_above=0.3", "loss.duplicates=positive"],
 }
 
@@ -113,7 +114,7 @@ def _train_as_rank(rank, size, pairs, out, options):
 RANK_OPTIONS = {
     "ddp": [],
     "siglip": ["loss.objective=siglip", "loss.bias=-3"],
-    "one tower for both": ["y.name=x"],
+    "one tower for both, prefixes and spread": ["y.name=x", "loss.dim=16", "loss.dims=[16,8]", "loss.spread_out=0.1"],
     "average and growing batch": ["optimizer.ema=0.9", "batch.schedule=linear", "batch.start=5"],
     "fsdp2": ["compute.sharding=fsdp2"],
 }

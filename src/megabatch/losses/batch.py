@@ -195,7 +195,7 @@ def prepare(inputs: Inputs, rules: Rules, execution: Execution) -> LossBatch:
     )
 
 
-class Call(NamedTuple):
+class SharedCall(NamedTuple):
     """One call of a loss on all ranks: its ring, every rank's summary, and which of the named tensors need a gradient anywhere."""
 
     ring: Ring
@@ -209,7 +209,7 @@ def agree(
     device: torch.device,
     names: Sequence[str],
     describe: Callable[[Ring, bool], tuple[RankSummary, dict[str, object]]],
-) -> Call:
+) -> SharedCall:
     """Return the call, agreed on by all ranks, of a loss that checks its own inputs; `prepare` is for two matrices of embeddings.
 
     names: of the tensors that the summary is about, the scalars last.
@@ -240,7 +240,7 @@ def agree(
     requires_grad = tuple(any(flags) for flags in zip(*(each.requires_grad for each in summaries), strict=True))
     if any(requires_grad):
         check_inference(names, [each.inference for each in summaries])
-    return Call(ring, summaries, requires_grad)
+    return SharedCall(ring, summaries, requires_grad)
 
 
 def summarise(

@@ -19,7 +19,7 @@ from ..tiles.contract import ComputeOptions, Pairs, Softmax, Stats, accumulator,
 from ..tiles.products import add_products, no_product, walk
 from ..tiles.scores import Place, ScoredPairs, add_tile_, gradient_, no_sums
 from .autograd import LossModule, first_derivative_only, outside_autocast, outside_graphs, save, saved
-from .batch import Call, RankSummary, agree, summarise
+from .batch import RankSummary, SharedCall, agree, summarise
 from .checks import (
     DTYPES,
     check_group,
@@ -216,7 +216,7 @@ class Classes(NamedTuple):
 class ClassBatch:
     """One call, apart from its differentiable tensors. first: the index of this rank's first class among those of all ranks."""
 
-    call: Call
+    call: SharedCall
     rules: ClassRules
     dtype: torch.dtype
     targets_M: Tensor
@@ -362,7 +362,9 @@ def _products(
     return gx_MD, gy_KD
 
 
-def _sample(targets: Tensor, first: int, classes: int, fraction: float, generator: torch.Generator | None, call: Call) -> Classes:
+def _sample(
+    targets: Tensor, first: int, classes: int, fraction: float, generator: torch.Generator | None, call: SharedCall
+) -> Classes:
     """Return this rank's classes that are the target of a row of any rank, and random others up to the fraction."""
     is_target_C = torch.zeros(classes, dtype=torch.bool, device=targets.device)
 

@@ -20,7 +20,7 @@ from ..tiles import backend_for
 from ..tiles.contract import Softmax, accumulator, merge
 from ..tiles.scores import Place, ScoredPairs, add_tile_, gradient_, no_sums
 from .autograd import LossModule, first_derivative_only, outside_graphs, save, saved
-from .batch import Call, RankSummary, agree, summarise
+from .batch import RankSummary, SharedCall, agree, summarise
 from .checks import (
     check_duplicates,
     check_group,
@@ -163,7 +163,7 @@ class ScoreBatch:
     leaves: how many of the differentiable tensors belong to x, to y and to the parameters.
     """
 
-    call: Call
+    call: SharedCall
     similarity: Similarity
     rules: SimilarityRules
     specs: tuple[TreeSpec, TreeSpec]

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..ring import Group
 from ..tiles.contract import accumulator
 from .autograd import first_derivative_only, outside_autocast, outside_graphs, save, saved
-from .batch import Call, RankSummary, agree, summarise
+from .batch import RankSummary, SharedCall, agree, summarise
 from .checks import DTYPES, check_group, check_tensor, product_dtype
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ def spread_out_loss(x: Tensor, *, group: Group = ..., equal_shards: bool = False
 
     x: (M, D) embeddings of this rank, usually normalised. group, equal_shards: as in `clip_loss`.
 
-    Returns a float32 scalar (float64 for float64 embeddings), the same on every rank. DDP's average of gradients is exactly the
-    gradient of this loss.
+    One row has no pairs, and gives 0. Returns a float32 scalar (float64 for float64 embeddings), the same on every rank. DDP's
+    average of gradients is exactly the gradient of this loss.
 
     >>> import torch, megabatch
     >>> x = torch.nn.functional.normalize(torch.randn(512, 64), dim=-1).requires_grad_()
@@ -48,11 +48,10 @@ def spread_out_loss(x: Tensor, *, group: Group = ..., equal_shards: bool = False
     device = x.device if isinstance(x, Tensor) else torch.device("cpu")
     call = agree(group, equal_shards, device, ("x",), describe)
     rows = sum(each.rows for each in call.summaries)
-    if rows < 2:
-        raise ValueError(f"x has {rows} row over all ranks: a mean over pairs needs at least 2")
+    pairs = max(1, rows * (rows - 1))
     if not any(call.requires_grad):
-        return _forward(x.detach(), call, rows)[0]
-    loss: Tensor = _SpreadOutLoss.apply(x, torch.zeros((), requires_grad=True), call, rows)
+        return _forward(x.detach(), call, pairs)[0]
+    loss: Tensor = _SpreadOutLoss.apply(x, torch.zeros((), requires_grad=True), call, pairs)
     return loss
 
 
@@ -65,9 +64,9 @@ class Gram(NamedTuple):
 
 class _SpreadOutLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, joins: Tensor, call: Call, rows: int) -> Tensor:
-        loss, ctx.gram = _forward(x, call, rows)
-        ctx.call, ctx.rows = call, rows
+    def forward(ctx: Any, x: Tensor, joins: Tensor, call: SharedCall, pairs: int) -> Tensor:
+        loss, ctx.gram = _forward(x, call, pairs)
+        ctx.call, ctx.pairs = call, pairs
         save(ctx, x=x)
         return loss
 
@@ -75,22 +74,22 @@ class _SpreadOutLoss(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = saved(ctx)
-        return _gradient(x, g, ctx.gram, ctx.call, ctx.rows), None, None, None
+        return _gradient(x, g, ctx.gram, ctx.call, ctx.pairs), None, None, None
 
 
 @outside_autocast
-def _forward(x: Tensor, call: Call, rows: int) -> tuple[Tensor, Gram]:
+def _forward(x: Tensor, call: SharedCall, pairs: int) -> tuple[Tensor, Gram]:
     x_MD = x.to(accumulator(x.dtype))
     squared_M = torch.linalg.vecdot(x_MD, x_MD)
     # One exchange for both: the matrix, and the sum of what its square holds of pairs of a row with itself.
     both = call.ring.sum(torch.cat(((x_MD.T @ x_MD).flatten(), squared_M.square().sum()[None])))
     gram, own = both[:-1], both[-1]
-    return (gram.square().sum() - own) / (rows * (rows - 1)), Gram(gram.view(x.shape[1], x.shape[1]), squared_M)
+    return (gram.square().sum() - own) / pairs, Gram(gram.view(x.shape[1], x.shape[1]), squared_M)
 
 
 @outside_autocast
-def _gradient(x: Tensor, g: Tensor, gram: Gram, call: Call, rows: int) -> Tensor:
+def _gradient(x: Tensor, g: Tensor, gram: Gram, call: SharedCall, pairs: int) -> Tensor:
     x_MD = x.to(accumulator(x.dtype))
     g = call.ring.sum(g.to(x_MD.dtype, copy=call.ring.size > 1))
     dx = torch.addcmul(x_MD @ gram.gram_DD, gram.squared_M[:, None], x_MD, value=-1)
-    return dx.mul_(4 * g / (rows * (rows - 1))).to(x.dtype)
+    return dx.mul_(4 * g / pairs).to(x.dtype)

@@ -114,7 +114,17 @@ def contrastive_loss(
     if objective.one_direction:
         arguments["symmetric"] = symmetric
     logits = [model.scale(), model.bias] if objective.bias else [model.scale()]
-    return getattr(losses, objective.function)(x, y, *logits, **arguments)
+    loss_function = getattr(losses, objective.function)
+    if run.loss.dims:
+        loss_function = losses.matryoshka(loss_function, run.loss.dims)
+    result = loss_function(x, y, *logits, **arguments)
+    if not run.loss.spread_out:
+        return result
+    # Of queries and their positives; hard negatives are not pushed apart.
+    spread = sum(losses.spread_out_loss(side, group=sharing.get("group")) for side in (x, y[: len(x)]))
+    loss, *more = result if isinstance(result, tuple) else (result,)
+    loss = loss + run.loss.spread_out * spread
+    return (loss, *more) if more else loss
 
 
 class Classification:
