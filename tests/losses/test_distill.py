@@ -94,6 +94,25 @@ def test_lower_precisions_round_sums_in_fp32_and_gradients_once(dtype):
         assert (found.double() - expected).norm() < (torch.finfo(dtype).eps + 1e-5) * (1 + expected.norm())
 
 
+@pytest.mark.parametrize("norm", [1.0, 40.0])
+@pytest.mark.parametrize("options", [{"divergence": "kl", "weights": True}, {"symmetric": False}], ids=["both", "rows"])
+def test_the_kernels_are_as_exact_as_fp32_sums_allow(norm, options):
+    pytest.importorskip("triton")
+    tensors = [t.float().double() for t in (*embeddings(67, width=8, norm=norm), *embeddings(67, width=5, seed=1, norm=norm))]
+    weights = {"weights": torch.linspace(0.5, 2, 67, dtype=torch.float64)} if options.get("weights") else {}
+    options = {**options, **weights}
+    true = run(reference, tensors, (3.0, 5.0), options)
+    x, y, teacher_x, teacher_y = (t.float() for t in tensors)
+    options = {**options, "backend": "fused", "workspace": 40_000} | {name: w.float() for name, w in weights.items()}
+    found = gradients(
+        lambda x, y, s: megabatch.distill_loss(x, y, s, teacher_x, teacher_y, 5.0, **options), (x, y, torch.tensor(3.0))
+    )
+    # Logits reach 5·norm², and are rounded by that times eps in each of a few sums.
+    allowed = 32 * torch.finfo(torch.float32).eps * 5 * norm**2
+    for a, b in zip((found[0], *found[1]), true, strict=True):
+        assert a.isfinite().all() and (a.double() - b).norm() < allowed * (1 + b.norm())
+
+
 def rank_gradients(rank: int, size: int) -> dict[str, list]:
     found = {}
     tensors = (*embeddings(9, width=4), *embeddings(9, width=6, seed=2))

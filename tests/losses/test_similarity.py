@@ -151,6 +151,10 @@ def test_parameters_of_the_similarity_get_their_gradient_or_an_error():
     assert torch.allclose(found.weight.grad, true.weight.grad, rtol=1e-12)
     with pytest.raises(ValueError, match=r"shape \(3, 3\) that requires a gradient"):
         megabatch.similarity_loss(x, y, 2.0, similarity=lambda a, b: found(a, b))
+    hidden = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    for both in (lambda a, b: found(a, b) + hidden.sum(), lambda a, b: hidden.sum() + found(a, b)):
+        with pytest.raises(ValueError, match=r"shape \(2,\) that requires a gradient"):
+            megabatch.similarity_loss(x, y, 2.0, similarity=both, parameters=list(found.parameters()))
     # A parameter may be the result of a computation.
     computed = found.weight * 2
     found.weight.grad = None

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ..ring import Group
-from ..tiles import backend_for
+from ..tiles import backend_for, distillation_for
 from ..tiles.contract import ComputeOptions, NeedsGrad, Softmax, accumulator
-from ..tiles.distill import DistillStats, Operands, Scales, distill_grads, distill_stats, merge_distill
+from ..tiles.distill import DistillStats, DistillTiles, Operands, Scales, merge_distill
 from .autograd import (
     LossModule,
     PartialGradients,
@@ -57,6 +57,7 @@ class DistillOptions(TypedDict, total=False):
     divergence: str
     group: Group
     equal_shards: bool
+    backend: str | None
     workspace: int | None
     precision: str
 
@@ -75,6 +76,7 @@ def distill_loss(
     weights: Tensor | None = None,
     group: Group = ...,
     equal_shards: bool = False,
+    backend: str | None = None,
     workspace: int | None = None,
     precision: str = "ieee",
 ) -> Tensor:
@@ -96,7 +98,7 @@ def distill_loss(
         divergence: "cross_entropy", or "kl", which subtracts the teacher's entropy: it is zero where both agree, and has the same
             gradient.
 
-    How it is computed: group, equal_shards, workspace and precision are those of `clip_loss`.
+    How it is computed: group, equal_shards, backend, workspace and precision are those of `clip_loss`.
 
     Returns the loss as a float32 scalar (float64 for float64 embeddings), the same on every rank. DDP's average of gradients is
     exactly the gradient of this loss.
@@ -107,6 +109,7 @@ def distill_loss(
     >>> loss.backward()
     """
     rules = DistillRules(symmetric, divergence)
+    both_tiles: DistillTiles | None = None
     teacher = teacher_x, teacher_y
 
     def describe(ring: Ring, waits: bool) -> tuple[RankSummary, dict[str, object]]:
@@ -117,6 +120,8 @@ def distill_loss(
         check_scalar("teacher_scale", teacher_scale, x)
         _check_teacher(x, y, *teacher, teacher_scale)
         check_group(x, ring)
+        nonlocal both_tiles
+        both_tiles = distillation_for(x.device, product_dtype(x), backend)
         check_workspace(workspace)
         check_precision(precision, False, product_dtype(x))
         facts = {
@@ -152,10 +157,11 @@ def distill_loss(
     scales = Scales(batch.scalar(scale, x), batch.scalar(teacher_scale, x).detach())
     # Sums of both matrices have one dtype, so a teacher of another kind is read as the student is.
     teacher_x, teacher_y = (_read_teacher(t, batch) for t in teacher)
+    assert both_tiles is not None
     if batch.needs_grad is None:
         operands = Operands(batch.read(x), batch.read(y), teacher_x, teacher_y)
-        return _forward(operands.x_MD, operands, scales, batch, rules)[0]
-    return _DistillLoss.apply(batch.join_backward(x, y, scales.student), y, *scales, teacher_x, teacher_y, batch, rules)
+        return _forward(operands.x_MD, operands, scales, batch, rules, both_tiles)[0]
+    return _DistillLoss.apply(batch.join_backward(x, y, scales.student), y, *scales, teacher_x, teacher_y, batch, rules, both_tiles)
 
 
 class DistillLoss(LossModule[Tensor]):
@@ -213,10 +219,11 @@ class _DistillLoss(torch.autograd.Function):
         teacher_y: Tensor,
         batch: LossBatch,
         rules: DistillRules,
+        both_tiles: DistillTiles,
     ) -> Tensor:
         operands = Operands(batch.read(x), batch.read(y), teacher_x, teacher_y)
-        loss, ctx.saved = _forward(operands.x_MD, operands, Scales(scale, teacher_scale), batch, rules)
-        ctx.batch = batch
+        loss, ctx.saved = _forward(operands.x_MD, operands, Scales(scale, teacher_scale), batch, rules, both_tiles)
+        ctx.batch, ctx.both_tiles = batch, both_tiles
         save(ctx, x=x, y=y, scale=scale, teacher_scale=teacher_scale, teacher_x=teacher_x, teacher_y=teacher_y)
         return loss
 
@@ -226,24 +233,24 @@ class _DistillLoss(torch.autograd.Function):
         x, y, scale, teacher_scale, teacher_x, teacher_y = saved(ctx)
         batch: LossBatch = ctx.batch
         operands = Operands(batch.read(x), batch.read(y), teacher_x, teacher_y)
-        products = _products(operands.x_MD, operands, Scales(scale, teacher_scale), batch, ctx.saved)
+        products = _products(operands.x_MD, operands, Scales(scale, teacher_scale), batch, ctx.saved, ctx.both_tiles)
         # The positive is one of the pairs: nothing is added for it.
         partial = PartialGradients(products, scale.new_zeros(batch.rows), ctx.saved.share)
         dx, dy, dscale, _ = finish(g, x, y, scale, batch, partial, reuse=True)
         need_x, need_y, need_scale, *_ = ctx.needs_input_grad
-        return dx if need_x else None, dy if need_y else None, dscale if need_scale else None, *[None] * 5
+        return dx if need_x else None, dy if need_y else None, dscale if need_scale else None, *[None] * 6
 
 
 @outside_autocast
 def _forward(
-    x_MD: Tensor, operands: Operands, scales: Scales, batch: LossBatch, rules: DistillRules
+    x_MD: Tensor, operands: Operands, scales: Scales, batch: LossBatch, rules: DistillRules, both_tiles: DistillTiles
 ) -> tuple[Tensor, DistillSaved]:
     """Return the loss of the whole batch, and what backward needs."""
     entropy = rules.divergence == "kl"
 
     def visit(block: DistillBlock, owner: int) -> tuple[Any, Any]:
         pair = operands._replace(y_ND=block.y_ND, teacher_y_NT=block.teacher_y_NT)
-        return distill_stats(pair, scales, columns=rules.symmetric, entropy=entropy, compute=batch.compute)
+        return both_tiles.distill_stats(x_MD, pair, scales, columns=rules.symmetric, entropy=entropy, compute=batch.compute)
 
     block = DistillBlock(operands.y_ND, operands.teacher_y_NT, None)
     rows, columns = batch.ring.tour(block, batch.lengths, visit, merge_distill)
@@ -259,14 +266,18 @@ def _forward(
 
 
 @outside_autocast
-def _products(x_MD: Tensor, operands: Operands, scales: Scales, batch: LossBatch, saved_state: DistillSaved) -> list[Tensor | None]:
+def _products(
+    x_MD: Tensor, operands: Operands, scales: Scales, batch: LossBatch, saved_state: DistillSaved, both_tiles: DistillTiles
+) -> list[Tensor | None]:
     """Return gx_MD and gy_ND."""
     needs_grad = batch.needs_grad
     assert needs_grad is not None
 
     def visit(block: DistillBlock, owner: int) -> tuple[Any, Any]:
         pair = operands._replace(y_ND=block.y_ND, teacher_y_NT=block.teacher_y_NT)
-        return distill_grads(pair, scales, saved_state.rows, block.columns, needs_grad=needs_grad, compute=batch.compute)
+        return both_tiles.distill_grads(
+            x_MD, pair, scales, saved_state.rows, block.columns, needs_grad=needs_grad, compute=batch.compute
+        )
 
     block = DistillBlock(operands.y_ND, operands.teacher_y_NT, saved_state.columns)
     return list(batch.ring.tour(block, batch.lengths, visit, merge_distill))

@@ -6,8 +6,9 @@ import importlib.util
 
 import torch
 
-from . import eager
+from . import distill, eager
 from .contract import Tiles
+from .distill import DistillTiles
 
 BACKENDS = ("eager", "fused")
 
@@ -33,6 +34,15 @@ def backend_for(device: torch.device, dtype: torch.dtype, backend: str | None = 
     from . import fused
 
     return fused
+
+
+def distillation_for(device: torch.device, dtype: torch.dtype, backend: str | None = None) -> DistillTiles:
+    """Return the backend of distillation for tensors on `device`."""
+    if backend_name(device, dtype, backend) == "eager":
+        return distill
+    from .fused import distill as fused_distill
+
+    return fused_distill
 
 
 def _fused_unavailable(device: torch.device, dtype: torch.dtype) -> str | None:

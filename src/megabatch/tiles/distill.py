@@ -6,13 +6,33 @@ s_MN are the student's logits and t_MN the teacher's. In PyTorch operations, for
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from .contract import ComputeOptions, NeedsGrad, Pairs, Softmax, accumulator
 from .products import Tile, add_products, no_product, walk
+
+
+class DistillTiles(Protocol):
+    """The functions of distillation for a device; a backend that is not this module implements them in its own kernels."""
+
+    def distill_stats(
+        self, x_MD: Tensor, operands: Operands, scales: Scales, *, columns: bool, entropy: bool, compute: ComputeOptions
+    ) -> tuple[DistillStats, DistillStats | None]: ...
+
+    def distill_grads(
+        self,
+        x_MD: Tensor,
+        operands: Operands,
+        scales: Scales,
+        rows: tuple[Softmax, Softmax],
+        columns: tuple[Softmax, Softmax] | None,
+        *,
+        needs_grad: NeedsGrad,
+        compute: ComputeOptions,
+    ) -> tuple[Tensor | None, Tensor | None]: ...
 
 
 class Operands(NamedTuple):
@@ -60,25 +80,44 @@ def merge_distill(a: Any, b: Any) -> Any:
     return tuple(merge_distill(s, t) for s, t in zip(a, b, strict=True))
 
 
+def merge_tile(stats: DistillStats, where: slice, more: DistillStats) -> None:
+    """Merge the stats of a tile into those of the block, in place."""
+    for vector, merged in zip(stats, merge_distill(_at(stats, where), more), strict=True):
+        if vector is not None:
+            vector[where] = merged
+
+
+def no_stats(t: Tensor, entropy: bool) -> DistillStats:
+    """Return the stats of no tiles for each row of t."""
+    zero = t.new_zeros(len(t), dtype=accumulator(t.dtype))
+    lowest = torch.full_like(zero, -torch.inf)
+    return DistillStats(lowest, zero, lowest.clone(), zero.clone(), zero.clone(), zero.clone() if entropy else None)
+
+
+def walk_both(operands: Operands, compute: ComputeOptions) -> Iterator[tuple[Tile, Tile]]:
+    """Yield the same tile of both matrices; together they take the workspace."""
+    x_MD, y_ND, teacher_x_MT, teacher_y_NT = operands
+    half = compute._replace(workspace=max(1, compute.workspace // 2))
+    return zip(walk(x_MD, y_ND, Pairs(), half), walk(teacher_x_MT, teacher_y_NT, Pairs(), half), strict=True)
+
+
 def distill_stats(
-    operands: Operands, scales: Scales, *, columns: bool, entropy: bool, compute: ComputeOptions
+    x_MD: Tensor, operands: Operands, scales: Scales, *, columns: bool, entropy: bool, compute: ComputeOptions
 ) -> tuple[DistillStats, DistillStats | None]:
-    """Return the stats of rows and, if `columns`, of columns."""
-    rows_result = _no_stats(operands.x_MD, entropy)
-    columns_result = _no_stats(operands.y_ND, entropy) if columns else None
-    for student, teacher in _walk_both(operands, compute):
+    """Return the stats of rows and, if `columns`, of columns. x_MD: that of the operands."""
+    rows_result = no_stats(operands.x_MD, entropy)
+    columns_result = no_stats(operands.y_ND, entropy) if columns else None
+    for student, teacher in walk_both(operands, compute):
         student.z_RC.mul_(scales.student)
         teacher.z_RC.mul_(scales.teacher)
         for result, where, dim in ((rows_result, student.rows, 1), (columns_result, student.columns, 0)):
             if result is not None:
-                tile = _tile_stats(student, teacher, dim, entropy)
-                for vector, merged in zip(result, merge_distill(_at(result, where), tile), strict=True):
-                    if vector is not None:
-                        vector[where] = merged
+                merge_tile(result, where, _tile_stats(student, teacher, dim, entropy))
     return rows_result, columns_result
 
 
 def distill_grads(
+    x_MD: Tensor,
     operands: Operands,
     scales: Scales,
     rows: tuple[Softmax, Softmax],
@@ -91,9 +130,9 @@ def distill_grads(
 
     rows, columns: the softmax of the student and of the teacher; only peak and gain are read.
     """
-    x_MD, y_ND, *_ = operands
+    y_ND = operands.y_ND
     gx_MD, gy_ND = no_product(x_MD, needs_grad.x), no_product(y_ND, needs_grad.y)
-    for student, teacher in _walk_both(operands, compute):
+    for student, teacher in walk_both(operands, compute):
         student.z_RC.mul_(scales.student)
         teacher.z_RC.mul_(scales.teacher)
         g_RC = _difference(student, teacher, *(_at(side, student.rows) for side in rows))
@@ -102,13 +141,6 @@ def distill_grads(
             g_RC = g_RC.add_(_difference_(student, teacher, *(_at(side, student.columns) for side in columns)))
         add_products(x_MD, student, g_RC, gx_MD, gy_ND, compute)
     return gx_MD, gy_ND
-
-
-def _walk_both(operands: Operands, compute: ComputeOptions) -> Iterator[tuple[Tile, Tile]]:
-    """Yield the same tile of both matrices; together they take the workspace."""
-    x_MD, y_ND, teacher_x_MT, teacher_y_NT = operands
-    half = compute._replace(workspace=max(1, compute.workspace // 2))
-    return zip(walk(x_MD, y_ND, Pairs(), half), walk(teacher_x_MT, teacher_y_NT, Pairs(), half), strict=True)
 
 
 def _tile_stats(student: Tile, teacher: Tile, dim: int, entropy: bool) -> DistillStats:
@@ -133,12 +165,6 @@ def _difference_(student: Tile, teacher: Tile, own: Softmax, theirs: Softmax) ->
     """Return the student's minus the teacher's probabilities of columns; overwrites the logits."""
     probability = student.z_RC.sub_(own.peak).exp_().mul_(own.gain)
     return probability.sub_(teacher.z_RC.sub_(theirs.peak).exp_().mul_(theirs.gain))
-
-
-def _no_stats(t: Tensor, entropy: bool) -> DistillStats:
-    zero = t.new_zeros(len(t), dtype=accumulator(t.dtype))
-    lowest = torch.full_like(zero, -torch.inf)
-    return DistillStats(lowest, zero, lowest.clone(), zero.clone(), zero.clone(), zero.clone() if entropy else None)
 
 
 def _merged_peak(a: Tensor, b: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
