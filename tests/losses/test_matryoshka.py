@@ -32,9 +32,7 @@ LOSSES = {
 }
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
-@given(st.data())
-def test_any_loss_over_prefixes_is_the_plain_loop(data):
+def check_any_loss_over_prefixes_is_the_plain_loop(data):
     name = data.draw(st.sampled_from(sorted(LOSSES)))
     dims = data.draw(st.lists(st.integers(1, 8), min_size=1, max_size=4, unique=True))
     weights = data.draw(st.sampled_from((None, tuple(0.5 + i for i in range(len(dims))))))
@@ -46,6 +44,14 @@ def test_any_loss_over_prefixes_is_the_plain_loop(data):
     true = gradients(formula, (x, y, scale))
     # The angular margin is steep where a prefix of width one coincides with its class; a norm of 0.1 multiplies gradients by 10.
     assert_close([found[0], *found[1]], [true[0], *true[1]], 1e-8 if name == "classes" else 1e-10)
+
+
+test_any_loss_over_prefixes_is_the_plain_loop = settings(max_examples=12, deadline=None, derandomize=True)(
+    given(st.data())(check_any_loss_over_prefixes_is_the_plain_loop)
+)
+test_many_losses_over_prefixes_are_the_plain_loop = pytest.mark.slow(
+    settings(max_examples=60, deadline=None, derandomize=True)(given(st.data())(check_any_loss_over_prefixes_is_the_plain_loop))
+)
 
 
 def test_a_frozen_side_the_scale_alone_and_a_second_backward():

@@ -54,9 +54,7 @@ def options_for(draw, rows: int, documents: int):
     return options
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
-@given(st.data(), st.sampled_from((64, 2000, None)))
-def test_any_similarity_is_the_formula_in_fp64(data, workspace):
+def check_any_similarity_is_the_formula_in_fp64(data, workspace):
     rows = data.draw(st.integers(1, 17))
     kind, norm = data.draw(st.sampled_from(KINDS)), data.draw(st.sampled_from((0.1, 1.0, 10.0)))
     options = data.draw(options_for(rows, rows))
@@ -69,9 +67,17 @@ def test_any_similarity_is_the_formula_in_fp64(data, workspace):
     assert_close([found[0], *found[1]], [true[0], *true[1]], allowed)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
-@given(st.data(), st.sampled_from((3000, 30000, None)))
-def test_any_case_of_late_interaction_is_the_formula_in_fp64(data, workspace):
+test_any_similarity_is_the_formula_in_fp64 = settings(max_examples=12, deadline=None, derandomize=True)(
+    given(st.data(), st.sampled_from((900, 4000, None)))(check_any_similarity_is_the_formula_in_fp64)
+)
+test_many_similarities_are_the_formula_in_fp64 = pytest.mark.slow(
+    settings(max_examples=60, deadline=None, derandomize=True)(
+        given(st.data(), st.sampled_from((900, 4000, None)))(check_any_similarity_is_the_formula_in_fp64)
+    )
+)
+
+
+def check_any_case_of_late_interaction_is_the_formula_in_fp64(data, workspace):
     rows, extra = data.draw(st.integers(1, 9)), data.draw(st.integers(0, 4))
     g = torch.Generator().manual_seed(data.draw(st.integers(0, 10**6)))
     query_tokens, document_tokens = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 7))
@@ -87,6 +93,16 @@ def test_any_case_of_late_interaction_is_the_formula_in_fp64(data, workspace):
     found = gradients(lambda *t: megabatch.maxsim_loss(*t, **options, workspace=workspace), (x, y, scale))
     true = gradients(lambda *t: reference.maxsim_loss(*t, **options), (x, y, scale))
     assert_close([found[0], *found[1]], [true[0], *true[1]], 1e-10)
+
+
+test_any_case_of_late_interaction_is_the_formula_in_fp64 = settings(max_examples=12, deadline=None, derandomize=True)(
+    given(st.data(), st.sampled_from((3000, 30000, None)))(check_any_case_of_late_interaction_is_the_formula_in_fp64)
+)
+test_many_cases_of_late_interaction_are_the_formula_in_fp64 = pytest.mark.slow(
+    settings(max_examples=60, deadline=None, derandomize=True)(
+        given(st.data(), st.sampled_from((3000, 30000, None)))(check_any_case_of_late_interaction_is_the_formula_in_fp64)
+    )
+)
 
 
 def test_masked_document_tokens_never_win_and_padding_changes_nothing():

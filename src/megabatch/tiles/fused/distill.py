@@ -127,7 +127,9 @@ def distill_grads(
         height, width = student.z_RC.shape
         g_RC = _gradient_buffer(student)
         row_args = [v[student.rows] for side in rows for v in (side.peak, side.gain)]
-        column_args = [v[student.columns] for side in columns or () for v in (side.peak, side.gain)] or [None] * 4
+        column_args: list[Tensor | None] = [None] * 4
+        if columns is not None:
+            column_args = [v[student.columns] for side in columns for v in (side.peak, side.gain)]
         gradient_kernel[cdiv(height, ROWS), cdiv(width, COLUMNS)](
             student.z_RC, teacher.z_RC, scales.student, scales.teacher, g_RC, *row_args, *column_args, height, width,
             BOTH=columns is not None, R=ROWS, C=COLUMNS,
@@ -142,8 +144,8 @@ def _added(parts: Tensor, entropy: bool) -> DistillStats:
     peak, teacher_peak = peaks.amax(0), teacher_peaks.amax(0)
     factor, teacher_factor = (peaks - peak).exp_(), (teacher_peaks - teacher_peak).exp_()
     own = (entropies * teacher_factor).sum(0) if entropy else None
-    sums = ((part * teacher_factor).sum(0) for part in (teacher_totals, crosses))
-    return DistillStats(peak, (totals * factor).sum(0), teacher_peak, *sums, own)
+    teacher_total, cross = ((part * teacher_factor).sum(0) for part in (teacher_totals, crosses))
+    return DistillStats(peak, (totals * factor).sum(0), teacher_peak, teacher_total, cross, own)
 
 
 def _gradient_buffer(t: Tile) -> Tensor:
