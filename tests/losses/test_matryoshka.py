@@ -84,6 +84,18 @@ def test_diagnostics_are_those_of_the_widest_prefix_and_options_pass_through():
     assert "dims=(6, 2)" in repr(megabatch.matryoshka(megabatch.ClipLoss(), dims=(2, 6)))
 
 
+def test_embeddings_passed_by_name_are_cut_too():
+    x, y = embeddings(9, width=6)
+    _, queue = embeddings(5, width=6, seed=4)
+
+    def with_queue(x, y, scale, queue):
+        return megabatch.clip_loss(x, torch.cat((y, queue)), scale, symmetric=False)
+
+    found = megabatch.matryoshka(with_queue, dims=(6, 3))(x, y, 5.0, queue=queue)
+    prefixes = [[torch.nn.functional.normalize(t[:, :width], dim=1) for t in (x, y, queue)] for width in (6, 3)]
+    assert torch.allclose(found, sum(with_queue(x, y, 5.0, queue) for x, y, queue in prefixes))
+
+
 @pytest.mark.slow
 def test_it_is_the_matryoshka_loss_of_sentence_transformers():
     losses = pytest.importorskip("sentence_transformers.sentence_transformer.losses")

@@ -23,7 +23,12 @@ from .checks import check_number, check_tensor
 
 
 def matryoshka(
-    loss: Callable[..., Any], dims: Sequence[int], dim_weights: Sequence[float] | None = None, *, normalize: bool = True
+    loss: Callable[..., Any],
+    dims: Sequence[int],
+    dim_weights: Sequence[float] | None = None,
+    *,
+    normalize: bool = True,
+    also: Sequence[str] = ("queue",),
 ) -> MatryoshkaLoss:
     """Return a loss over prefixes of the embeddings: `Σ_k dim_weights[k] * loss(x[..., :dims[k]], y[..., :dims[k]], ...)`.
 
@@ -31,6 +36,8 @@ def matryoshka(
     dims: widths of the prefixes. Include the full width to train it too.
     dim_weights: of the widths. None: 1 for each.
     normalize: divide each prefix by its own norm. False: for losses of inner products or that normalise by themselves.
+    also: names of arguments that hold embeddings of the same width without a gradient, such as a queue of earlier ones, and are
+        cut too where they are passed.
 
     The result is called as the loss itself. Its leading tensors with rows (x and y) are cut, and everything else is passed on as it
     is. A process group is passed to the call, or stored in the Module. Value and gradients are those of the plain loop, at the
@@ -42,7 +49,7 @@ def matryoshka(
     >>> loss = criterion(x.requires_grad_(), y, 20.0, symmetric=False)
     >>> loss.backward()
     """
-    return MatryoshkaLoss(loss, dims, dim_weights, normalize=normalize)
+    return MatryoshkaLoss(loss, dims, dim_weights, normalize=normalize, also=also)
 
 
 class MatryoshkaLoss(nn.Module):
@@ -52,7 +59,13 @@ class MatryoshkaLoss(nn.Module):
     """
 
     def __init__(
-        self, loss: Callable[..., Any], dims: Sequence[int], dim_weights: Sequence[float] | None = None, *, normalize: bool = True
+        self,
+        loss: Callable[..., Any],
+        dims: Sequence[int],
+        dim_weights: Sequence[float] | None = None,
+        *,
+        normalize: bool = True,
+        also: Sequence[str] = ("queue",),
     ) -> None:
         super().__init__()
         dims = tuple(dims)
@@ -67,6 +80,7 @@ class MatryoshkaLoss(nn.Module):
         # The widest first: it says what the loss returns beside its value.
         self.widths = tuple(sorted(zip(dims, weights, strict=True), reverse=True))
         self.normalize = normalize
+        self.also = tuple(also)
 
     def extra_repr(self) -> str:
         dims, weights = zip(*self.widths, strict=True)
@@ -86,7 +100,7 @@ class MatryoshkaLoss(nn.Module):
                     f"dims has {self.widths[0][0]} and the embeddings are {t.shape[-1]} wide: must be at most that wide"
                 )
         others = [t for t in (*inputs[len(embeddings) :], *options.values()) if isinstance(t, Tensor) and t.requires_grad]
-        run = Widths(self.loss, self.widths, self.normalize, inputs, options, len(embeddings), others)
+        run = Widths(self.loss, self.widths, self.normalize, self.also, inputs, options, len(embeddings), others)
         ring = Ring.of(_group_of(self.loss, options))
         if not torch.is_grad_enabled() or (ring.size == 1 and not any(t.requires_grad for t in (*embeddings, *others))):
             value, rest, _ = run.evaluate(embeddings, others, with_gradients=False)
@@ -104,6 +118,7 @@ class Widths:
     loss: Callable[..., Any]
     widths: Sequence[tuple[int, float]]
     normalize: bool
+    also: Sequence[str]
     inputs: Sequence[Any]
     options: dict[str, Any]
     cut: int
@@ -121,7 +136,7 @@ class Widths:
             with torch.set_grad_enabled(with_gradients):
                 leaves = [t[..., :width].detach().requires_grad_(t.requires_grad and with_gradients) for t in embeddings]
                 leaves += [t.detach().requires_grad_(with_gradients) for t in others]
-                result = self._at_width(leaves)
+                result = self._at_width(leaves, width)
             term, *more = result if isinstance(result, tuple) else (result,)
             if value is None:
                 rest = tuple(more) if more else None
@@ -131,11 +146,14 @@ class Widths:
         assert value is not None
         return value, rest, totals
 
-    def _at_width(self, leaves: Sequence[Tensor]) -> Any:
+    def _at_width(self, leaves: Sequence[Tensor], width: int) -> Any:
         prefixes = [self._prefix(t) for t in leaves[: self.cut]]
         replaced = {id(t): leaf for t, leaf in zip(self.others, leaves[self.cut :], strict=True)}
         inputs = [replaced.get(id(t), t) for t in self.inputs[self.cut :]]
         options = {name: replaced.get(id(t), t) for name, t in self.options.items()}
+        for name in self.also:
+            if isinstance(options.get(name), Tensor):
+                options[name] = self._prefix(options[name].detach()[..., :width])
         return self.loss(*prefixes, *inputs, **options)
 
     def _prefix(self, t: Tensor) -> Tensor:
