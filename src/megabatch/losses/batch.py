@@ -225,7 +225,9 @@ def agree(
     except ValueError as error:
         if not exchanges:
             raise
-        summary, facts = _agree(ring, device, RankSummary(0, 0, (), (), ()), {}, error)[0], {}
+        # It raises on every rank what one of them has found.
+        _agree(ring, device, RankSummary(0, 0, (), (), ()), {}, error)
+        raise
     summaries = [summary] * ring.size
     if exchanges:
         facts = {**facts, "torch.is_grad_enabled()": torch.is_grad_enabled(), "equal_shards": equal_shards}
