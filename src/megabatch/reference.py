@@ -37,7 +37,7 @@ def clip_loss(
     P_i is {i}; with `duplicates="positive"` it is every j with ids_j = ids_i. A_i contains all pairs except those with equal ids
     (`duplicates="mask"`) and negatives with x_i·y_j > x_i·y_i + drop_above. A column is treated as a row of the transposed matrix.
     """
-    return _softmax_loss(x @ y.T, scale, symmetric, ids, duplicates, label_smoothing, drop_above, weights)
+    return _loss_of_scores(x @ y.T, scale, symmetric, ids, duplicates, label_smoothing, drop_above, weights)
 
 
 def siglip_loss(
@@ -62,6 +62,18 @@ def siglip_loss(
     pair_loss = -F.logsigmoid(torch.where(positive, logits, -logits))
     loss = pair_loss.masked_fill(same & ~positive, 0).sum(1)
     return loss.mean() if weights is None else (weights * loss).sum() / weights.sum()
+
+
+def ranks(x: Tensor, y: Tensor, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return the rank of each row's positive among its negatives, and the similarity of its hardest negative.
+
+    Rank 0 is best; ties count against the positive. Negatives are all pairs with another id than the positive's. Without negatives
+    the hardest is -inf.
+    For columns: `ranks(y[:len(x)], x, ids)`.
+    """
+    similarity = x @ y.T
+    negative = similarity.masked_fill(_same(similarity, ids), -torch.inf)
+    return (negative >= similarity.diagonal()[:, None]).sum(1), negative.amax(1)
 
 
 def distill_loss(
@@ -117,7 +129,7 @@ def similarity_loss(
     weights: Tensor | None = None,
 ) -> Tensor:
     """Return `clip_loss` with `similarity(x, y)` in place of `x @ y.T`."""
-    return _softmax_loss(similarity(x, y), scale, symmetric, ids, duplicates, label_smoothing, None, weights)
+    return _loss_of_scores(similarity(x, y), scale, symmetric, ids, duplicates, label_smoothing, None, weights)
 
 
 def maxsim_loss(
@@ -148,7 +160,7 @@ def maxsim_loss(
     scores = (best * x_kept[:, None]).sum(2)
     if average_tokens:
         scores = scores / x_kept.sum(1).clamp(min=1)[:, None]
-    return _softmax_loss(scores, scale, symmetric, ids, duplicates, label_smoothing, None, weights)
+    return _loss_of_scores(scores, scale, symmetric, ids, duplicates, label_smoothing, None, weights)
 
 
 def class_softmax_loss(
@@ -201,18 +213,6 @@ def spread_out_loss(x: Tensor) -> Tensor:
     return (x @ x.T).square().masked_fill(torch.eye(len(x), dtype=torch.bool, device=x.device), 0).sum() / (len(x) * (len(x) - 1))
 
 
-def ranks(x: Tensor, y: Tensor, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return the rank of each row's positive among its negatives, and the similarity of its hardest negative.
-
-    Rank 0 is best; ties count against the positive. Negatives are all pairs with another id than the positive's. Without negatives
-    the hardest is -inf.
-    For columns: `ranks(y[:len(x)], x, ids)`.
-    """
-    similarity = x @ y.T
-    negative = similarity.masked_fill(_same(similarity, ids), -torch.inf)
-    return (negative >= similarity.diagonal()[:, None]).sum(1), negative.amax(1)
-
-
 def _diagonal(similarity: Tensor) -> Tensor:
     return torch.eye(*similarity.shape, dtype=torch.bool, device=similarity.device)
 
@@ -222,7 +222,7 @@ def _same(similarity: Tensor, ids: Tensor | None) -> Tensor:
     return _diagonal(similarity) if ids is None else ids[:rows, None] == ids[None, :columns]
 
 
-def _softmax_loss(
+def _loss_of_scores(
     similarity: Tensor,
     scale: Tensor | float,
     symmetric: bool,
