@@ -29,7 +29,7 @@ from megabatch.recipes import (
 )
 
 M, B = 10**6, 10**9
-KINDS, STARTS = ("clip", "embedder", "lm", "classifier"), ("scratch", "pretrained", "locked")
+KINDS, STARTS = ("image-text", "embedder", "lm", "classifier"), ("scratch", "pretrained", "locked")
 TASKS = st.builds(
     TrainingTask,
     st.sampled_from(KINDS),
@@ -44,7 +44,7 @@ TASKS = st.builds(
 
 
 def clip(start="scratch", data=10 * M, epochs=30.0, **rest):
-    return TrainingTask("clip", start, data=data, seen=round(data * epochs), **{"params": 151 * M, **rest})
+    return TrainingTask("image-text", start, data=data, seen=round(data * epochs), **{"params": 151 * M, **rest})
 
 
 def text(data, epochs=1.0, **rest):
@@ -122,18 +122,18 @@ def test_rates_never_fall_with_the_batch_and_never_rise_with_the_model_or_with_p
 
 
 def test_what_is_unknown_is_not_advised():
-    assert advise_batch(TrainingTask("clip")) is None
-    assert advise_warmup(TrainingTask("clip"), 4096).confidence == "low"
-    assert warnings_for(TrainingTask("clip")) == []
+    assert advise_batch(TrainingTask("image-text")) is None
+    assert advise_warmup(TrainingTask("image-text"), 4096).confidence == "low"
+    assert warnings_for(TrainingTask("image-text")) == []
 
 
 @pytest.mark.parametrize(
     ("asked", "complaint"),
     [
         ({"kind": "gan"}, "kind is 'gan'"),
-        ({"kind": "clip", "loss": "classify"}, "loss is 'classify'"),
-        ({"kind": "clip", "seen": 0}, "seen is 0"),
-        ({"kind": "clip", "negatives": -1}, "negatives is -1"),
+        ({"kind": "image-text", "loss": "classify"}, "loss is 'classify'"),
+        ({"kind": "image-text", "seen": 0}, "seen is 0"),
+        ({"kind": "image-text", "negatives": -1}, "negatives is -1"),
         ({"kind": "embedder", "lora": 16}, "LoRA adapts pretrained weights"),
     ],
 )
@@ -162,15 +162,15 @@ def test_updates_needed_lie_between_too_few_and_enough_where_both_were_measured(
     ],
 )
 def test_from_scratch_the_interval_reaches_from_the_usual_minimum_to_the_fewest_updates(seen, low, high):
-    advice = advise_batch(TrainingTask("clip", seen=seen))
+    advice = advise_batch(TrainingTask("image-text", seen=seen))
     assert (advice.low, advice.high) == (low, high)
     assert low <= advice.value <= min(high, 8_192)
 
 
 def test_negatives_cap_the_batch_where_they_stop_paying():
     # 9 B seen: table 5 of arXiv 2303.15343 is best at 32k for the sigmoid and at 98k for the softmax.
-    assert advise_batch(TrainingTask("clip", seen=9 * B, loss="siglip")).high == 32_768
-    assert advise_batch(TrainingTask("clip", seen=9 * B)).high == 98_304
+    assert advise_batch(TrainingTask("image-text", seen=9 * B, loss="siglip")).high == 32_768
+    assert advise_batch(TrainingTask("image-text", seen=9 * B)).high == 98_304
 
 
 def test_fine_tuning_follows_the_data_and_keeps_its_updates():
@@ -208,7 +208,7 @@ def test_the_half_life_of_beta2_is_fixed_in_tokens():
 
 
 def test_warm_up_of_a_large_batch_clip_is_not_that_of_its_beta2():
-    task = TrainingTask("clip", seen=12_800 * M, data=12_800 * M, params=428 * M)
+    task = TrainingTask("image-text", seen=12_800 * M, data=12_800 * M, params=428 * M)
     assert advise_beta2(task, 90_112).value == 0.95
     assert 2_000 <= advise_warmup(task, 90_112).value <= 10_000
     assert advise_warmup(clip("pretrained", data=10_000, epochs=3), 64).value < 100

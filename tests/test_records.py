@@ -32,15 +32,20 @@ class Record(NamedTuple):
     foreign: frozenset[str] = frozenset()
 
 
+# Where the audit names the tools whose files it reads.
+TOOLS = frozenset({"audit/tools.py", "audit/readers/open_clip.py", "audit/readers/transformers.py"})
 RECORDS = (
-    # The record, the file of the loss, its export by losses/ and by the package.
-    *(Record("loss", tuple(n for n in (name, spec.function) if n), 4) for name, spec in objectives.OBJECTIVES.items()),
-    # OpenCLIP's command line has an optimizer "adamw" too.
-    *(Record("optimizer", (name,), 2, frozenset({"audit/readers/open_clip.py"})) for name in optimizers.OPTIMIZERS),
-    # The table and the file of the library or format. Elsewhere, config.py names the defaults, environment.py packages of a bug
-    # report, and the audit reads OpenCLIP's command line. "text" is also the kind of a sample.
+    # The record, the file of the loss, its export by losses/ and by the package. Elsewhere, published.py lists what others used.
     *(
-        Record("tower library", (name, f"{name}:"), 2, frozenset({"audit/readers/open_clip.py", "config.py", "environment.py"}))
+        Record("loss", tuple(n for n in (name, spec.function) if n), 4, frozenset({"published.py"}))
+        for name, spec in objectives.OBJECTIVES.items()
+    ),
+    # OpenCLIP's command line has an optimizer "adamw" too.
+    *(Record("optimizer", (name,), 2, frozenset({"audit/readers/open_clip.py", "published.py"})) for name in optimizers.OPTIMIZERS),
+    # The table and the file of the library or format. Elsewhere, config.py names the defaults, environment.py packages of a bug
+    # report, and the audit reads files of tools, two of which have the name of a library. "text" is also the kind of a sample.
+    *(
+        Record("tower library", (name, f"{name}:"), 2, TOOLS | {"config.py", "environment.py"})
         for name in LIBRARIES
         if name != "text"
     ),

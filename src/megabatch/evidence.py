@@ -69,7 +69,7 @@ LORA_RATE = 1e-4
 LARGE_MODEL, LARGE_CONTRASTIVE = 20_000_000, 16_384
 # The rules for the learning rate were tested for batches up to this factor apart. Further away the rate has to be swept.
 RATE_RANGE = 16
-# Warm-up: share of a short run, steps of a long run, share of a very long run (FACTS["clip warm-up"] and the others).
+# Warm-up: share of a short run, steps of a long run, share of a very long run (FACTS["image-text warm-up"] and the others).
 WARMUP_SHARE, USUAL_WARMUP, LONG_WARMUP = 0.05, 2_000, 0.01
 # The largest share of a run that a sweep spends on warm-up.
 MOST_WARMUP = 0.2
@@ -79,7 +79,7 @@ BATCH_NORM_ROWS = 16
 FINETUNE_PAIRS, FINETUNE_SAMPLES, PRETRAINING_RATE, EPOCHS_OF_WARMUP = 512, 32, 5e-4, 5
 # Adam's weight decay by kind of model, and whether it is trained from scratch (FACTS["usual decay"]).
 WEIGHT_DECAYS = {
-    ("clip", True): 0.2, ("clip", False): 0.1, ("embedder", True): 0.1, ("embedder", False): 0.01,
+    ("image-text", True): 0.2, ("image-text", False): 0.1, ("embedder", True): 0.1, ("embedder", False): 0.01,
     ("lm", True): 0.1, ("lm", False): 0.0, ("classifier", True): 0.05, ("classifier", False): 0.01,
 }  # fmt: skip
 
@@ -233,7 +233,7 @@ FACTS = {
     "lm fine-tuning rate": Fact("2e-5 at 7 B parameters, 5e-5 at BERT's size", "arXiv 1810.04805; Alpaca (recalled)", "low"),
     "classifier rate": Fact("1e-3 at 1,024 with AdamW", "DeiT, arXiv 2012.12877; Swin, arXiv 2103.14030", "medium"),
     "classifier fine-tuning rate": Fact("2e-5 to 5e-5 with AdamW", "arXiv 1810.04805, 2109.01903", "medium"),
-    "clip warm-up": Fact(
+    "image-text warm-up": Fact(
         "DataComp 500 (10,000 at xlarge), MobileCLIP 1,000, CLIP 2,000, SigLIP 2 20,000 of 1.2 M steps",
         "DataComp, MobileCLIP, OpenCLIP, configurations; arXiv 2103.00020, 2502.14786",
         "medium",

@@ -117,6 +117,8 @@ OBJECTIVES: dict[str, ObjectiveSpec] = {
 }
 # The objective of a run that names none.
 DEFAULT: PairLoss = "clip"
+# The objective whose pairs are judged one by one.
+SIGMOID: PairLoss = "siglip"
 # The objective of a run that a plan for a mean over samples writes.
 MEAN: ObjectiveName = "classify"
 

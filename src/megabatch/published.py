@@ -14,7 +14,7 @@ from .objectives import DEFAULT, PAIR_LOSSES
 from .optimizers import FamilyName
 
 # What is trained: an image and a text encoder on pairs; a text encoder on pairs; a language model; a classifier.
-Kind = Literal["clip", "embedder", "lm", "classifier"]
+Kind = Literal["image-text", "embedder", "lm", "classifier"]
 Start = Literal["scratch", "pretrained", "locked"]
 
 M, B, T = 10**6, 10**9, 10**12
@@ -65,7 +65,7 @@ class TrainingTask:
     @property
     def pairs(self) -> bool:
         """Whether negatives come from the batch."""
-        return self.kind in ("clip", "embedder")
+        return self.kind in ("image-text", "embedder")
 
     def steps(self, batch: int) -> int | None:
         """Return the optimizer steps at a batch, or None if the samples seen are unknown."""
@@ -94,7 +94,7 @@ def _recipe(kind: Kind, name: str, params: int | None, seen: int | None, batch: 
 
 
 def _clip(name: str, params: int | None, seen: int | None, batch: int | None, source: str, **rest: Any) -> Recipe:
-    return _recipe("clip", name, params, seen, batch, source, **rest)
+    return _recipe("image-text", name, params, seen, batch, source, **rest)
 
 
 def _text(name: str, params: int | None, seen: int | None, batch: int | None, source: str, **rest: Any) -> Recipe:

@@ -227,9 +227,9 @@ class RateRule(NamedTuple):
 
 # Adam's rates, by kind and start.
 ADAM_RATES: dict[tuple[Kind, Start], RateRule] = {
-    ("clip", "scratch"): RateRule(5e-4, 32_768, "clip rate"),
-    ("clip", "locked"): RateRule(1e-3, 32_768, "locked rate"),
-    ("clip", "pretrained"): RateRule(1e-5, 512, "clip fine-tuning rate"),
+    ("image-text", "scratch"): RateRule(5e-4, 32_768, "clip rate"),
+    ("image-text", "locked"): RateRule(1e-3, 32_768, "locked rate"),
+    ("image-text", "pretrained"): RateRule(1e-5, 512, "clip fine-tuning rate"),
     ("embedder", "scratch"): RateRule(5e-4, 32_768, "clip rate"),
     ("embedder", "locked"): RateRule(1e-3, 32_768, "locked rate"),
     ("embedder", "pretrained"): RateRule(2e-5, 256, "embedder rate", params=110_000_000),
@@ -271,7 +271,7 @@ def advise_rate(task: TrainingTask, batch: int) -> Advice:
     if rule.params is not None and task.params is not None:
         lr *= (rule.params / task.params) ** evidence.RATE_SIZE
         why += f", times ({_millions(rule.params)}/{_millions(task.params)})^{evidence.RATE_SIZE:g}"
-    elif task.kind == "clip" and task.start == "scratch" and (task.params or evidence.LARGE_MODEL) < evidence.LARGE_MODEL:
+    elif task.kind == "image-text" and task.start == "scratch" and (task.params or evidence.LARGE_MODEL) < evidence.LARGE_MODEL:
         lr, why = lr * 2, f"{why}, twice for towers below {_millions(evidence.LARGE_MODEL)} parameters"
     lr = round_rate(lr)
     confidence = "low" if task.optimizer != "adam" or not 1 / 4 <= growth <= evidence.RATE_RANGE**2 else fact.confidence
@@ -325,7 +325,7 @@ def advise_beta2(task: TrainingTask, batch: int) -> Advice | None:
         value = 0.95 if share >= 1 else float(f"{min(0.9999, 0.95**share):.4g}")
     elif task.pairs and task.start != "pretrained":
         fact, value = FACTS["beta2"], 0.95 if batch >= evidence.LARGE_CONTRASTIVE else 0.98
-    elif task.kind == "clip":
+    elif task.kind == "image-text":
         fact, value = FACTS["beta2"], 0.98
     else:
         fact, value = FACTS["default beta2"], 0.999
@@ -368,7 +368,7 @@ def warnings_for(task: TrainingTask, batch: int | None = None) -> list[str]:
     """Return sentences that say why the training is a bad idea and what to do instead; empty if it is not."""
     lines = []
     large = task.params is None or task.params >= evidence.LARGE_MODEL
-    if task.kind == "clip" and task.start == "scratch" and large and (task.seen or math.inf) < evidence.CLIP_LEAST_SEEN:
+    if task.kind == "image-text" and task.start == "scratch" and large and (task.seen or math.inf) < evidence.CLIP_LEAST_SEEN:
         fact = FACTS["clip from scratch"]
         lines.append(
             f"This budget cannot train CLIP from scratch: {task.seen:,} samples seen, and {fact.says} ({fact.source})."

@@ -364,7 +364,7 @@ def test_equal_captions_meet_only_where_the_data_has_some():
 def test_warm_up_is_that_of_a_plan_whatever_beta2(beta2, updates):
     training = TrainingFacts(objective="clip", finetuning=False, optimizer="adam", beta2=beta2, warmup=0, steps=updates, batch=4096)
     (violation,) = rates.no_warmup.violations(training)
-    planned = advise_warmup(TrainingTask("clip", seen=updates * 4096), 4096)
+    planned = advise_warmup(TrainingTask("image-text", seen=updates * 4096), 4096)
     assert violation.changes == {"warmup": planned.value}
 
 
@@ -385,7 +385,7 @@ def test_a_fix_takes_the_rate_of_a_plan_and_never_scales_the_users_rate_up(tmp_p
     fixed = apply(finding.fix, text.format("5e-4"))
     assert finding.code == "batch-below-floor" and "--accum-freq 8" in fixed and "--batch-size 64" in fixed and "--lr 5e-4" in fixed
     (finding,) = audited(tmp_path, "train.sh", text.format("5e-2").replace("size 64", "size 512"), {})
-    planned = advise_rate(TrainingTask("clip", seen=32 * 400_000_000), 4096).value
+    planned = advise_rate(TrainingTask("image-text", seen=32 * 400_000_000), 4096).value
     assert finding.code == "rate-unusual" and f"--lr {planned} " in apply(
         finding.fix, text.format("5e-2").replace("size 64", "size 512")
     )

@@ -19,7 +19,7 @@ from megabatch.planning.request import Request, parse_base, parse_count
 from megabatch.recipes import TrainingTask
 
 
-def task(kind="clip", start="scratch", data=10**7, seen=3 * 10**8, **rest):
+def task(kind="image-text", start="scratch", data=10**7, seen=3 * 10**8, **rest):
     return TrainingTask(kind, start, data=data, seen=seen, **rest)
 
 
@@ -35,7 +35,7 @@ def test_batches_above_the_ceiling_and_below_the_floor_get_a_remark():
 
 
 @given(
-    st.sampled_from(["clip", "embedder", "lm", "classifier"]),
+    st.sampled_from(["image-text", "embedder", "lm", "classifier"]),
     st.sampled_from(["scratch", "pretrained", "locked"]),
     st.integers(1_000, 10**11),
     st.floats(1, 100),
@@ -96,7 +96,7 @@ def test_ema_is_raised_to_the_power_of_the_growth():
     assert derive_hyperparameters(task(), 1024, ema=(0.999, 256)).ema == pytest.approx(0.999**4)
 
 
-@pytest.mark.parametrize("kind", ["clip", "embedder", "lm", "classifier"])
+@pytest.mark.parametrize("kind", ["image-text", "embedder", "lm", "classifier"])
 @pytest.mark.parametrize("start", ["scratch", "pretrained", "locked"])
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 def test_every_number_has_a_reason_and_a_source(kind, start, optimizer):

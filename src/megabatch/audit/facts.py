@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..evidence import FEWEST_UPDATES, USUAL_WARMUP, round_rate
-from ..objectives import DEFAULT, AuditName, PairLoss, is_contrastive
+from ..objectives import DEFAULT, SIGMOID, AuditName, is_contrastive
 from ..optimizers import FAMILIES, FamilyName, FamilySpec, rate_factor
 from ..recipes import Kind, Start, TrainingTask, advise_rate, advise_warmup, plausible_rates
 from .tools import TOOLS, ToolName
@@ -204,13 +204,14 @@ class TrainingFacts:
     def tasks(self) -> list[TrainingTask]:
         """Return what may be trained, for the rules that plans use too: one task if kind and start are known, else several."""
         kinds: dict[str | None, list[Kind]] = {"supervised": ["classifier"], "lm": ["lm"], None: ["classifier", "embedder", "lm"]}
-        kind = kinds.get(self.objective) or ["embedder" if self.tool is not None and TOOLS[self.tool].trains_embedders else "clip"]
+        embeds = self.tool is not None and TOOLS[self.tool].trains_embedders
+        kind = kinds.get(self.objective) or ["embedder" if embeds else "image-text"]
         starts: list[Start] = ["pretrained"] if self.finetuning or self.adapter else ["scratch"]
         if self.locked:
             starts = ["locked"] if self.finetuning is None else ["locked", *starts]
         elif self.finetuning is None and not self.adapter:
             starts = ["scratch", "pretrained", "locked"]
-        loss: PairLoss = "siglip" if self.objective == "siglip" else DEFAULT
+        loss = SIGMOID if self.objective == SIGMOID else DEFAULT
         return [
             TrainingTask(
                 each,

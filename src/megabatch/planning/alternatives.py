@@ -57,7 +57,7 @@ def changes(problem: Problem, estimator: Estimator, chosen: Estimate) -> Iterato
             other = advised(replace(task, seen=max(1, round(seen * factor))), request.priority)
             if other.batch != strategy.batch:
                 yield f"With {round(seen * factor):,} samples seen: a batch of {other.batch:,} ({other.updates:,} updates)."
-        if task.kind == "clip" and task.start == "scratch":
+        if task.kind == "image-text" and task.start == "scratch":
             other = advised(replace(task, start="locked"), request.priority)
             yield f"With a locked, pretrained image tower (LiT): a batch of {other.batch:,}, because it needs fewer updates."
         if not task.negatives and task.start == "pretrained":

@@ -71,10 +71,10 @@ def task_of(problem: Problem, params: int | None = None) -> TrainingTask:
     )
 
 
-def _pair_kind(run: config.Run) -> Literal["clip", "embedder"]:
+def _pair_kind(run: config.Run) -> Literal["image-text", "embedder"]:
     """Return "embedder" if both towers read text."""
     names = (run.x.name, run.x.name if run.y.name == "x" else run.y.name)
-    return "embedder" if all(name.partition(":")[0] in TEXT_TOWERS for name in names) else "clip"
+    return "embedder" if all(name.partition(":")[0] in TEXT_TOWERS for name in names) else "image-text"
 
 
 def choose_batch(problem: Problem, estimator: Estimator) -> BatchChoice:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+from ...objectives import DEFAULT, SIGMOID, PairLoss
 from ...optimizers import FAMILIES, family_of
 from ..documents import Document, Reading
 from ..facts import TrainingFacts
@@ -47,9 +48,9 @@ PRECISIONS: dict[str, tuple[Literal["fp32", "bf16", "fp16"], bool, bool]] = {
 # Settings for debugging that keep a run from training on the data.
 DEBUG = ("fast_dev_run", "overfit_batches")
 # Words in the class of a model that name its objective.
-OBJECTIVES: tuple[tuple[str, Literal["clip", "siglip"]], ...] = (
-    (r"siglip", "siglip"),
-    (r"clip(?!p)|simclr|contrastive|infonce|biencoder|bi_encoder|dual_?encoder|two_?tower", "clip"),
+OBJECTIVES: tuple[tuple[str, PairLoss], ...] = (
+    (SIGMOID, SIGMOID),
+    (r"clip(?!p)|simclr|contrastive|infonce|biencoder|bi_encoder|dual_?encoder|two_?tower", DEFAULT),
 )
 
 
@@ -132,7 +133,7 @@ def _positive(value: Any) -> float | None:
     return value if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1e15 else None
 
 
-def _objective(table: Mapping[str, Any]) -> Literal["clip", "siglip"] | None:
+def _objective(table: Mapping[str, Any]) -> PairLoss | None:
     named = f"{at(table, 'model.class_path') or ''} {at(table, 'model.init_args.loss') or ''}".lower()
     return next((objective for pattern, objective in OBJECTIVES if re.search(pattern, named)), None)
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from ...objectives import DEFAULT
 from ..documents import Reading
 from ..formats.python_text import UNKNOWN, FunctionCall, Script, edit_calls, parse_python, value_of
 from ..model_names import parameters_of
@@ -162,7 +163,7 @@ def _loss(call: FunctionCall, pylate: bool) -> dict[str, Any]:
     chunk = call.keywords.get(loss.cached, loss.rows) if loss.cached else None
     return {
         "tool": "sentence_transformers",
-        "objective": "clip",
+        "objective": DEFAULT,
         "gather": "exact" if gather is True else "none" if gather is False else None,
         "chunk": chunk if isinstance(chunk, int) and not isinstance(chunk, bool) and chunk > 0 else None,
         "scale": None if not number else 1 / number if loss.inverse else number,

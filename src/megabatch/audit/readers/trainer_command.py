@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from ...objectives import DEFAULT
 from ..documents import Reading
 from ..formats.command_text import ABSENT, PRESENT, Command, edit_flags, find_command, parse_flags
 from ..model_names import parameters_of
@@ -166,7 +167,7 @@ def _tevatron(flags: Flags) -> dict[str, Any]:
     temperature = number_of(flags, "--temperature", 1.0)
     return _started(flags) | {
         "tool": "tevatron",
-        "objective": "clip",
+        "objective": DEFAULT,
         "gather": "exact",
         "adapter": True if "--lora" in flags else None,
         "negatives": _mined(flags),
@@ -182,7 +183,7 @@ def _flag_embedding(flags: Flags) -> dict[str, Any]:
     temperature = number_of(flags, "--temperature", 0.02)
     return _started(flags) | {
         "tool": "flag_embedding",
-        "objective": "clip",
+        "objective": DEFAULT,
         "gather": "exact" if "--negatives_cross_device" in flags else "none",
         "adapter": True if "--use_lora" in flags else None,
         "negatives": _mined(flags),
@@ -198,7 +199,7 @@ def _swift(flags: Flags) -> dict[str, Any]:
     given = {} if "--learning_rate" in flags else {"lr": 1e-4 if lora else 1e-5}
     return _started(flags) | given | {
         "tool": "swift",
-        "objective": "clip" if embeds and "infonce" in flags.get("--loss_type", ["infonce"]) else None if embeds else "lm",
+        "objective": DEFAULT if embeds and "infonce" in flags.get("--loss_type", ["infonce"]) else None if embeds else "lm",
         "adapter": lora,
         "held_out": True,
     }  # fmt: skip
@@ -214,7 +215,7 @@ def _supervised(flags: Flags) -> dict[str, Any]:
 
 def _clip(flags: Flags) -> dict[str, Any]:
     # CLIPModel computes the loss of a rank's own pairs (transformers issue 22252).
-    return _started(flags) | {"objective": "clip", "gather": "none"}
+    return _started(flags) | {"objective": DEFAULT, "gather": "none"}
 
 
 PROGRAMS = (

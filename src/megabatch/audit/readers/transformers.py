@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ...objectives import DEFAULT
 from ...optimizers import FAMILIES, family_of
 from ..documents import Document, Reading
 from ..facts import TrainingFacts, with_facts
@@ -152,7 +153,7 @@ def _facts(name: str, table: Mapping[str, Any], extra: Mapping[str, Any]) -> Tra
     facts = TrainingFacts(
         tool="sentence_transformers" if sentences else "transformers",
         # A sampler without duplicates serves losses with in-batch negatives only.
-        objective="clip" if str(sampler).startswith("no_duplicates") else None,
+        objective=DEFAULT if str(sampler).startswith("no_duplicates") else None,
         micro=values["per_device_train_batch_size"],
         accumulation=values["gradient_accumulation_steps"],
         accumulates="plain",
