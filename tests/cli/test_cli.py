@@ -205,6 +205,22 @@ def test_a_plan_for_nonsense_is_one_sentence(arguments, capsys):
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
 
 
+@pytest.mark.parametrize(("option", "ours"), [("--batch-size", "--per-gpu"), ("--gradient-checkpointing", "--checkpointing")])
+def test_options_of_other_trainers_are_answered_with_ours(option, ours, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["plan", option, "512"])
+    assert ours in capsys.readouterr().err
+
+
+def test_a_plan_says_what_it_does_before_it_imports_torch_and_clears_the_line(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    # The planner is imported after the first words.
+    monkeypatch.setitem(sys.modules, "megabatch.planning.planner", None)
+    with pytest.raises(ImportError):
+        cli.main(["plan", "ViT-B/32"])
+    assert "ViT-B/32" in capsys.readouterr().err
+
+
 def test_audit_of_nothing_is_one_sentence(tmp_path, capsys):
     assert cli.main(["audit", str(tmp_path / "nowhere.toml")]) == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 1

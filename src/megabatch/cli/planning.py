@@ -171,8 +171,10 @@ def _plan(arguments: argparse.Namespace) -> None:
     options = {key: value for key, value in vars(arguments).items() if key not in not_options and value is not None}
     if any(path is not None and path.suffix == ".html" for path in (arguments.out, arguments.html)):
         packages.require(packages.PLAN_PAGE)
-    found = plan(**options, progress=progress)
-    progress.end()
+    try:
+        found = plan(**options, progress=progress)
+    finally:
+        progress.end()
     if arguments.json:
         print(found.as_json())
     elif arguments.why:
@@ -186,22 +188,21 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 
 class _Progress:
-    """What is being done, on standard error: one line that is overwritten on a terminal, lines elsewhere."""
+    """What is being done, as one line on standard error that is overwritten; nothing where that is not a terminal."""
 
     def __init__(self) -> None:
         self._terminal = sys.stderr is not None and sys.stderr.isatty()
-        self._shown = ""
+        self._width = 0
 
     def __call__(self, text: str) -> None:
         if self._terminal:
-            print(f"\r{text} …".ljust(len(self._shown)), end="", file=sys.stderr, flush=True)
-            self._shown = f"\r{text} …"
-        else:
-            print(f"{text} …", file=sys.stderr, flush=True)
+            print(f"\r{text} …".ljust(self._width), end="", file=sys.stderr, flush=True)
+            self._width = len(text) + 3
 
     def end(self) -> None:
+        """Clear the line."""
         if self._terminal:
-            print("\r" + " " * len(self._shown), end="\r", file=sys.stderr, flush=True)
+            print("\r" + " " * self._width, end="\r", file=sys.stderr, flush=True)
 
 
 def _next_step(arguments: argparse.Namespace) -> str:

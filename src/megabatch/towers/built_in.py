@@ -347,4 +347,4 @@ def _as_default(key: str, value: Any, default: Any) -> Any:
 
 VIT = built_in_tower(vit, partner="text")
 CNN = built_in_tower(cnn, partner="text")
-TEXT = built_in_tower(text)
+TEXT = built_in_tower(text, partner="x")
