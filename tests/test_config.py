@@ -96,7 +96,7 @@ def test_options_of_a_tower_do_not_outlive_it():
         ("optimizer.ema=1", ["optimizer.ema is 1.0"]),
         ("schedule.steps=0", ["schedule.steps is 0"]),
         ("schedule.floor=2", ["schedule.floor"]),
-        ("loss.objective=triplet", ["'triplet'", "'clip', 'siglip', 'classify'"]),
+        ("loss.objective=triplet", ["'triplet'", "'clip', 'siglip'", "'classify'"]),
         ("loss.label_smoothing=1", ["loss.label_smoothing"]),
         ("data.held_out=1.0", ["data.held_out is 1.0", "[0, 1)"]),
         ("data.workers=-1", ["data.workers"]),

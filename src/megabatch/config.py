@@ -124,13 +124,15 @@ class Tower:
 
 @dataclass(frozen=True)
 class Loss:
-    """The objective (`objectives.OBJECTIVES`) and its options, as in `clip_loss` and `siglip_loss`.
+    """The objective (`objectives.OBJECTIVES`) and its options, as in `clip_loss`, `siglip_loss` and `infonce_loss`.
 
     scale: initial value of the learnable scale of cosine similarities (1 / temperature), at least 1; None is the value of the
         loss's paper. bias: initial value of the learnable bias.
     duplicates: how pairs with equal captions are treated: "mask" and "positive" as in the losses, "negative" as all other pairs.
     dims: widths of the embeddings' prefixes over which the loss is added up (Matryoshka); empty: the full width only.
     spread_out: weight of the spread-out regulariser of both sides, which is added to the loss.
+    directions, partition: of a loss over directions; empty and None: those of the loss's function.
+    drop_ratio, hardness, hardness_on, in_batch: as in `infonce_loss`.
     """
 
     objective: ObjectiveName = objectives.DEFAULT
@@ -143,6 +145,12 @@ class Loss:
     drop_above: float | None = None
     dims: tuple[int, ...] = ()
     spread_out: float = 0.0
+    directions: tuple[str, ...] = ()
+    partition: Literal["joint", "separate"] | None = None
+    drop_ratio: float | None = None
+    hardness: float = 0.0
+    hardness_on: Literal["all", "hard", "in_batch"] = "all"
+    in_batch: bool = True
 
 
 @dataclass(frozen=True)
@@ -465,6 +473,16 @@ def _rules(run: Run) -> list[tuple[str, Any, bool, str]]:
          len(set(run.loss.dims)) == len(run.loss.dims) and all(_within(dim, 1, run.loss.dim) for dim in run.loss.dims),
          f"must be different widths, each at least 1 and at most loss.dim, {run.loss.dim}"),
         ("loss.spread_out", run.loss.spread_out, 0 <= run.loss.spread_out <= 1000, "must lie in [0, 1000]; usual is 1"),
+        ("loss.directions", run.loss.directions,
+         len(set(run.loss.directions)) == len(run.loss.directions) and set(run.loss.directions) <= set(objectives.DIRECTIONS),
+         f"must be different names among {', '.join(objectives.DIRECTIONS)}"),
+        ("loss.partition", run.loss.partition,
+         run.loss.partition != "separate" or set(run.loss.directions) <= set(objectives.CROSS_DIRECTIONS),
+         "must be joint where loss.directions compare a side with itself, a softmax without the positive"),
+        ("loss.drop_ratio", run.loss.drop_ratio, run.loss.drop_ratio is None or 0 < run.loss.drop_ratio <= 2,
+         "must lie in (0, 2]: it multiplies the similarity of the positive; usual is 0.95"),
+        ("loss.hardness", run.loss.hardness, 0 <= run.loss.hardness <= 1000 and not run.loss.hardness * run.loss.label_smoothing,
+         "must lie in [0, 1000], and be 0 with loss.label_smoothing; usual is 5 to 9"),
         ("loss.bias", run.loss.bias, _within(run.loss.bias, -1000, 1000), "must lie in [-1000, 1000]; usual is -10"),
         ("data.window", run.data.window, run.data.window >= 1, "must be at least 1, which does not shuffle within shards"),
         ("data.workers", run.data.workers, run.data.workers >= 0, "must not be negative; 0 reads in the training process"),

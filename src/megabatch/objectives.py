@@ -9,18 +9,26 @@ from dataclasses import dataclass
 from typing import Literal
 
 # Values of loss.objective in a run's file, and those among them that compare the samples of a batch with each other.
-ObjectiveName = Literal["clip", "siglip", "classify"]
-PairLoss = Literal["clip", "siglip"]
+ObjectiveName = Literal["clip", "siglip", "infonce", "dcl", "nt_xent", "classify"]
+PairLoss = Literal["clip", "siglip", "infonce", "dcl", "nt_xent"]
 # Names that cost models and the audit use. They also describe trainings that are not runs of megabatch: "supervised" is any mean
 # over samples, "lm" a mean over tokens.
-CostName = Literal["clip", "siglip", "supervised"]
-AuditName = Literal["clip", "siglip", "supervised", "lm"]
+CostName = Literal["clip", "siglip", "infonce", "dcl", "nt_xent", "supervised"]
+AuditName = Literal["clip", "siglip", "infonce", "dcl", "nt_xent", "supervised", "lm"]
 
 # Keys of a run's file that every contrastive objective uses, and no other.
 PAIR_KEYS = (
     *("loss.scale", "loss.max_scale", "loss.duplicates", "loss.dims", "loss.spread_out"),
     *("data.negatives", "evaluate.large"),
 )
+# Keys of a run's file that losses over directions use.
+DIRECTION_KEYS = ("loss.directions", "loss.partition", "loss.drop_above", "loss.drop_ratio")
+# Who is compared with whom in a loss over directions: the first two compare x with y, the others a side with itself.
+DIRECTIONS = ("x_to_y", "y_to_x", "x_to_x", "y_to_y")
+CROSS_DIRECTIONS = DIRECTIONS[:2]
+# Operations for each pair of rows and each dimension of the embeddings: the logits twice and two products for the gradients of a
+# product of x with y. A product of a side with itself is symmetric, and needs half.
+CROSS_FLOPS, SAME_SIDE_FLOPS = 8.0, 4.0
 # Where the learnable bias of the sigmoid loss starts (arXiv 2303.15343).
 SIGMOID_BIAS = -10.0
 
@@ -38,6 +46,8 @@ class ObjectiveSpec:
     function: its name in `megabatch.losses`, called as (x, y, scale) or, with a bias, (x, y, scale, bias).
     arguments: keys of the section [loss] that the function takes by the same name.
     one_direction: whether the function takes `symmetric=False`, which hard negatives need.
+    takes_owners: whether it takes `negatives_of`, the row that each hard negative belongs to.
+    directions: of a loss over directions, those of a run that names none.
     scale: where the learnable scale (1 / temperature) starts. bias: whether a learnable bias is added to the logits.
     flops: of forward and backward, for each pair of rows and each dimension of the embeddings.
     gradients_in_forward: whether one pass over the tiles gives the loss and its gradients, which are then saved for backward.
@@ -56,6 +66,8 @@ class ObjectiveSpec:
     function: str = ""
     arguments: tuple[str, ...] = ()
     one_direction: bool = False
+    takes_owners: bool = False
+    directions: tuple[str, ...] = ()
     scale: float = 1.0
     bias: bool = False
     flops: float = 0.0
@@ -63,6 +75,17 @@ class ObjectiveSpec:
     max_scale: float | None = None
     saturation: int | None = None
     open_clip_flag: str | None = None
+
+    def flops_of(self, directions: tuple[str, ...] = ()) -> float:
+        """Return the operations of forward and backward, for each pair of rows and each dimension of the embeddings."""
+        chosen = directions or self.directions
+        if not chosen:
+            return self.flops
+        return CROSS_FLOPS * any(d in CROSS_DIRECTIONS for d in chosen) + SAME_SIDE_FLOPS * self.same_sides(directions)
+
+    def same_sides(self, directions: tuple[str, ...] = ()) -> int:
+        """Return how many sides the loss compares with themselves."""
+        return sum(direction not in CROSS_DIRECTIONS for direction in directions or self.directions)
 
     @property
     def smooths_labels(self) -> bool:
@@ -105,6 +128,55 @@ OBJECTIVES: dict[str, ObjectiveSpec] = {
             open_clip_flag="--siglip",
         ),
         ObjectiveSpec(
+            name="infonce",
+            cost_name="infonce",
+            title="InfoNCE over several directions",
+            contrastive=True,
+            metric="recall",
+            held_out_metric="recall@1",
+            keys=("loss.label_smoothing", "loss.hardness", "loss.hardness_on", "loss.in_batch", *DIRECTION_KEYS, *PAIR_KEYS),
+            function="infonce_loss",
+            arguments=(
+                *("directions", "partition", "label_smoothing", "drop_above", "drop_ratio"),
+                *("hardness", "hardness_on", "in_batch"),
+            ),
+            takes_owners=True,
+            directions=("x_to_y",),
+            scale=20.0,
+            flops=CROSS_FLOPS,
+            saturation=98_304,
+        ),
+        ObjectiveSpec(
+            name="dcl",
+            cost_name="dcl",
+            title="decoupled softmax (DCL)",
+            contrastive=True,
+            metric="recall",
+            held_out_metric="recall@1",
+            keys=(*DIRECTION_KEYS, *PAIR_KEYS),
+            function="dcl_loss",
+            arguments=("directions", "partition", "drop_above", "drop_ratio"),
+            takes_owners=True,
+            directions=CROSS_DIRECTIONS,
+            scale=10.0,
+            flops=CROSS_FLOPS,
+            saturation=98_304,
+        ),
+        ObjectiveSpec(
+            name="nt_xent",
+            cost_name="nt_xent",
+            title="NT-Xent of two views (SimCLR)",
+            contrastive=True,
+            metric="recall",
+            held_out_metric="recall@1",
+            keys=tuple(key for key in PAIR_KEYS if key != "data.negatives"),
+            function="nt_xent_loss",
+            directions=DIRECTIONS,
+            scale=10.0,
+            flops=CROSS_FLOPS + 2 * SAME_SIDE_FLOPS,
+            saturation=98_304,
+        ),
+        ObjectiveSpec(
             name="classify",
             cost_name="supervised",
             title="cross-entropy over classes",
@@ -130,7 +202,7 @@ def users_of_keys() -> dict[str, tuple[str, ...]]:
     """Return the objectives that use each key of a run's file, for keys that not all of them use.
 
     >>> users_of_keys()["loss.label_smoothing"]
-    ('clip', 'classify')
+    ('clip', 'infonce', 'classify')
     """
     keys = dict.fromkeys(key for spec in OBJECTIVES.values() for key in spec.keys)
     return {key: tuple(name for name, spec in OBJECTIVES.items() if key in spec.keys) for key in keys}

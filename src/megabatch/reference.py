@@ -7,7 +7,7 @@ Memory is O(M·N), and autograd computes the gradients: correct and readable, fo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,6 +61,127 @@ def siglip_loss(
     positive = same if duplicates == "positive" else diagonal
     pair_loss = -F.logsigmoid(torch.where(positive, logits, -logits))
     loss = pair_loss.masked_fill(same & ~positive, 0).sum(1)
+    return loss.mean() if weights is None else (weights * loss).sum() / weights.sum()
+
+
+def infonce_loss(
+    x: Tensor,
+    y: Tensor,
+    scale: Tensor | float,
+    *,
+    directions: Sequence[str] = ("x_to_y",),
+    partition: str = "joint",
+    ids: Tensor | None = None,
+    duplicates: str = "mask",
+    label_smoothing: float = 0.0,
+    drop_above: float | Mapping[str, float] | None = None,
+    drop_ratio: float | Mapping[str, float] | None = None,
+    hardness: float = 0.0,
+    hardness_on: str = "all",
+    guide: Any = None,
+    in_batch: bool = True,
+    negatives_of: Tensor | None = None,
+    queue: Tensor | None = None,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """Return the weighted mean over samples of the cross-entropy of a softmax over the candidates of all directions
+    (`partition="joint"`), or averaged over one softmax for each direction (`partition="separate"`).
+
+    Sample i has in each direction the candidates
+
+        x_to_y: (x_i, y_j) for every j, and (x_i, q_j) for every row of the queue      x_to_x: (x_i, x_j) for j != i
+        y_to_x: (y_i, x_j) for every j                                                 y_to_y: (y_i, y_j) for j != i
+
+    where y_j is a positive or a hard negative, except that y_to_y leaves out the hard negatives of sample i. With `in_batch=False`
+    x_to_y has the positive, the hard negatives of sample i and the queue. A softmax without x_to_y and y_to_x also gets the
+    positive. The loss of a softmax is that of `clip_loss`: pairs with equal ids are left out or further positives. Also left out
+    are negatives with z_ij > z_ii + drop_above, with z_ij > drop_ratio * z_ii, and with a guide similarity above g_ii - margin (or
+    g_ii - margin * |g_ii|), where z_ii and g_ii are those of the sample's positive. The logit of a candidate is scale * z.
+    Negatives in x_to_y have scale * z + hardness * z, with the second z a constant: all of them, the sample's own hard negatives
+    ("hard"), or all others ("in_batch").
+    """
+    tables = _candidates(
+        x,
+        y,
+        scale,
+        directions,
+        ids,
+        duplicates,
+        drop_above,
+        drop_ratio,
+        hardness,
+        hardness_on,
+        guide,
+        in_batch,
+        negatives_of,
+        queue,
+    )
+    if not any(direction in ("x_to_y", "y_to_x") for direction in directions):
+        positive = scale * (x * y[: len(x)]).sum(1, keepdim=True)
+        ones = torch.ones_like(positive, dtype=torch.bool)
+        tables.append((positive, ones, ones))
+    if partition == "joint":
+        logits, is_positive, counts = (torch.cat(parts, 1) for parts in zip(*tables, strict=True))
+        tables = [(logits, is_positive, counts)]
+    losses = [_softmax_loss(*table, label_smoothing) for table in tables]
+    loss = torch.stack(losses).mean(0)
+    return loss.mean() if weights is None else (weights * loss).sum() / weights.sum()
+
+
+def nt_xent_loss(
+    a: Tensor, b: Tensor, scale: Tensor | float, *, ids: Tensor | None = None, weights: Tensor | None = None
+) -> Tensor:
+    """Return the mean cross-entropy of all rows of both views, each over all rows but itself, with the other view as its target.
+
+    Rows whose samples have equal ids are left out of each other's denominators.
+    """
+    z, samples = torch.cat([a, b]), len(a)
+    labels = torch.arange(2 * samples, device=a.device).roll(samples)
+    names = torch.arange(samples, device=a.device) if ids is None else ids
+    out = names.repeat(2)[:, None] == names.repeat(2)
+    out[torch.arange(2 * samples), labels] = False
+    loss = F.cross_entropy((scale * z @ z.T).masked_fill(out, -torch.inf), labels, reduction="none")
+    return loss.mean() if weights is None else (weights.repeat(2) * loss).sum() / (2 * weights.sum())
+
+
+def supcon_loss(x: Tensor, labels: Tensor, scale: Tensor | float, *, weights: Tensor | None = None) -> Tensor:
+    """Return the weighted mean, over rows that have positives, of log Σ_{j != i} exp(s_ij) - mean_{p in P_i} s_ip.
+
+    P_i are the other rows with the label of row i.
+    """
+    logits = scale * x @ x.T
+    itself = _diagonal(logits)
+    positive = (labels[:, None] == labels) & ~itself
+    log_z = logits.masked_fill(itself, -torch.inf).logsumexp(1)
+    has = positive.any(1)
+    loss = (log_z - (logits * positive).sum(1) / positive.sum(1).clamp(min=1))[has]
+    return loss.mean() if weights is None else (weights[has] * loss).sum() / weights[has].sum()
+
+
+def dcl_loss(
+    x: Tensor,
+    y: Tensor,
+    scale: Tensor | float,
+    *,
+    directions: Sequence[str] = ("x_to_y", "y_to_x"),
+    partition: str = "separate",
+    weights: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """Return the loss of `infonce_loss` without the positive in the denominators: log Σ_{negatives} exp(s_ij) - s_ii.
+
+    A sample without negatives counts as zero.
+    """
+    positive = scale * (x * y[: len(x)]).sum(1)
+    losses = []
+    for part in [directions] if partition == "joint" else [(direction,) for direction in directions]:
+        tables = _candidates(x, y, scale, part, **options)
+        logits, is_positive, counts = (torch.cat(parts, 1) for parts in zip(*tables, strict=True))
+        negatives = logits.masked_fill(is_positive | ~counts, -torch.inf)
+        has = (~is_positive & counts).any(1)
+        log_z = negatives.masked_fill(~has[:, None], 0).logsumexp(1)
+        losses.append(torch.where(has, log_z - positive, 0))
+    loss = torch.stack(losses).mean(0)
     return loss.mean() if weights is None else (weights * loss).sum() / weights.sum()
 
 
@@ -253,7 +374,90 @@ def _cross_entropy(
     if drop_above is not None:
         limit = similarity.diagonal()[:, None] + drop_above
         counts = counts & (positive | (similarity <= limit))
-    log_p = (scale * similarity).masked_fill(~counts, -torch.inf).log_softmax(1).masked_fill(~counts, 0)
+    return _softmax_loss(scale * similarity, positive, counts, label_smoothing)
+
+
+def _softmax_loss(logits: Tensor, positive: Tensor, counts: Tensor, label_smoothing: float) -> Tensor:
+    """Return the cross-entropy of each row over the candidates that count, with equal targets for its positives."""
+    log_p = logits.masked_fill(~counts, -torch.inf).log_softmax(1).masked_fill(~counts, 0)
     hard = (log_p * positive).sum(1) / positive.sum(1)
     soft = log_p.sum(1) / counts.sum(1)
     return -(1 - label_smoothing) * hard - label_smoothing * soft
+
+
+def _candidates(
+    x: Tensor,
+    y: Tensor,
+    scale: Tensor | float,
+    directions: Sequence[str],
+    ids: Tensor | None = None,
+    duplicates: str = "mask",
+    drop_above: float | Mapping[str, float] | None = None,
+    drop_ratio: float | Mapping[str, float] | None = None,
+    hardness: float = 0.0,
+    hardness_on: str = "all",
+    guide: Any = None,
+    in_batch: bool = True,
+    negatives_of: Tensor | None = None,
+    queue: Tensor | None = None,
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Return for each direction the logits of all candidates, which of them are positives, and which count."""
+    rows = len(x)
+    positive = (x * y[:rows]).sum(1)
+    limits = {direction: _limit(positive.detach(), direction, drop_above, drop_ratio) for direction in directions}
+    owner = torch.full((len(y),), -1, device=x.device)
+    owner[rows:] = -1 if negatives_of is None else negatives_of.to(owner.dtype)
+    own = owner == torch.arange(rows, device=x.device)[:, None]
+    tables = []
+    for direction in directions:
+        anchors, candidates = x if direction[0] == "x" else y[:rows], y if direction[-1] == "y" else x
+        similarity = anchors @ candidates.T
+        diagonal, same = _diagonal(similarity), _same(similarity, ids)
+        is_positive = diagonal if direction in ("x_to_y", "y_to_x") else torch.zeros_like(diagonal)
+        if duplicates == "positive":
+            is_positive = is_positive | same
+        counts = is_positive | ~same
+        if direction == "y_to_y":
+            counts = counts & ~own
+        limit = limits[direction]
+        dropped = torch.zeros_like(counts) if limit is None else similarity > limit[:, None]
+        if guide is not None:
+            dropped = dropped | _guide_drops(guide, direction, rows)
+        counts = counts & (is_positive | ~dropped)
+        if not in_batch:
+            counts = counts & (diagonal | own)
+        if direction == "x_to_y" and queue is not None:
+            earlier = x @ queue.T
+            kept = torch.ones_like(earlier, dtype=torch.bool) if limit is None else earlier <= limit[:, None]
+            similarity, counts = torch.cat([similarity, earlier], 1), torch.cat([counts, kept], 1)
+            is_positive = torch.cat([is_positive, torch.zeros_like(kept)], 1)
+        logits = scale * similarity
+        if direction == "x_to_y" and hardness:
+            padded = torch.zeros_like(counts)
+            padded[:, : len(y)] = own
+            hardened = {"all": ~is_positive, "hard": padded & ~is_positive, "in_batch": ~padded & ~is_positive}[hardness_on]
+            logits = logits + hardness * (similarity * hardened).detach()
+        tables.append((logits, is_positive, counts))
+    return tables
+
+
+def _limit(
+    positive: Tensor,
+    direction: str,
+    drop_above: float | Mapping[str, float] | None,
+    drop_ratio: float | Mapping[str, float] | None,
+) -> Tensor | None:
+    """Return the similarity above which negatives of each sample are left out."""
+    above, ratio = (m.get(direction) if isinstance(m, Mapping) else m for m in (drop_above, drop_ratio))
+    limits = [positive + above] if above is not None else []
+    limits += [ratio * positive] if ratio is not None else []
+    return torch.stack(limits).amin(0) if limits else None
+
+
+def _guide_drops(guide: Any, direction: str, rows: int) -> Tensor:
+    """Return the pairs of a direction whose guide similarity is too high."""
+    positive = (guide.x * guide.y[:rows]).sum(1)
+    margin = guide.margin * positive.abs() if guide.margin_kind == "relative" else guide.margin
+    anchors = guide.x if direction[0] == "x" else guide.y[:rows]
+    candidates = guide.y if direction[-1] == "y" else guide.x
+    return anchors @ candidates.T > (positive - margin)[:, None]

@@ -118,14 +118,15 @@ class Ring:
     def tour(
         self,
         block: Any,
-        lengths: Sequence[int],
+        lengths: Sequence[int | tuple[int, ...]],
         visit: Callable[[Any, int], tuple[Any, Any]],
         merge: Callable[[Any, Any], Any],
     ) -> tuple[Any, Any]:
         """Visit every rank's block once; return the merged results for this rank's rows, and those for this rank's block.
 
         block: nested tuples of tensors (or None), with a row for each of this rank's documents.
-        lengths: the rows of every rank's block.
+        lengths: the rows of every rank's block; a tuple if the parts of a block have different numbers of rows, with one number
+            for each part of the outermost tuple. What a visit returns for the block has the same parts.
         visit(block, owner) -> (for_rows, for_block): `for_rows` belongs to this rank's rows; `for_block` has a row for each row
             of the block and travels on with it.
         merge(a, b): combines two results; a is None at first.
@@ -152,13 +153,13 @@ class Ring:
                 block, wait_block = wait_block(), None
         return merged, for_block if wait_result is None else wait_result()
 
-    def _pass_on(self, tree: Any, length: int, tag: int) -> Callable[[], Any]:
+    def _pass_on(self, tree: Any, length: int | tuple[int, ...], tag: int) -> Callable[[], Any]:
         """Start to send a tree to the next rank and to receive one of `length` rows from the one before; return the wait for it."""
         assert self.group is not None
         after = dist.get_global_rank(self.group, (self.rank + 1) % self.size)
         before = dist.get_global_rank(self.group, (self.rank - 1) % self.size)
         tree = _map(tree, lambda t: t.contiguous())
-        received = _map(tree, lambda t: t.new_empty(length, *t.shape[1:]))
+        received = _with_rows(tree, length)
         operations = [dist.P2POp(dist.isend, t, after, self.group, tag) for t in _leaves(tree) if t.numel()]
         operations += [dist.P2POp(dist.irecv, t, before, self.group, tag) for t in _leaves(received) if t.numel()]
         works = list(dist.batch_isend_irecv(operations)) if operations else []
@@ -179,6 +180,13 @@ def _map(tree: Any, f: Callable[[Tensor], Tensor]) -> Any:
         return None if tree is None else f(tree)
     branches = (_map(branch, f) for branch in tree)
     return tree._make(branches) if hasattr(tree, "_make") else tuple(branches)
+
+
+def _with_rows(tree: Any, length: int | tuple[int, ...]) -> Any:
+    """Allocate a tree like this one with other numbers of rows."""
+    if isinstance(length, tuple):
+        return tuple(_with_rows(part, rows) for part, rows in zip(tree, length, strict=True))
+    return _map(tree, lambda t: t.new_empty(length, *t.shape[1:]))
 
 
 def _leaves(tree: Any) -> list[Tensor]:

@@ -347,6 +347,9 @@ def test_tiles_stay_within_the_workspace_and_a_ring_adds_buffers() -> None:
     assert ring.parts["ring buffers"] == 5 * rows * 32 * 4
     sigmoid = contrastive(rows, chunk=1, workspace=64 * MIB, objective="siglip")
     assert sigmoid.peak_bytes > alone.peak_bytes - 64 * MIB
+    # A side compared with itself has its gradient computed apart: one matrix more.
+    sides = contrastive(rows, chunk=1, workspace=64 * MIB, objective="infonce", directions=("x_to_y", "x_to_x"))
+    assert sides.peak_bytes == alone.peak_bytes + rows * 32 * 4
 
 
 def test_saved_exponentials_are_allocated_from_forward_to_backward() -> None:

@@ -175,6 +175,15 @@ def test_siglip_takes_three_quarters_of_the_flops_of_clip() -> None:
     assert siglip == pytest.approx(0.75 * clip)
 
 
+def test_a_side_compared_with_itself_takes_half_the_flops_of_a_product() -> None:
+    def seconds(*directions: str) -> float:
+        return parts_of(Strategy(8, 4096, 256), StepWork((WORK,), "infonce", 768, directions=directions))["loss"]
+
+    assert seconds() == seconds("x_to_y") == seconds("x_to_y", "y_to_x")
+    assert seconds("x_to_y", "x_to_x") == pytest.approx(1.5 * seconds())
+    assert seconds("x_to_y", "y_to_x", "x_to_x", "y_to_y") == pytest.approx(2 * seconds())
+
+
 @given(st.integers(0, 12), st.integers(5, 10))
 @settings(max_examples=60, deadline=None)
 def test_ranks_share_the_work_and_add_communication(power: int, rows: int) -> None:

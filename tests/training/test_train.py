@@ -117,10 +117,16 @@ RANK_OPTIONS = {
     "one tower for both, prefixes and spread": ["y.name=x", "loss.dim=16", "loss.dims=[16,8]", "loss.spread_out=0.1"],
     "average and growing batch": ["optimizer.ema=0.9", "batch.schedule=linear", "batch.start=5"],
     "fsdp2": ["compute.sharding=fsdp2"],
+    "infonce": ["loss.objective=infonce", 'loss.directions=["x_to_y", "x_to_x", "y_to_y"]', "loss.hardness=2"],
+    "nt_xent": ["loss.objective=nt_xent", "y.name=x"],
 }
+SLOW = ("infonce", "nt_xent")
 
 
-@pytest.mark.parametrize("options", RANK_OPTIONS.values(), ids=RANK_OPTIONS)
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param(o, id=name, marks=[pytest.mark.slow] * (name in SLOW)) for name, o in RANK_OPTIONS.items()],
+)
 def test_any_number_of_ranks_trains_to_the_same_parameters(world, pairs, tmp_path, options):
     alone = [option for option in options if "fsdp2" not in option]
     train(run_of(pairs, tmp_path / "1", *alone))
@@ -234,6 +240,25 @@ def test_classification_accumulates_and_reports_accuracy(tmp_path):
     assert found["accuracy"] > 0.3 and log_of(out, "step")[-1]["accuracy"] > 0.3
     with pytest.raises(ValueError, match=r"data\.label"):
         train(run_of(pairs, tmp_path / "none", "loss.objective=classify"))
+
+
+@pytest.mark.slow
+def test_each_sample_has_its_own_hard_negatives(tmp_path):
+    negatives = [["something else", "nothing"][: i % 3] for i in range(len(PAIRS))]
+    pairs = write_pairs(tmp_path / "pairs.jsonl", PAIRS, negatives=negatives)
+    common = ("loss.objective=infonce", "data.negatives=negatives", "loss.duplicates=negative")
+    variants = {
+        "all": (),
+        "own": ("loss.in_batch=false",),
+        "weighted": ("loss.hardness=5", "loss.hardness_on=hard"),
+        "sides": ('loss.directions=["x_to_y", "y_to_y"]',),
+    }
+    for name, options in variants.items():
+        train(run_of(pairs, tmp_path / name, *common, *options))
+    first = {name: log_of(tmp_path / name, "step")[0]["loss"] for name in variants}
+    # Fewer candidates, a larger weight of hard ones, more candidates.
+    assert first["own"] < first["all"] < first["sides"]
+    assert first["weighted"] != first["all"]
 
 
 def test_hard_negatives_join_the_documents(tmp_path):

@@ -28,12 +28,13 @@ PARAMETER_BYTES = 4
 
 @dataclass(frozen=True)
 class StepWork:
-    """What every step computes: the towers, the loss over embeddings of width `dim`, the optimizer."""
+    """What every step computes: the towers, the loss over embeddings of width `dim` and its directions, the optimizer."""
 
     towers: tuple[Work, ...]
     loss: objectives.CostName = objectives.DEFAULT
     dim: int = 512
     optimizer: str = optimizers.DEFAULT
+    directions: tuple[str, ...] = ()
 
     @property
     def trainable(self) -> int:
@@ -122,7 +123,7 @@ def _accumulation(task: StepWork, strategy: Strategy, machine: Machine) -> float
 
 
 def _loss(task: StepWork, strategy: Strategy, machine: Machine) -> float:
-    flops = objectives.BY_COST_NAME[task.loss].flops * strategy.shard * strategy.batch * task.dim
+    flops = objectives.BY_COST_NAME[task.loss].flops_of(task.directions) * strategy.shard * strategy.batch * task.dim
     return flops / machine.device.flops_per_second("fp32")
 
 

@@ -53,6 +53,7 @@ class RowInfo(NamedTuple):
 
     ids: list[int]
     negative_ids: list[int]
+    negative_counts: list[int]
     labels: list[int]
     keys: list[str]
     positions: list[int]
@@ -113,8 +114,8 @@ class SampleReader:
                 x, y, negatives, _ = self._collate([self._row(place)])
             except BadSample:
                 continue
-            return CollatedRows(_empty(x), _empty(y), _empty(negatives), RowInfo([], [], [], [], [], []))
-        return CollatedRows({}, {}, {}, RowInfo([], [], [], [], [], []))
+            return CollatedRows(_empty(x), _empty(y), _empty(negatives), RowInfo([], [], [], [], [], [], []))
+        return CollatedRows({}, {}, {}, RowInfo([], [], [], [], [], [], []))
 
     def _collate(self, rows: list[PreparedRow]) -> CollatedRows:
         keys = [row.key for row in rows]
@@ -128,6 +129,7 @@ class SampleReader:
         info = RowInfo(
             ids=[number for row in rows for number in row.ids[:1]],
             negative_ids=[number for row in rows for number in row.ids[1:]],
+            negative_counts=[len(row.negatives) for row in rows],
             labels=[row.label for row in rows if row.label is not None],
             keys=keys,
             positions=[row.position for row in rows],
@@ -195,7 +197,7 @@ class RowBuffer:
     """
 
     def __init__(self, rows: int, pinned: bool = False) -> None:
-        self._info = RowInfo([], [], [], [], [], [])
+        self._info = RowInfo([], [], [], [], [], [], [])
         self._x, self._y, self._negatives = (_Columns(rows, pinned) for _ in range(3))
 
     def add(self, piece: CollatedRows) -> None:
@@ -205,6 +207,7 @@ class RowBuffer:
         self._negatives.add(piece.negatives, name)
         self._info.ids.extend(piece.info.ids)
         self._info.negative_ids.extend(piece.info.negative_ids)
+        self._info.negative_counts.extend(piece.info.negative_counts)
         self._info.labels.extend(piece.info.labels)
         self._info.keys.extend(piece.info.keys)
         self._info.positions.extend(piece.info.positions)

@@ -43,6 +43,7 @@ class RankBatch(NamedTuple):
     negatives: like y, one row for each negative of all rows, in order; None if not requested.
     ids: int64, of the rows of y and then of the negatives: equal for equal texts. None if not requested.
     labels: int64, the class number of each row. None without classes.
+    negatives_of: int64, the row that each negative belongs to. None without negatives.
     keys: the names of the rows. positions: their positions in the stream. bad: the skipped samples, with reasons.
     """
 
@@ -54,6 +55,7 @@ class RankBatch(NamedTuple):
     keys: list[str]
     positions: list[int]
     bad: list[SkippedSample]
+    negatives_of: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -153,6 +155,9 @@ class Loader:
             keys=info.keys,
             positions=info.positions,
             bad=info.bad,
+            negatives_of=torch.arange(len(info.keys)).repeat_interleave(torch.tensor(info.negative_counts, dtype=torch.int64))
+            if self.negatives
+            else None,
         )
 
 

@@ -19,7 +19,7 @@ Call = TypeVar("Call", bound=Callable[..., Any])
 LossResult = TypeVar("LossResult", Tensor, tuple[Tensor, Diagnostics])
 
 # Keyword arguments of a loss that come with each batch; a Module stores all others.
-WITH_EACH_BATCH = ("ids", "weights", "x_mask", "y_mask")
+WITH_EACH_BATCH = ("ids", "weights", "x_mask", "y_mask", "negatives_of", "guide", "queue")
 
 
 class LossModule(nn.Module, Generic[LossResult]):
@@ -44,10 +44,12 @@ class LossModule(nn.Module, Generic[LossResult]):
         known = list(inspect.signature(type(self)).parameters)
         unknown = sorted(set(options) - set(known))
         if unknown:
-            raise TypeError(f"unknown options {unknown}: must be among {known}; ids and weights are passed with each batch")
+            raise TypeError(
+                f"unknown options {unknown}: must be among {known}; ids, weights and other tensors are passed with each batch"
+            )
         self.options = options
 
-    def forward(self, *inputs: Any, **with_batch: Tensor | None) -> LossResult:
+    def forward(self, *inputs: Any, **with_batch: Any) -> LossResult:
         if not with_batch.keys() <= set(WITH_EACH_BATCH):
             stored = sorted(set(with_batch) - set(WITH_EACH_BATCH))
             raise TypeError(

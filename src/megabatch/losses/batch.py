@@ -55,13 +55,16 @@ _called_alone = False
 
 
 class Inputs(NamedTuple):
-    """The tensors of one call. scalars: the scale, and the bias if the loss has one, by name."""
+    """The tensors of one call. scalars: the scale, and the bias if the loss has one, by name. queue: negatives of earlier steps.
+    ids_name: what the loss calls its ids."""
 
     x: Tensor
     y: Tensor
     scalars: Mapping[str, Tensor | float]
     ids: Tensor | None
     weights: Tensor | None
+    queue: Tensor | None = None
+    ids_name: str = "ids"
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,8 @@ class LossBatch:
     rows: this rank's rows of x; dtype: that in which the products read the embeddings.
     ids_N, weights_M: this rank's, or None; lengths: each rank's rows of y.
     needs_grad: the gradients that some rank needs (for scale and bias alone, x's product is computed); None if no rank needs any.
+    row_lengths, queue_lengths: each rank's rows of x and of the queue.
+    needs_scale_grad: whether some rank's scale needs a gradient.
     """
 
     rows: int
@@ -109,6 +114,9 @@ class LossBatch:
     tiles: Tiles
     compute: ComputeOptions
     needs_grad: NeedsGrad | None
+    row_lengths: tuple[int, ...] = ()
+    queue_lengths: tuple[int, ...] = ()
+    needs_scale_grad: bool = True
 
     @property
     def acc(self) -> torch.dtype:
@@ -141,10 +149,21 @@ class LossBatch:
         return every[:-1].unbind(), every[-1]
 
 
-def prepare(inputs: Inputs, rules: Rules, execution: Execution) -> LossBatch:
-    """Return the batch, checked on this rank and agreed on by all; raise a ValueError on all ranks if any rank's input is wrong."""
+def prepare(
+    inputs: Inputs,
+    rules: Rules,
+    execution: Execution,
+    *,
+    check_more: Callable[[], Mapping[str, object]] = dict,
+    eager_only: str | None = None,
+) -> LossBatch:
+    """Return the batch, checked on this rank and agreed on by all; raise a ValueError on all ranks if any rank's input is wrong.
+
+    check_more: checks the inputs that this loss alone has; returns what of them must be equal on every rank, by name.
+    eager_only: why only the eager tiles can compute this loss, if so.
+    """
     _check_not_accumulating()
-    x, y, scalars, ids, weights = inputs
+    x, y, scalars, ids, weights = inputs[:5]
     ring = Ring.of(execution.group)
     first = _is_first_call(ring)
     # The first call on a group also checks the claim that all shards are equal.
@@ -153,12 +172,15 @@ def prepare(inputs: Inputs, rules: Rules, execution: Execution) -> LossBatch:
     try:
         rules.check()
         check_embeddings(x, y, same_rows=rules.same_rows)
-        check_ids(ids, x, y)
+        check_ids(ids, x, y, inputs.ids_name)
         check_weights(weights, x)
         for name, value in scalars.items():
             check_scalar(name, value, x)
         check_group(x, ring)
-        tiles = backend_for(x.device, product_dtype(x), execution.backend)
+        more = check_more()
+        if eager_only is not None and execution.backend == "fused":
+            raise ValueError(f"backend='fused': {eager_only}; pass backend=None or 'eager'")
+        tiles = backend_for(x.device, product_dtype(x), execution.backend if eager_only is None else "eager")
         check_workspace(execution.workspace)
         check_precision(execution.precision, execution.int8_backward, product_dtype(x))
     except ValueError as error:
@@ -167,11 +189,11 @@ def prepare(inputs: Inputs, rules: Rules, execution: Execution) -> LossBatch:
         problem = error
     if problem is not None:
         device = x.device if isinstance(x, Tensor) else torch.device("cpu")
-        _agree(ring, device, RankSummary(0, 0, (), (), ()), {}, problem)
+        _agree(ring, device, RankSummary(0, 0, (), (), (), 0), {}, problem)
     summary = _summarise(inputs, waits=first or (exchanges and ring.meeting_device(x.device).type != "cpu"))
     summaries = [summary] * ring.size
     if exchanges:
-        summaries = _agree(ring, x.device, summary, _facts(inputs, rules, execution, summary), None)
+        summaries = _agree(ring, x.device, summary, _facts(inputs, rules, execution, summary, more), None)
         _check_scalars_agree(scalars, summaries)
     if sum(each.rows for each in summaries) == 0:
         raise ValueError("x has 0 rows over all ranks: a mean needs at least one row; skip the step when there is no data")
@@ -192,6 +214,9 @@ def prepare(inputs: Inputs, rules: Rules, execution: Execution) -> LossBatch:
         tiles=tiles,
         compute=ComputeOptions(workspace, execution.precision, int8_similarities=execution.int8_backward),
         needs_grad=NeedsGrad(requires_grad[0] or not requires_grad[1], requires_grad[1]) if any(requires_grad) else None,
+        row_lengths=tuple(each.rows for each in summaries),
+        queue_lengths=tuple(each.queued for each in summaries),
+        needs_scale_grad=requires_grad[2],
     )
 
 
@@ -286,6 +311,7 @@ class RankSummary(NamedTuple):
     rows, documents: the rows of its x and of its y.
     requires_grad: which of x, y and the scalars need a gradient; inference: which of them were made in inference mode.
     values: of the scalars; None for one that was not read, since reading it would synchronise the device.
+    queued: the rows of its queue.
     """
 
     rows: int
@@ -293,6 +319,7 @@ class RankSummary(NamedTuple):
     requires_grad: Sequence[bool]
     inference: Sequence[bool]
     values: Sequence[float | None]
+    queued: int = 0
 
 
 def _is_first_call(ring: Ring) -> bool:
@@ -322,6 +349,7 @@ def _summarise(inputs: Inputs, *, waits: bool) -> RankSummary:
         requires_grad=[torch.is_grad_enabled() and t is not None and t.requires_grad for t in tensors],
         inference=[t is not None and t.is_inference() for t in tensors],
         values=[_value(value, waits=waits) for value in inputs.scalars.values()],
+        queued=0 if inputs.queue is None else len(inputs.queue),
     )
 
 
@@ -334,7 +362,9 @@ def _value(value: Tensor | float, *, waits: bool) -> float | None:
     return None
 
 
-def _facts(inputs: Inputs, rules: Rules, execution: Execution, summary: RankSummary) -> dict[str, object]:
+def _facts(
+    inputs: Inputs, rules: Rules, execution: Execution, summary: RankSummary, more: Mapping[str, object]
+) -> dict[str, object]:
     """Return what must be equal on every rank, by the names that an error message uses."""
     facts: dict[str, object] = {
         "loss": rules.loss_name,
@@ -342,17 +372,19 @@ def _facts(inputs: Inputs, rules: Rules, execution: Execution, summary: RankSumm
         "dtype of the embeddings": product_dtype(inputs.x),
         "device of the embeddings": inputs.x.device.type,
         **vars(rules),
-        "dtype of ids": None if inputs.ids is None else inputs.ids.dtype,
+        f"dtype of {inputs.ids_name}": None if inputs.ids is None else inputs.ids.dtype,
         "weights": "None" if inputs.weights is None else "given",
         "precision": execution.precision,
         "int8_backward": execution.int8_backward,
         "torch.is_grad_enabled()": torch.is_grad_enabled(),
         "equal_shards": execution.equal_shards,
+        **more,
     }
     if execution.equal_shards:
         facts |= {
             "number of rows of x": summary.rows,
             "number of rows of y": summary.documents,
+            "number of rows of queue": summary.queued,
             "requires_grad of x, y and scalars": summary.requires_grad,
         }
     return {name: str(value)[:FACT_CHARACTERS] for name, value in facts.items()}
@@ -391,19 +423,19 @@ def _encode(summary: RankSummary, facts: dict[str, object], problem: ValueError 
     bits = [0 if value is None else struct.unpack("q", struct.pack("d", value))[0] for value in values]
     digest = PROBLEM if problem is not None else zlib.crc32(json.dumps(facts).encode())
     masks = [sum(flag << bit for bit, flag in enumerate(flags)) for flags in (summary.requires_grad, summary.inference)]
-    return [digest, summary.rows, summary.documents, *masks, *(value is not None for value in values), *bits]
+    return [digest, summary.rows, summary.documents, summary.queued, *masks, *(value is not None for value in values), *bits]
 
 
 def _decode(numbers: Sequence[int], own: RankSummary) -> tuple[int, RankSummary]:
     """Return a rank's digest and summary. own: this rank's summary, which says how many tensors and scalars the loss has."""
-    digest, rows, documents, *masks = numbers[:5]
-    scalars = numbers[5:]
+    digest, rows, documents, queued, *masks = numbers[:6]
+    scalars = numbers[6:]
     values = [
         struct.unpack("d", struct.pack("q", bits))[0] if known else None
         for known, bits in zip(scalars[:2], scalars[2:], strict=True)
     ]
     requires_grad, inference = ([bool(mask >> bit & 1) for bit in range(len(own.requires_grad))] for mask in masks)
-    return digest, RankSummary(rows, documents, requires_grad, inference, values[: len(own.values)])
+    return digest, RankSummary(rows, documents, requires_grad, inference, values[: len(own.values)], queued)
 
 
 def _explain(ring: Ring, device: torch.device, facts: dict[str, object], problem: ValueError | None) -> str:

@@ -127,17 +127,17 @@ def check_embeddings(x: Tensor, y: Tensor, *, same_rows: bool) -> None:
         )
 
 
-def check_ids(ids: Tensor | None, x: Tensor, y: Tensor) -> None:
+def check_ids(ids: Tensor | None, x: Tensor, y: Tensor, name: str = "ids") -> None:
     """Raise unless ids is None or one integer for each row of y."""
     if ids is None:
         return
-    check_tensor("ids", ids, "integers, one for each row of y")
+    check_tensor(name, ids, "integers, one for each row of y")
     if ids.dtype not in ID_DTYPES:
-        raise ValueError(f"ids is {ids.dtype}: must be a tensor of integers, one for each row of y, for example of torch.int64")
+        raise ValueError(f"{name} is {ids.dtype}: must be a tensor of integers, one for each row of y, for example of torch.int64")
     if ids.shape != y.shape[:1]:
-        raise ValueError(f"ids has shape {tuple(ids.shape)}: must be ({len(y)},), one for each row of y")
+        raise ValueError(f"{name} has shape {tuple(ids.shape)}: must be ({len(y)},), one for each row of y")
     if ids.device != x.device:
-        raise ValueError(f"ids is on {ids.device} and x on {x.device}: must be on one device; move it with .to()")
+        raise ValueError(f"{name} is on {ids.device} and x on {x.device}: must be on one device; move it with .to()")
 
 
 def check_weights(weights: Tensor | None, x: Tensor) -> None:

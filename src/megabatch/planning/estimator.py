@@ -118,7 +118,7 @@ def estimator_for(problem: Problem, tools: Tools | None = None) -> Estimator:
     calibration = calibrate(request.measured, base, problem.precision, machine)
     work = tools.workload(request, base, problem.precision, machine)
     towers = both_sides(work.towers, pairs=request.pairs, negatives=request.negatives)
-    task = StepWork(towers, problem.objective.cost_name, base.loss.dim, request.optimizer)
+    task = StepWork(towers, problem.objective.cost_name, base.loss.dim, request.optimizer, base.loss.directions)
     return Estimator(problem, calibration, task, PeakMemory(tools.predict(request, base, work, machine)))
 
 

@@ -59,6 +59,7 @@ def traced(request: Request, run: config.Run, work: Workload, machine: Machine) 
             chunk=strategy.chunk,
             keep=strategy.keep,
             objective=OBJECTIVES[run.loss.objective if request.pairs else MEAN].cost_name,
+            directions=run.loss.directions,
             workspace=run.compute.workspace,
             ema=request.ema is not None,
             capability=machine.device.capability,

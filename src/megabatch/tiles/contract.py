@@ -18,6 +18,16 @@ import torch
 from torch import Tensor
 
 
+class GuidePairs(NamedTuple):
+    """A second pair of blocks, of any width G, whose similarities decide which negatives count: those that exceed the row's
+    (column's) limit are left out of that row (column)."""
+
+    x_MG: Tensor
+    y_NG: Tensor
+    limit_M: Tensor
+    limit_N: Tensor | None
+
+
 @dataclass(frozen=True)
 class Pairs:
     """Which pairs of a block count, and how. By default all of them count, as negatives.
@@ -28,6 +38,9 @@ class Pairs:
         drop_above are left out of that row (column).
     smoothed: label smoothing needs plain sums over the pairs that count.
     ranked: rank each positive among all negatives, dropped ones included, so that dropping cannot improve the rank.
+    limit_M, limit_N: negatives whose similarity exceeds this are left out of that row (column). Not together with drop_above.
+    skip_N: for each column, the row that leaves it out; -1 for none.
+    guide: leaves out further negatives. Eager tiles only.
     """
 
     is_local: bool = False
@@ -39,6 +52,15 @@ class Pairs:
     positive_N: Tensor | None = None
     smoothed: bool = False
     ranked: bool = False
+    limit_M: Tensor | None = None
+    limit_N: Tensor | None = None
+    skip_N: Tensor | None = None
+    guide: GuidePairs | None = None
+
+    @property
+    def compares(self) -> bool:
+        """Whether similarities decide which pairs count, so that rows and columns may count different ones."""
+        return not (self.drop_above is None and self.limit_M is None and self.limit_N is None and self.guide is None)
 
 
 class Ranking(NamedTuple):
@@ -208,4 +230,5 @@ def _merge_stats(a: Stats, b: Stats) -> Stats:
     # Where neither side has counted a pair both peaks are -inf, and -inf - -inf would be NaN.
     anchor = peak.masked_fill(peak == -torch.inf, 0)
     total = a.total * (a.peak - anchor).exp() + b.total * (b.peak - anchor).exp()
-    return Stats(peak, total, *(None if s is None or t is None else s + t for s, t in zip(a[2:], b[2:], strict=True)))
+    # A set without further positives may leave them None.
+    return Stats(peak, total, *(s if t is None else t if s is None else s + t for s, t in zip(a[2:], b[2:], strict=True)))

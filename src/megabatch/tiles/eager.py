@@ -25,7 +25,7 @@ from .contract import (
     accumulator,
     merge,
 )
-from .products import Tile, add_products, no_product, positive_entries, slices, units, walk
+from .products import Tile, add_products, no_product, positive_entries, similarities, slices, units, walk
 
 # While no |s| exceeds this, neither an exponential nor a sum of 2^30 of them leaves the normal range of fp32, so no maximum is
 # needed and rows and columns share one exponential.
@@ -61,7 +61,7 @@ def softmax_stats(
     x_MD: Tensor, y_ND: Tensor, scale: Tensor, pairs: Pairs, *, columns: bool, compute: ComputeOptions, save_exp: bool = False
 ) -> SoftmaxPass:
     """Return stats and rankings of rows and, if `columns`, of columns. Nothing is saved: a tile is small against the matrix."""
-    bounded = pairs.drop_above is None and _bounded(x_MD, y_ND, scale)
+    bounded = not pairs.compares and _bounded(x_MD, y_ND, scale)
     result = SoftmaxPass(
         _no_stats(x_MD, pairs),
         _no_stats(y_ND, pairs) if columns else None,
@@ -109,7 +109,7 @@ def softmax_grads(
     saved_exp: None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return gx_MD and gy_ND of the others."""
-    bounded = pairs.drop_above is None and rows.counted is None and _bounded(x_MD, y_ND, scale)
+    bounded = not pairs.compares and rows.counted is None and _bounded(x_MD, y_ND, scale)
     gx_MD, gy_ND = no_product(x_MD, needs_grad.x), no_product(y_ND, needs_grad.y)
     for t in walk(x_MD, y_ND, pairs, compute):
         masks = _masks(t, pairs)
@@ -189,21 +189,35 @@ def _masks(t: Tile, pairs: Pairs) -> Masks:
         same = pairs.ids_M[t.rows, None] == pairs.ids_N[t.columns]
         if pairs.is_local:
             positive_entries(t, same).fill_(False)
-    if pairs.drop_above is None:
-        out = None if pairs.multi_positive else same
+    out = None if pairs.multi_positive else same
+    if pairs.skip_N is not None:
+        rows = torch.arange(t.rows.start, t.rows.stop, device=pairs.skip_N.device)
+        skipped = rows[:, None] == pairs.skip_N[t.columns]
+        out = skipped if out is None else out | skipped
+    if not pairs.compares:
         return Masks(out, out, same)
+    # Further positives are never too similar.
+    kept = same if pairs.multi_positive else None
+    guide_RC = None if pairs.guide is None else similarities(pairs.guide.x_MG[t.rows], pairs.guide.y_NG[t.columns])
 
-    margin = pairs.drop_above
+    def out_of(positive: Tensor | None, limit: Tensor | None, guide_limit: Tensor | None) -> Tensor | None:
+        above = None
+        if pairs.drop_above is not None and positive is not None:
+            above = t.z_RC > positive + pairs.drop_above
+        elif limit is not None:
+            above = t.z_RC > limit
+        if guide_RC is not None and guide_limit is not None:
+            guided = guide_RC > guide_limit
+            above = guided if above is None else above | guided
+        if above is None:
+            return out
+        above = above if kept is None else above & ~kept
+        return above if out is None else above | out
 
-    def out_of(positive: Tensor) -> Tensor:
-        above = t.z_RC > positive + margin
-        if same is None:
-            return above
-        return above & ~same if pairs.multi_positive else above | same
-
-    assert pairs.positive_M is not None
-    column_out = None if pairs.positive_N is None else out_of(pairs.positive_N[t.columns])
-    return Masks(out_of(pairs.positive_M[t.rows, None]), column_out, same)
+    guide_M, guide_N = (None, None) if pairs.guide is None else (pairs.guide.limit_M, pairs.guide.limit_N)
+    rows_of = (None if v is None else v[t.rows, None] for v in (pairs.positive_M, pairs.limit_M, guide_M))
+    columns_of = (None if v is None else v[t.columns] for v in (pairs.positive_N, pairs.limit_N, guide_N))
+    return Masks(out_of(*rows_of), out_of(*columns_of), same)
 
 
 def _rank(t: Tile, pairs: Pairs, same: Tensor | None, rows: Ranking | None, columns: Ranking | None) -> None:

@@ -31,9 +31,9 @@ class Tile(NamedTuple):
 def walk(x_MD: Tensor, y_ND: Tensor, pairs: Pairs, compute: ComputeOptions) -> Iterator[Tile]:
     """Yield every tile with its similarities, one panel of columns after another."""
     acc = accumulator(x_MD.dtype)
-    # Masks and what is computed from them add about two floats per cell.
-    plain = pairs.ids_M is None and pairs.drop_above is None and not pairs.smoothed and not pairs.ranked
-    floats = 2 if plain else 4
+    # Masks and what is computed from them add about two floats per cell, the similarities of a guide one more.
+    masked = pairs.ids_M is not None or pairs.skip_N is not None or pairs.compares
+    floats = (4 if masked or pairs.smoothed or pairs.ranked else 2) + (pairs.guide is not None)
     cells = max(1, compute.workspace // (floats * acc.itemsize))
     height = max(1, min(len(x_MD), math.isqrt(cells)))
     width = max(1, min(len(y_ND), cells // height))
@@ -58,6 +58,13 @@ def _operand(t: Tensor) -> Tensor:
     """Return the operand of a product, in a dtype whose products are not rounded before they are accumulated."""
     reads_as_is = t.device.type == "cuda" and t.dtype in (torch.bfloat16, torch.float16)
     return t if reads_as_is else t.to(accumulator(t.dtype))
+
+
+def similarities(x_RD: Tensor, y_CD: Tensor) -> Tensor:
+    """Return the similarities of two small blocks, in the dtype of sums."""
+    acc = accumulator(x_RD.dtype)
+    with units(x_RD, "ieee"):
+        return x_RD.to(acc) @ y_CD.to(acc).T
 
 
 @contextmanager

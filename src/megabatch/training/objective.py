@@ -90,8 +90,8 @@ class Contrastive:
 
     def _loss(self, x: Tensor, y: Tensor, batch: RankBatch) -> Any:
         ids = None if batch.ids is None else batch.ids.to(x.device)
-        both = batch.negatives is None
-        return contrastive_loss(self.model, self.run, x, y, ids, symmetric=both, group=self.ranks.group, diagnostics=True)
+        owners = None if batch.negatives_of is None else batch.negatives_of.to(x.device)
+        return contrastive_loss(self.model, self.run, x, y, ids, owners, group=self.ranks.group, diagnostics=True)
 
     def _cached(self, encoder: nn.Module) -> Any:
         # "auto" is the default of a run and must work on every device; `train` logs that nothing is kept where memory is unknown.
@@ -100,19 +100,27 @@ class Contrastive:
 
 
 def contrastive_loss(
-    model: Pair, run: Run, x: Tensor, y: Tensor, ids: Tensor | None, *, symmetric: bool = True, **sharing: Any
+    model: Pair, run: Run, x: Tensor, y: Tensor, ids: Tensor | None, negatives_of: Tensor | None = None, **sharing: Any
 ) -> Any:
     """Return what the run's loss returns for two blocks of embeddings.
 
-    ids: which captions are equal. symmetric: whether y is compared with x too. sharing: `group` and `diagnostics` of the loss.
+    ids: which captions are equal. negatives_of: the row of x that each row of y beyond the first len(x) is a hard negative of; None
+    if there are no such rows. sharing: `group` and `diagnostics` of the loss.
     """
     objective = OBJECTIVES[run.loss.objective]
-    arguments = sharing | {"workspace": run.compute.workspace} | {name: getattr(run.loss, name) for name in objective.arguments}
+    # An empty value is that of the loss itself.
+    options = {name: value for name in objective.arguments if (value := getattr(run.loss, name)) not in (None, ())}
+    arguments = sharing | {"workspace": run.compute.workspace} | options
     if run.loss.duplicates != "negative":
         assert ids is not None
         arguments |= {"ids": ids, "duplicates": run.loss.duplicates}
     if objective.one_direction:
-        arguments["symmetric"] = symmetric
+        arguments["symmetric"] = negatives_of is None
+    if objective.takes_owners:
+        arguments["negatives_of"] = negatives_of
+    if "in_batch" in arguments and negatives_of is None:
+        # Evaluation embeds pairs without their hard negatives, which are then compared with each other.
+        del arguments["in_batch"]
     logits = [model.scale(), model.bias] if objective.bias else [model.scale()]
     loss_function = getattr(losses, objective.function)
     if run.loss.dims:

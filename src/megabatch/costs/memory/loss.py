@@ -1,4 +1,4 @@
-"""The memory of the contrastive losses: what `clip_loss` and `siglip_loss` allocate, in order.
+"""The memory of the contrastive losses: what `clip_loss`, `siglip_loss` and `infonce_loss` allocate, in order.
 
 x and y have M rows each, of width D; the similarity matrix exists one tile at a time, within the workspace.
 """
@@ -41,7 +41,9 @@ class LossMemory:
         self.gradient_bytes = rows * width * FP32
         self.workspace = setup.workspace if setup.workspace is not None else DEFAULT_WORKSPACE[setup.device]
         self.saves_exponentials = setup.device == "cuda" and width >= KEPT_WIDTH.get(element_bytes, width + 1)
-        self.gradients_in_forward = BY_COST_NAME[setup.objective].gradients_in_forward
+        objective = BY_COST_NAME[setup.objective]
+        self.gradients_in_forward = objective.gradients_in_forward
+        self.compares_sides = objective.same_sides(setup.directions) > 0
         self._saved: list[int] = []
         self._saved_exponentials: list[int] = []
 
@@ -78,10 +80,18 @@ class LossMemory:
     def _gradients(self) -> list[int]:
         """Return the allocations of the gradients in fp32, computed from tiles of the gradient with respect to the logits."""
         gradients = [self.ledger.allocate(self.gradient_bytes, "embeddings") for _ in ("x", "y")]
-        # The visited block and the arriving one; the gradients of both and of x's rows, computed here and in flight.
-        ring = self._ring(2 * self.block_bytes + 3 * self.gradient_bytes)
+        # The visited block and the arriving one; the gradients of both and of x's rows, computed here and in flight. Where a side
+        # is compared with itself, x travels too.
+        ring = self._ring((2 * self.block_bytes + 3 * self.gradient_bytes) * (2 if self.compares_sides else 1))
         self._free_all(self._saved_exponentials or [self.ledger.allocate(self._gradient_tile(), "loss tiles")])
         self._saved_exponentials = []
+        if self.compares_sides:
+            # The gradient of a side compared with itself is computed apart, and then added.
+            apart = [
+                self.ledger.allocate(self.gradient_bytes, "embeddings"),
+                self.ledger.allocate(self._gradient_tile(), "loss tiles"),
+            ]
+            self._free_all(apart)
         self._free_all(ring)
         return gradients
 

@@ -24,8 +24,9 @@ class Setup:
     ranks, sharding: "ddp" adds buckets for the gradients, "fsdp2" shards weights, gradients and optimizer state over the ranks.
     chunk: rows of the shard that go through the model at once; None: all.
     keep: chunks per tower whose graphs are kept for backward instead of recomputed (contrastive objectives).
-    objective: "clip" and "siglip" take two towers, which encode in chunks; "supervised" takes one model and a loss that is a mean
-        over samples, so that gradients of chunks are accumulated.
+    objective: contrastive ones, such as "clip", take two towers, which encode in chunks; "supervised" takes one model and a loss
+        that is a mean over samples, so that gradients of chunks are accumulated.
+    directions: of a loss over directions; empty: its default.
     workspace: working memory of the contrastive loss in bytes; None: the loss's default for the device.
     ema: whether a moving average of the weights is kept.
     inputs_on_device: whether the inputs of the whole shard are on the device while chunks are computed; None: no.
@@ -46,6 +47,7 @@ class Setup:
     inputs_on_device: bool | None = None
     device: Literal["cuda", "cpu"] = "cuda"
     capability: tuple[int, int] = (9, 0)
+    directions: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         choices = [

@@ -10,6 +10,7 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, TypeVar, cast, overload
 
 import torch
@@ -217,6 +218,19 @@ def on_device_of_input(function: Function) -> Function:
 def multiprocessors(device: torch.device) -> int:
     """Return the number of multiprocessors; two on a CPU, so that interpreted programs share the tiles."""
     return 2 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def as_compared_ids(pairs: Pairs, x_MD: Tensor) -> Pairs:
+    """Return the same pairs in the terms of the kernels: limits as positives without a margin, skipped pairs as equal ids."""
+    assert pairs.guide is None, "the similarities of a guide need the eager tiles"
+    if pairs.skip_N is not None:
+        assert pairs.ids_M is None, "ids and skipped pairs together need the eager tiles"
+        rows = torch.arange(x_MD.shape[0], device=x_MD.device)
+        pairs = replace(pairs, ids_M=rows, ids_N=pairs.skip_N, multi_positive=False, skip_N=None)
+    if pairs.limit_M is not None or pairs.limit_N is not None:
+        limit_M = x_MD.new_full((x_MD.shape[0],), math.inf, dtype=torch.float32) if pairs.limit_M is None else pairs.limit_M
+        pairs = replace(pairs, drop_above=0.0, positive_M=limit_M, positive_N=pairs.limit_N, limit_M=None, limit_N=None)
+    return pairs
 
 
 def is_multi_positive(pairs: Pairs) -> bool:

@@ -9,6 +9,7 @@ computes those tiles again, with a maximum for each row and each column.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import triton
@@ -18,7 +19,7 @@ from torch import Tensor
 from ..contract import ComputeOptions, Pairs, SoftmaxPass, Stats
 from .architectures import architecture_of
 from .gradient_panels import allocate_saved_exp
-from .launch import Launch, PartialSums, is_multi_positive, on_device_of_input
+from .launch import Launch, PartialSums, as_compared_ids, is_multi_positive, on_device_of_input
 from .reductions import (
     COUNTED,
     EXPONENTIALS,
@@ -389,6 +390,15 @@ def softmax_stats(
     save_exp: bool = False,
 ) -> SoftmaxPass:
     """Return stats and rankings of rows and, if `columns`, of columns."""
+    if pairs.ranked and not (pairs.limit_M is None and pairs.limit_N is None and pairs.skip_N is None):
+        # The kernels compare similarities with one vector, and rank what they do not skip: two passes.
+        all_pairs = replace(pairs, limit_M=None, limit_N=None, skip_N=None, smoothed=False)
+        ranked = softmax_stats(x_MD, y_ND, scale, all_pairs, columns=columns, compute=compute)
+        counted = softmax_stats(
+            x_MD, y_ND, scale, replace(pairs, ranked=False), columns=columns, compute=compute, save_exp=save_exp
+        )
+        return counted._replace(row_ranking=ranked.row_ranking, column_ranking=ranked.column_ranking)
+    pairs = as_compared_ids(pairs, x_MD)
     multi_positive, drops = is_multi_positive(pairs), pairs.drop_above is not None
     kinds = [EXPONENTIALS.value] + [RANKING.value] * pairs.ranked + [COUNTED.value] * (multi_positive + pairs.smoothed)
     heavy = multi_positive or (pairs.ranked and (drops or pairs.smoothed))
