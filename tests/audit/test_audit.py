@@ -24,7 +24,7 @@ from megabatch.audit import RULES, Finding, TrainingFacts, audit, audit_together
 from megabatch.audit import rule as rule_module
 from megabatch.audit.readers import run as run_reader
 from megabatch.audit.rules import negatives, rates, steps
-from megabatch.recipes import TrainingTask, advise_rate, advise_warmup
+from megabatch.recipes import TrainingTask, advise_batch, advise_beta2, advise_rate, advise_warmup
 from megabatch.towers import LIBRARIES, rows_are_independent
 
 # Runs without a mistake. Each case below adds one.
@@ -660,6 +660,21 @@ def test_an_unlimited_scale_can_be_stated(tmp_path):
 def test_the_readers_names_of_towers_are_those_of_the_libraries():
     assert {name for name in LIBRARIES if rows_are_independent(name)} == set(run_reader.INDEPENDENT)
     assert set(run_reader.RANDOM) <= set(LIBRARIES)
+
+
+@pytest.mark.parametrize("samples", [2_000_000, 8_000_000, 400_000_000])
+@pytest.mark.parametrize("start", ["scratch", "locked"])
+def test_a_run_as_the_rules_advise_has_no_finding(samples, start, tmp_path):
+    task = TrainingTask("clip", start, data=samples, seen=samples)
+    size = round(advise_batch(task).value)
+    values = (("size = 8192", f"size = {size}"), ("chunk = 512", "chunk = 64"), ("epochs = 30", f"samples = {samples}"))
+    values += (("5e-4", str(advise_rate(task, size).value)), ("0.98", str(advise_beta2(task, size).value)))
+    values += (("warmup = 2000", f"warmup = {round(advise_warmup(task, size).value)}"),)
+    if start == "locked":
+        values += (('"vit"', '"vit"\nlocked = true\nweights = "w.pt"'),)
+    # Two million samples leave too few updates at any batch.
+    allowed = {"too-few-updates"} if samples == 2_000_000 else set()
+    assert codes(audited(tmp_path, "run.toml", run(*values), {"data": samples})) <= allowed
 
 
 def test_docs_audit_lists_the_rules_as_they_are():

@@ -64,6 +64,7 @@ def _facts(run: config.Run, ranks: int | None, data: int | None) -> TrainingFact
     return TrainingFacts(
         tool="megabatch",
         random_tower=_locked_at_random(run) is not None,
+        locked=_locked_at_random(run) is None and (run.x.locked or run.y.locked),
         objective=objective.cost_name,
         batch=run.batch.size,
         chunk=run.batch.chunk,

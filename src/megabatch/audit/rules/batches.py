@@ -51,6 +51,8 @@ def too_few_updates(t: TrainingFacts) -> Iterator[Violation]:
         return
     # What a plan would choose, or the largest that leaves enough updates.
     advice = advise_batch(t.tasks()[0])
+    if severity == "note" and advice is not None and size <= advice.value:
+        return
     batches = [None if advice is None else round(advice.value), t.affordable_batch]
     smaller = [t.at_batch(batch) for batch in batches if batch is not None and SMALLEST_BATCH <= batch < size]
     changes = smaller[0] if smaller else {}
