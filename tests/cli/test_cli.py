@@ -184,9 +184,9 @@ def test_audit_tells_the_mistake_and_its_status(tmp_path, capsys):
 
 
 def test_audit_compares_files(tmp_path, capsys):
-    for size in (256, 8192):
+    for size in (8192, 131072):
         (tmp_path / f"{size}.toml").write_text(f"[batch]\nsize = {size}\n[schedule]\nsamples = 100_000_000\n")
-    cli.main(["audit", str(tmp_path / "256.toml"), str(tmp_path / "8192.toml"), "--data", "10M"])
+    cli.main(["audit", str(tmp_path / "8192.toml"), str(tmp_path / "131072.toml"), "--data", "10M"])
     assert "same-settings-across-batches" in capsys.readouterr().out
 
 
