@@ -300,7 +300,7 @@ def test_buffers_are_updated_once_for_every_chunk_and_batch_norm_is_warned_of():
 
     torch.manual_seed(0)
     expected = go(in_chunks)
-    with pytest.warns(UserWarning, match="normalises over each chunk of 4 rows"):
+    with pytest.warns(UserWarning, match="normalises over each chunk .chunk=4."):
         torch.manual_seed(0)
         found = go(lambda model: megabatch.cached(model, chunk=4))
     assert same(expected, found)

@@ -446,7 +446,7 @@ def test_batch_norm_gets_no_chunk_of_one_row(chunk, sizes, keep):
     z = encode(batch(sum(sizes)))
     (z**2).sum().backward()
     assert same([z, *gradients(model), *model.buffers()], by_hand(normed(), sizes))
-    assert keep == 0 or encode._keep.row_bytes > 0, "a whole chunk was measured"
+    assert keep == 0 or encode._keep.unit_bytes > 0, "a whole chunk was measured"
 
 
 def test_accumulate_gives_batch_norm_no_chunk_of_one_row():

@@ -43,7 +43,7 @@ def test_keep_auto_keeps_one_chunk_at_first_and_then_what_memory_allows(monkeypa
     encode = megabatch.cached(model, chunk=1, keep="auto")
     graph = megabatch.cached(model, chunk=1, keep="auto")
     graph(batch(1)).sum().backward()
-    size = int(graph._keep.row_bytes)
+    size = int(graph._keep.unit_bytes)
     assert size > 0
     room = 5 * size
     monkeypatch.setattr("megabatch.chunks.keep.free_bytes", lambda device: room)
@@ -62,7 +62,7 @@ def test_keep_auto_counts_the_graph_and_not_the_weights():
     model = nn.Sequential(nn.Linear(8, 32, bias=False), nn.ReLU(), nn.Linear(32, 4, bias=False))
     encode = megabatch.cached(model, chunk=16, keep="auto")
     encode(torch.randn(32, 8))
-    assert encode._keep.row_bytes == 32 * 4, "the result of the ReLU, which both neighbours share"
+    assert encode._keep.unit_bytes == 32 * 4, "the result of the ReLU, which both neighbours share"
 
 
 def test_keep_auto_measures_a_whole_chunk_and_not_the_remainder(monkeypatch):
@@ -70,8 +70,8 @@ def test_keep_auto_measures_a_whole_chunk_and_not_the_remainder(monkeypatch):
     encode, whole = (megabatch.cached(model, chunk=4, keep="auto") for _ in range(2))
     whole(batch(4)).sum().backward()
     encode(batch(9)).sum().backward()
-    assert encode.kept == 2 and encode._keep.row_bytes == whole._keep.row_bytes
-    monkeypatch.setattr("megabatch.chunks.keep.free_bytes", lambda device: int(4 * whole._keep.row_bytes))
+    assert encode.kept == 2 and encode._keep.unit_bytes == whole._keep.unit_bytes
+    monkeypatch.setattr("megabatch.chunks.keep.free_bytes", lambda device: int(4 * whole._keep.unit_bytes))
     encode(batch(17)).sum().backward()
     assert encode.kept == 3
 

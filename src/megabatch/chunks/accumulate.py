@@ -77,7 +77,7 @@ class Accumulated:
     def __init__(self, loss: Callable[..., Tensor], model: nn.Module, options: AccumulateOptions) -> None:
         if not isinstance(model, nn.Module):
             raise ValueError(f"model is a {type(model).__name__}: must be the Module whose gradients are accumulated")
-        self.chunk = options.chunk
+        self.chunk, self.unit = options.chunk, "chunk"
         self._loss, self._model = loss, model
         self._count = options.count or (lambda *args, **kwargs: rows.rows_of((args, kwargs)))
         self._scaler = options.scaler

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -28,7 +28,8 @@ from .ddp_fsdp import (
     run_once,
     submodules,
 )
-from .keep import Keep, KeepAuto
+from .division import ByFunction, ByTokens, Divide, Division, by_rows
+from .keep import Keep, KeepAuto, last_full
 from .oom import current_attempt, is_out_of_memory, oom_warning, release
 from .recompute import Differences, Repeatability, recomputed, tolerance_for
 from .rng_state import (
@@ -53,19 +54,30 @@ CALLER = 7
 
 def cached(
     encoder: Callable[..., Any],
-    chunk: int,
+    chunk: int | None = None,
     *,
+    tokens: int | None = None,
+    split: Callable[..., Iterable[Any]] | None = None,
+    outputs: Sequence[str] | None = None,
     keep: int | Literal["auto"] = 0,
     device: torch.device | str | None = None,
     sync: Literal["wrapper", "none"] = "wrapper",
     generators: Sequence[Any] = (),
     check: bool = True,
 ) -> Cached:
-    """Return the encoder with the same signature and gradients, which stores the activations of `chunk` rows at a time.
+    """Return the encoder with the same signature and gradients, which stores the activations of one chunk at a time.
 
     encoder: a Module, a method of one, or a function of them. Wrapped in DDP, it exchanges gradients once per step.
         Inputs and outputs are tensors whose first dimension is the batch, in tuples, lists and dicts of any depth.
     chunk: rows that go through the encoder at once. It determines the memory, but not the result.
+    tokens: for texts, tokens that go through the encoder at once, padding included. Rows are sorted by length, padding that all
+        rows of a chunk share is cut off, and outputs come back in the order of the inputs. An `attention_mask` of shape (rows,
+        tokens) among the inputs tells the lengths. With `chunk` too, a chunk has at most that many rows.
+    split: a function that divides inputs whose first dimension is not the batch (packed texts, images of different sizes). It takes
+        the arguments of the encoder and returns a list with those of each chunk: the argument itself if there is one, a tuple of
+        several, a dict of keyword arguments. The outputs of the chunks are joined in that order.
+    outputs: names of the outputs to keep and join, for encoders that return more than embeddings, for example
+        ("image_embeds", "text_embeds") for a model that also returns the similarities of each chunk.
     keep: number of chunks whose graphs are kept instead of recomputed in backward; "auto" fills the free memory from the second
         step on.
     device: moves the inputs there one chunk at a time, for example from pinned host memory; None leaves them where they are.
@@ -85,14 +97,17 @@ def cached(
     >>> encode(torch.randn(1000, 32)).shape
     torch.Size([1000, 16])
     """
-    return Cached(encoder, CacheOptions(chunk, keep, device, sync, generators, check))
+    return Cached(encoder, CacheOptions(chunk, tokens, split, outputs, keep, device, sync, generators, check))
 
 
 @dataclass(frozen=True)
 class CacheOptions:
     """The options of `cached`."""
 
-    chunk: int
+    chunk: int | None
+    tokens: int | None
+    split: Callable[..., Iterable[Any]] | None
+    outputs: Sequence[str] | None
     keep: int | Literal["auto"]
     device: torch.device | str | None
     sync: Literal["wrapper", "none"]
@@ -103,14 +118,16 @@ class CacheOptions:
 class Cached:
     """The callable that `cached` returns.
 
-    chunk: the rows of a chunk, fewer than requested if memory ran out. kept: how many chunks the last call kept.
+    chunk: the limit of a chunk in rows, or in tokens if `tokens` was passed; lower than requested if memory ran out.
+    unit: the option that gave it. chunks: how many chunks the last call had. kept: how many of them it kept.
     """
 
     def __init__(self, encoder: Callable[..., Any], options: CacheOptions) -> None:
         if not callable(encoder):
             raise ValueError(f"encoder is a {type(encoder).__name__}: must be a Module or a function that encodes a batch")
-        self.chunk = check_chunk(options.chunk)
-        self.kept = 0
+        self._divide, self.chunk, self.unit = _division(options)
+        self.chunks = self.kept = 0
+        self._outputs = None if options.outputs is None else _names(options.outputs)
         self._keep = _keep(options.keep)
         self._ddp = find_ddp(encoder)
         self._encoder = encoder if self._ddp is None else self._ddp.module
@@ -141,7 +158,7 @@ class Cached:
 
     def __repr__(self) -> str:
         name = getattr(self._encoder, "__name__", type(self._encoder).__name__)
-        return f"cached({name}, chunk={self.chunk})"
+        return f"cached({name}, {self.unit}={self.chunk})"
 
     def stop_keeping(self) -> bool:
         return self._keep.stop()
@@ -149,7 +166,6 @@ class Cached:
     def _encode(self, inputs: Any, meeting: list[Ring]) -> Any:
         """Return the outputs for all rows, in smaller chunks if memory does not suffice for these."""
         self._warn_of_batch_norm()
-        self._warn_of_rounding(rows.rows_of(inputs))
         start = ForwardState(self._devices(inputs), self._buffers(), versions_of(self._parameters()), states_of(self._sources()))
         attempt = current_attempt.get()
         if attempt is not None:
@@ -157,7 +173,9 @@ class Cached:
         requested, stopped = self.chunk, False
         while True:
             try:
-                outputs = self._run(inputs, start, meeting)
+                division = self._divide(inputs, self.chunk, least_rows(self._modules))
+                self._warn_of_rounding(len(division.pieces))
+                outputs = self._run(inputs, division, start, meeting)
                 break
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error) or meeting:
@@ -173,59 +191,61 @@ class Cached:
             release()
             start.restore()
         if stopped or self.chunk < requested:
-            warnings.warn(oom_warning(requested, self.chunk, stopped), stacklevel=CALLER - 2)
+            warnings.warn(oom_warning(requested, self.chunk, stopped, self.unit), stacklevel=CALLER - 2)
         return outputs
 
-    def _run(self, inputs: Any, start: ForwardState, meeting: list[Ring]) -> Any:
-        pieces = rows.split(inputs, self.chunk, least_rows(self._modules))
-        sizes = [rows.rows_of(piece) for piece in pieces]
+    def _run(self, inputs: Any, division: Division, start: ForwardState, meeting: list[Ring]) -> Any:
+        pieces, sizes, costs = list(division.pieces), list(division.sizes), list(division.costs)
         device, recording = self._compute_device(inputs), torch.is_grad_enabled()
-        count, kept = len(pieces), self._keep.begin(device, sizes) if recording else 0
+        count, kept = len(pieces), self._keep.begin(device, costs) if recording else 0
         for ring in meeting:
             counts = ring.gather([count, kept], device)
             count, kept = max(each[0] for each in counts), min(each[1] for each in counts)
+        self.chunks, self.kept = count, min(kept, count)
+        measured = last_full(costs)
         missing = count - len(pieces)
-        pieces, sizes = pieces + [rows.empty(inputs)] * missing, sizes + [0] * missing
-        self.kept = min(kept, count)
+        pieces += [division.extra] * missing
+        sizes += [0] * missing
         sharded = fsdp_modules(self._modules)
-        last_full = max(index for index, size in enumerate(sizes) if size == sizes[0])
         repeatability = Repeatability(self._tolerance(inputs), self._differences) if self._check and recording else None
         recomputation = self._recomputation(inputs, sharded, device, repeatability)
+        discarded = range(len(division.pieces), count)
         outputs, states = [], start.sources
         for index, piece in enumerate(pieces):
             with explaining_single_rows(self._modules, piece, pieces):
                 if not recording:
-                    outputs.append(self._chunk(piece))
+                    outputs.append(self._chunk(piece, index in discarded))
                 elif index < count - kept:
                     state = start if index == 0 else ForwardState(start.generators, self._stateful or (), start.weights, states)
-                    outputs.append(recomputation(index, piece, state))
+                    outputs.append(recomputation(index, piece, state, index in discarded))
                     states = state.forward_done()
                 else:
-                    with self._keep.measuring(sizes[index], self._known(piece)) if index == last_full else nullcontext():
-                        outputs.append(self._chunk(piece))
+                    with self._keep.measuring(costs[index], self._known(piece)) if index == measured else nullcontext():
+                        outputs.append(self._chunk(piece, index in discarded))
             if index == 0 and recording and self._ddp is None and self._sync == "wrapper":
                 check_exchange(rows.tensors_of(piece), rows.tensors_of(outputs), self._modules)
             if self._stateful is None:
                 self._stateful = [buffer for buffer, value in start.buffers.items() if differs(value, buffer.tensor)]
-        joined = rows.join(outputs, sizes)
+        joined_sizes = [_rows_of_outputs(out) if size is None else size for out, size in zip(outputs, sizes, strict=True)]
+        joined = rows.join(outputs, joined_sizes)
         if repeatability is not None:
-            repeatability.remember(joined, sizes)
-        return joined
+            repeatability.remember(joined, joined_sizes)
+        return joined if division.inverse is None else rows.select(joined, division.inverse)
 
     def _recomputation(
         self, inputs: Any, sharded: list[Any], device: torch.device, repeatability: Repeatability | None
-    ) -> Callable[[int, Any, ForwardState], Any]:
+    ) -> Callable[[int, Any, ForwardState, bool], Any]:
         """Return the function that runs one chunk without storing its activations; backward runs it again from the same state."""
         versions = _named_versions(inputs)
 
-        def recomputation(index: int, piece: Any, state: ForwardState) -> Any:
+        def recomputation(index: int, piece: Any, state: ForwardState, discard: bool) -> Any:
             def run(again: bool) -> Any:
                 self._keep.record_peak(device)
                 if not again:
-                    return self._chunk(piece)
+                    return self._chunk(piece, discard)
                 _check_inputs(versions)
                 with state.replayed(), gathering_weights(sharded):
-                    outputs = self._chunk(piece)
+                    outputs = self._chunk(piece, discard)
                 if repeatability is not None:
                     repeatability.compare(index, outputs)
                 return outputs
@@ -234,19 +254,22 @@ class Cached:
 
         return recomputation
 
-    def _chunk(self, piece: Any) -> Any:
+    def _chunk(self, piece: Any, discard: bool) -> Any:
+        """Return the outputs of a chunk; with `discard`, none of their rows."""
         # Autocast caches its reduced-precision copies of the weights between chunks; their gradients would then be summed over all
         # chunks in that precision. With a copy for each chunk, they are summed in the precision of the weights.
         torch.clear_autocast_cache()
         versions = versions_of(rows.tensors_of(piece))
         args, kwargs = piece if self._device is None else rows.map_tensors(piece, self._to_device)
         outputs = self._encoder(*args, **kwargs)
+        if self._outputs is not None:
+            outputs = _named_outputs(outputs, self._outputs)
         if any(tensor._version != version for tensor, version in versions):
             raise ValueError(
                 "the encoder changes its input in place: recomputed in backward, it would start from the changed one; let it "
                 "work on a copy, for example images / 255 instead of images.div_(255)"
             )
-        return outputs
+        return rows.empty(outputs) if discard else outputs
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device, non_blocking=True)
@@ -299,15 +322,15 @@ class Cached:
         if batch_norms(self._modules):
             self._warn(
                 "batch normalisation",
-                f"the encoder contains batch normalisation in training mode: it normalises over each chunk of {self.chunk} rows, "
-                "not over the batch, so the result depends on the chunk. Its running statistics are updated once for every chunk, "
-                "not again in the recomputation. LayerNorm or GroupNorm, or batch normalisation in eval mode, do not depend on it",
+                "the encoder contains batch normalisation in training mode: it normalises over each chunk "
+                f"({self.unit}={self.chunk}), not over the batch, so the result depends on the chunk. Its running statistics are "
+                "updated once for every chunk, not again in the recomputation. LayerNorm or GroupNorm, or batch normalisation in "
+                "eval mode, do not depend on it",
             )
 
-    def _warn_of_rounding(self, total: int) -> None:
-        count = -(-total // self.chunk) if torch.is_grad_enabled() else 1
+    def _warn_of_rounding(self, count: int) -> None:
         dtypes = {p.dtype for p in self._parameters() if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)}
-        if dtypes and count >= MANY_CHUNKS:
+        if dtypes and count >= MANY_CHUNKS and torch.is_grad_enabled():
             self._warn(
                 "rounding",
                 f"weights in {' and '.join(sorted(map(str, dtypes)))} have their gradients of {count} chunks summed in that "
@@ -335,6 +358,54 @@ def _check_inputs(versions: Sequence[tuple[str, Tensor, int]]) -> None:
                 f"{tensor._version}, expected {version}), and backward runs the encoder on it again: call backward before the "
                 "buffer is reused, or pass a copy, x.clone()"
             )
+
+
+def _rows_of_outputs(outputs: Any) -> int:
+    """Return the rows that an encoder returned for a chunk of a split function."""
+    batched = [tensor for tensor in rows.tensors_of(outputs) if tensor.ndim]
+    if not batched:
+        raise ValueError("the encoder returned no tensor with a batch dimension for a chunk: there is nothing to join")
+    return len(batched[0])
+
+
+def _named_outputs(outputs: Any, names: tuple[str, ...]) -> Any:
+    """Return what an encoder returned with these outputs alone: a mapping of the same type, or a dict of the attributes."""
+    if isinstance(outputs, Mapping):
+        missing = [name for name in names if outputs.get(name) is None]
+        chosen = {name: outputs[name] for name in names if name not in missing}
+    else:
+        missing = [name for name in names if getattr(outputs, name, None) is None]
+        chosen = {name: getattr(outputs, name) for name in names if name not in missing}
+    if missing:
+        known = list(outputs) if isinstance(outputs, Mapping) else type(outputs).__name__
+        raise ValueError(f"outputs={names!r}: the encoder returned no {' and no '.join(missing)}, but {known}")
+    # Hugging Face's outputs are mappings with an attribute for each of their fields, which are None by default.
+    return type(outputs)(**chosen) if isinstance(outputs, Mapping) else chosen
+
+
+def _division(options: CacheOptions) -> tuple[Divide, int, str]:
+    """Return how inputs are divided, the limit of a chunk, and the name of the option that gave it."""
+    if options.split is not None:
+        if options.chunk is not None or options.tokens is not None:
+            raise ValueError("split=… divides the inputs, so chunk and tokens have no effect: pass one of them, or split alone")
+        if not callable(options.split):
+            raise ValueError(
+                f"split={options.split!r}: must be a function of the encoder's arguments that returns a list of chunks"
+            )
+        # A limit of 1 cannot be lowered if memory runs out.
+        return ByFunction(options.split), 1, "split"
+    if options.tokens is None:
+        return by_rows, check_chunk(options.chunk), "chunk"
+    if not isinstance(options.tokens, int) or isinstance(options.tokens, bool) or options.tokens < 1:
+        raise ValueError(f"tokens={options.tokens!r}: must be a positive number of tokens, for example 16384")
+    return ByTokens(None if options.chunk is None else check_chunk(options.chunk)), options.tokens, "tokens"
+
+
+def _names(outputs: object) -> tuple[str, ...]:
+    names = tuple(outputs) if isinstance(outputs, Sequence) and not isinstance(outputs, str) else ()
+    if not names or not all(isinstance(name, str) for name in names):
+        raise ValueError(f'outputs={outputs!r}: must be names of outputs, for example ("image_embeds", "text_embeds")')
+    return names
 
 
 def check_chunk(chunk: object) -> int:

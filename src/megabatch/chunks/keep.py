@@ -17,22 +17,30 @@ MEASURABLE = ("cuda", "xpu")
 SPARE = 0.05
 
 
+def last_full(costs: Sequence[int]) -> int:
+    """Return the index of the last chunk that costs nearly as much as the largest: its graph shows what one takes.
+
+    Chunks of a token budget are full up to one row; what is left over at the end of a batch is smaller.
+    """
+    return max(index for index, cost in enumerate(costs) if 4 * cost >= 3 * max(costs))
+
+
 class Keep:
     """Keeps a fixed number of chunks."""
 
     def __init__(self, requested: int) -> None:
         self.requested = requested
 
-    def begin(self, device: torch.device, sizes: Sequence[int]) -> int:
-        """Return how many of the last chunks to keep, at the start of a call. sizes: the rows of its chunks."""
+    def begin(self, device: torch.device, costs: Sequence[int]) -> int:
+        """Return how many of the last chunks to keep, at the start of a call. costs: of its chunks, in rows or tokens."""
         return self.requested
 
     def record_peak(self, device: torch.device) -> None:
         """Read the peak of the memory; called at the start of every chunk, in forward and in backward."""
 
     @contextmanager
-    def measuring(self, rows: int, known: Iterable[Tensor]) -> Iterator[None]:
-        """Context around the forward of a chunk that is kept: the last one among those with the most rows.
+    def measuring(self, cost: int, known: Iterable[Tensor]) -> Iterator[None]:
+        """Context around the forward of a chunk that is kept: the last full one.
 
         known: tensors that exist whether or not the graph is kept.
         """
@@ -56,12 +64,13 @@ class KeepAuto(Keep):
     def __init__(self) -> None:
         super().__init__(1)
         self.graph: GraphSize | None = None
-        self.row_bytes = 0.0
+        # Bytes of a graph for each row or token.
+        self.unit_bytes = 0.0
         self.base = 0
         self.rise = 0
         self.learned = False
 
-    def begin(self, device: torch.device, sizes: Sequence[int]) -> int:
+    def begin(self, device: torch.device, costs: Sequence[int]) -> int:
         if self.requested == 0:
             return 0
         if not self.learned:
@@ -72,20 +81,20 @@ class KeepAuto(Keep):
                 # If free memory cannot be read, this raises in the first step rather than in the second.
                 free_bytes(device)
                 self.base = allocated_bytes(device)
-            self.requested = 1 + list(reversed(sizes)).index(sizes[0])
+            self.requested = len(costs) - last_full(costs)
             return self.requested
-        return self.requested + int(max(0, free_bytes(device) - self.rise) / max(1.0, self.row_bytes * sizes[0]))
+        return self.requested + int(max(0, free_bytes(device) - self.rise) / max(1.0, self.unit_bytes * max(costs)))
 
     def record_peak(self, device: torch.device) -> None:
         if not self.learned and self.graph is not None:
             self.rise = max(self.rise, peak_bytes(device) - self.base)
 
     @contextmanager
-    def measuring(self, rows: int, known: Iterable[Tensor]) -> Iterator[None]:
+    def measuring(self, cost: int, known: Iterable[Tensor]) -> Iterator[None]:
         self.graph = GraphSize(known)
         with self.graph.counting():
             yield
-        self.row_bytes = max(self.row_bytes, self.graph.bytes / max(1, rows))
+        self.unit_bytes = max(self.unit_bytes, self.graph.bytes / max(1, cost))
 
 
 class GraphSize:

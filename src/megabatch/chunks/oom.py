@@ -90,9 +90,13 @@ def retry_on_oom(step: Callable[Args, Result], *optimizers: torch.optim.Optimize
 
 
 class Shrinkable(Protocol):
-    """Runs a batch in chunks and can switch to smaller ones."""
+    """Runs a batch in chunks and can switch to smaller ones.
+
+    chunk: the limit of a chunk. unit: the option that it is the value of.
+    """
 
     chunk: int
+    unit: str
 
     def stop_keeping(self) -> bool:
         """Keep no graphs from now on, and return whether any were kept before."""
@@ -155,16 +159,17 @@ def release() -> None:
         torch.get_device_module(device).empty_cache()
 
 
-def oom_warning(requested: int, chunk: int, stopped: bool) -> str:
+def oom_warning(requested: int, chunk: int, stopped: bool, unit: str = "chunk") -> str:
     """Return the warning for the user after memory ran out.
 
-    requested, chunk: the chunk before and after; stopped: whether graphs are no longer kept.
+    requested, chunk: the limit of a chunk before and after, which is the value of the option `unit`; stopped: whether graphs are no
+    longer kept.
     """
     parts = ["graphs are no longer kept"] if stopped else []
-    parts += [f"chunk {chunk} instead of {requested}"] if chunk < requested else []
+    parts += [f"{unit} {chunk} instead of {requested}"] if chunk < requested else []
     return (
         f"out of memory; from here on {' and '.join(parts)}. The batch and the result stay the same. "
-        f"Pass {f'chunk={chunk}' if chunk < requested else 'a smaller keep'} to avoid the failed attempt"
+        f"Pass {f'{unit}={chunk}' if chunk < requested else 'a smaller keep'} to avoid the failed attempt"
     )
 
 
@@ -213,9 +218,10 @@ class _Changes:
             self.requested.setdefault(id(each), (each, each.chunk))
 
     def warn(self, ring: Ring) -> None:
-        smaller = [(requested, each.chunk) for each, requested in self.requested.values() if each.chunk < requested]
+        smaller = [(requested, each.chunk, each.unit) for each, requested in self.requested.values() if each.chunk < requested]
         if ring.rank == 0 and (smaller or self.stopped):
-            warnings.warn(oom_warning(*max(smaller, default=(0, 0)), self.stopped), stacklevel=3)
+            requested, chunk, unit = max(smaller, default=(0, 0, "chunk"))
+            warnings.warn(oom_warning(requested, chunk, self.stopped, unit), stacklevel=3)
 
 
 def _failed_anywhere(attempt: Attempt, failure: str | None, device: torch.device, changes: _Changes) -> bool:

@@ -34,7 +34,19 @@ def split(tree: Any, rows: int, least: int = 1) -> list[Any]:
 
     least: rows that the last piece should have; the one before gives it some if it keeps as many itself.
     """
-    return _pieces(tree, _sizes(rows_of(tree), rows, least))
+    return split_sizes(tree, _sizes(rows_of(tree), rows, least))
+
+
+def select(tree: Any, order: Tensor) -> Any:
+    """Return the tree with its rows in another order. order: the row that comes to each place, on the host."""
+    places: list[int] = order.tolist()
+
+    def reorder(leaf: Any) -> Any:
+        if not _is_batched(leaf):
+            return leaf
+        return leaf.index_select(0, order.to(leaf.device)) if isinstance(leaf, Tensor) else [leaf[place] for place in places]
+
+    return _map(tree, reorder)
 
 
 def empty(tree: Any) -> Any:
@@ -73,6 +85,15 @@ def tensors_of(tree: Any) -> list[Tensor]:
 def map_tensors(tree: Any, f: Callable[[Tensor], Tensor]) -> Any:
     """Return the tree with f applied to its tensors."""
     return _map(tree, lambda leaf: f(leaf) if isinstance(leaf, Tensor) else leaf)
+
+
+def map_named(tree: Any, f: Callable[[str, Tensor], Tensor], name: str = "") -> Any:
+    """Return the tree with f(key, tensor) in place of its tensors. key: that of the innermost mapping around the tensor, or ""."""
+    if isinstance(tree, Mapping):
+        return _rebuild(tree, [map_named(tree[key], f, str(key)) for key in tree])
+    if isinstance(tree, (tuple, list)) and not _is_samples(tree):
+        return _rebuild(tree, [map_named(branch, f, name) for branch in tree])
+    return f(name, tree) if isinstance(tree, Tensor) else tree
 
 
 def _map(tree: Any, f: Callable[[Any], Any]) -> Any:
@@ -114,7 +135,8 @@ def _sizes(total: int, rows: int, least: int) -> list[int]:
     return sizes
 
 
-def _pieces(tree: Any, sizes: list[int]) -> list[Any]:
+def split_sizes(tree: Any, sizes: list[int]) -> list[Any]:
+    """Return the tree in pieces with these numbers of rows."""
     if isinstance(tree, Tensor) and tree.ndim:
         # One split rather than slices: its backward joins the pieces' gradients in one operation.
         return list(tree.split(sizes))
@@ -123,7 +145,7 @@ def _pieces(tree: Any, sizes: list[int]) -> list[Any]:
         return [tree[end - size : end] for size, end in zip(sizes, ends, strict=True)]
     if isinstance(tree, (Mapping, tuple, list)) and len(tree):
         branches = [tree[key] for key in tree] if isinstance(tree, Mapping) else tree
-        return [_rebuild(tree, parts) for parts in zip(*(_pieces(branch, sizes) for branch in branches), strict=True)]
+        return [_rebuild(tree, parts) for parts in zip(*(split_sizes(branch, sizes) for branch in branches), strict=True)]
     return [tree] * len(sizes)
 
 
