@@ -62,6 +62,8 @@ THIRD_PARTY = {
     "torch": set(MAY_IMPORT),
     "triton": {"tiles.fused"},
     "open_clip": {"adapters", "towers"},
+    "sentence_transformers": {"adapters"},
+    "tqdm": {"adapters"},
     "timm": {"towers"},
     "torchvision": {"towers"},
     "transformers": {"towers"},

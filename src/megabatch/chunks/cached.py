@@ -260,7 +260,8 @@ class Cached:
         # chunks in that precision. With a copy for each chunk, they are summed in the precision of the weights.
         torch.clear_autocast_cache()
         versions = versions_of(rows.tensors_of(piece))
-        args, kwargs = piece if self._device is None else rows.map_tensors(piece, self._to_device)
+        # New containers: an encoder may write into a dict that it is given, and the recomputation starts from the same inputs.
+        args, kwargs = rows.map_tensors(piece, self._to_device)
         outputs = self._encoder(*args, **kwargs)
         if self._outputs is not None:
             outputs = _named_outputs(outputs, self._outputs)
@@ -272,7 +273,7 @@ class Cached:
         return rows.empty(outputs) if discard else outputs
 
     def _to_device(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._device, non_blocking=True)
+        return tensor if self._device is None else tensor.to(self._device, non_blocking=True)
 
     def _buffers(self) -> list[Buffer]:
         """Return the buffers that a forward changes; all of them until that is known for the modules' modes (train, eval)."""
