@@ -135,7 +135,7 @@ class MultipleNegativesRankingLoss(nn.Module):
     @property
     def scale(self) -> float:
         """The factor of the similarities, 1 / temperature; a learnable one is read from its device."""
-        return self._scale if self.norm is None else float(self.norm())
+        return self._scale if self.norm is None else float(self.norm().detach())
 
     @scale.setter
     def scale(self, scale: float) -> None:

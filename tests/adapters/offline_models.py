@@ -49,8 +49,17 @@ def bert(*, width: int = 16, layers: int = 2, dropout: float = 0.0, seed: int = 
 
 def in_sentence_transformer(folder: str, encoder: nn.Module, **pooling: object) -> SentenceTransformer:
     """Return a model with mean pooling around the encoder, which is saved to the folder and loaded from it."""
+    save(folder, encoder)
+    return load(folder, **pooling)
+
+
+def save(folder: str, encoder: nn.Module) -> None:
+    """Save an encoder. In a process group only the first rank would: call this before."""
     encoder.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
+
+
+def load(folder: str, **pooling: object) -> SentenceTransformer:
     transformer = Transformer(folder, max_seq_length=64)
     width = transformer.get_embedding_dimension()
     return SentenceTransformer(modules=[transformer, Pooling(width, **{"pooling_mode": "mean", **pooling})], device="cpu")
