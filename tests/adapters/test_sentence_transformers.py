@@ -93,6 +93,7 @@ def assert_close(a: dict[str, Tensor], b: dict[str, Tensor], rtol: float = 1e-9)
         torch.testing.assert_close(a[name], b[name], rtol=rtol, atol=rtol * scale, msg=name)
 
 
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("options", CONFIGURATIONS)
 @pytest.mark.parametrize("chunks", [{"mini_batch_size": 3}, {"mini_batch_size": 50, "keep": 0}, {"mini_batch_num_tokens": 40}])
 def test_the_gradient_is_that_of_the_uncached_loss(model, options, chunks):
@@ -101,6 +102,7 @@ def test_the_gradient_is_that_of_the_uncached_loss(model, options, chunks):
     assert_close(value_and_gradients(MultipleNegativesRankingLoss(model, **options, **chunks), model, features), want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [0.25, 1000.0])
 def test_the_gradient_is_scaled_with_the_loss(model, factor):
     """Accumulation divides the loss, fp16's scaler multiplies it."""
@@ -110,6 +112,7 @@ def test_the_gradient_is_scaled_with_the_loss(model, factor):
     assert_close(value_and_gradients(loss, model, features, factor), want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dims, weights", [([16, 8, 4], None), ([16, 12], [1.0, 0.25])])
 @pytest.mark.parametrize("learnable", [False, True])
 def test_matryoshka_weights_every_width(model, dims, weights, learnable):
@@ -141,6 +144,7 @@ def test_a_learnable_scale_gets_its_gradient_from_the_outer_backward(model):
     assert loss.scale == pytest.approx(5.0) and loss.temperature == pytest.approx(0.2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", [{"mini_batch_size": 3}, {"mini_batch_num_tokens": 40}])
 def test_dropout_is_replayed_in_backward(model_with_dropout, chunks):
     """Chunks that are recomputed give the gradient of those that are kept."""
@@ -152,6 +156,7 @@ def test_dropout_is_replayed_in_backward(model_with_dropout, chunks):
     assert_close(*found, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", [{"mini_batch_size": 3}, {"mini_batch_num_tokens": 40}])
 def test_two_forwards_before_one_backward(model, chunks):
     loss, batches = MultipleNegativesRankingLoss(model, **chunks), [features_of(model, columns(seed=seed)) for seed in (1, 2)]
@@ -163,6 +168,7 @@ def test_two_forwards_before_one_backward(model, chunks):
             torch.testing.assert_close(parameter.grad, want[0][name] + want[1][name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [True, False])
 def test_without_gradients_the_loss_is_a_number(model, training):
     features = features_of(model, columns())
@@ -174,6 +180,7 @@ def test_without_gradients_the_loss_is_a_number(model, training):
     assert not found.requires_grad and torch.allclose(found, want)
 
 
+@pytest.mark.slow
 def test_autocast_is_used_in_both_passes(tmp_path):
     model = in_sentence_transformer(str(tmp_path), bert()).train()
     features = features_of(model, columns())
@@ -187,11 +194,13 @@ def test_autocast_is_used_in_both_passes(tmp_path):
     assert 0 < errors[0] < 1.5 * errors[1]
 
 
+@pytest.mark.slow
 def test_adaptive_layers_warn_of_gradient_caching(model):
     with pytest.warns(UserWarning, match="not compatible"):
         losses.AdaptiveLayerLoss(model, MultipleNegativesRankingLoss(model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", [{"mini_batch_size": 3}, {"mini_batch_num_tokens": 40}])
 def test_prompts_that_pooling_leaves_out(tmp_path, chunks):
     model = in_sentence_transformer(str(tmp_path), bert(), include_prompt=False).double().train()
@@ -201,6 +210,7 @@ def test_prompts_that_pooling_leaves_out(tmp_path, chunks):
     assert_close(value_and_gradients(MultipleNegativesRankingLoss(model, **chunks), model, features), want)
 
 
+@pytest.mark.slow
 def test_backward_releases_the_batch(model):
     features = features_of(model, columns())
     references = [weakref.ref(column["input_ids"]) for column in features]
@@ -274,6 +284,7 @@ def test_duplicate_texts_are_no_negatives(model):
     assert float(want) != pytest.approx(value_of(MultipleNegativesRankingLoss(model), model, batch), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_negatives_above_the_margin_are_left_out(model):
     batch = columns(2)
     x, y = embeddings(model, batch)
@@ -282,6 +293,7 @@ def test_negatives_above_the_margin_are_left_out(model):
     assert value_of(loss, model, batch) == pytest.approx(float(want), rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy, margin", [("absolute", 0.0), ("absolute", 0.1), ("relative", 0.1)])
 @pytest.mark.parametrize("same_tokens", [True, False])
 def test_a_guide_decides_as_in_gist(model, tmp_path, strategy, margin, same_tokens):
@@ -299,6 +311,7 @@ def test_a_guide_decides_as_in_gist(model, tmp_path, strategy, margin, same_toke
     assert_close(value_and_gradients(ours, model, features_of(model, batch)), want, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_static_embeddings_run_without_mini_batches():
     words = Tokenizer(models.WordLevel({word: place for place, word in enumerate([*SPECIAL, *WORDS])}, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -329,6 +342,7 @@ class PackedModel(nn.Module):
         return features
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", [{"mini_batch_size": 2}, {"mini_batch_num_tokens": 9}])
 def test_packed_inputs_are_divided_between_texts(chunks):
     model, generator = PackedModel(), torch.Generator().manual_seed(1)
@@ -349,6 +363,7 @@ def test_packed_inputs_are_divided_between_texts(chunks):
     assert torch.allclose(found, want) and torch.allclose(gradient, model.words.weight.grad)
 
 
+@pytest.mark.slow
 def test_sparse_encoders_use_the_loss_inside_splade(model):
     generator = torch.Generator().manual_seed(0)
     batch = [torch.rand(6, 40, generator=generator).double() for _ in range(3)]
@@ -358,6 +373,7 @@ def test_sparse_encoders_use_the_loss_inside_splade(model):
     sparse_losses.SpladeLoss(model, SparseMultipleNegativesRankingLoss(model), document_regularizer_weight=1e-3)
 
 
+@pytest.mark.slow
 def test_adapters_are_trained_and_frozen_encoders_are_not_run_again(tmp_path):
     from peft import LoraConfig
 
@@ -380,6 +396,7 @@ def test_adapters_are_trained_and_frozen_encoders_are_not_run_again(tmp_path):
     assert runs["forward"] == 4 and scale.norm.log_scale.grad is not None
 
 
+@pytest.mark.slow
 def test_the_model_card_names_the_loss(model, tmp_path):
     from datasets import Dataset
     from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
@@ -433,6 +450,7 @@ def on_ranks(rank: int, size: int, folder: str, gather: bool, options: dict[str,
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gather", [True, False])
 def test_ranks_train_as_one_process_with_one_exchange(world, model, folder, gather):
     options = {"directions": ALL, "hardness_mode": "hard_negatives", "hardness_strength": 5.0}

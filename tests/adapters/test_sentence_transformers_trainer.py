@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import tempfile
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -128,7 +130,7 @@ def check(saved: str, ours: dict[str, Any], theirs: dict[str, Any], exact: dict[
         assert torch.allclose(ours["evaluation"], theirs["evaluation"], rtol=1e-6)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_one_process_ends_at_the_weights_of_sentence_transformers(saved, name):
     exact = train(Theirs, saved, SETTINGS[name], bf16=False) if name == "bf16" else None
@@ -143,3 +145,14 @@ def test_two_processes_end_at_the_weights_of_sentence_transformers(world, saved,
     for ours, theirs, exact in results:
         check(saved, ours, theirs, exact)
         assert furthest(ours, results[0][0]) == 0.0, "ranks agree"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_the_example_learns_offline(monkeypatch):
+    path = Path(__file__).parents[2] / "examples" / "sentence_transformers_train.py"
+    specification = importlib.util.spec_from_file_location("example", path)
+    example = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(example)
+    first, last = (example.main(["--batch", "32", "--steps", str(steps)]) for steps in (1, 12))
+    assert last < first - 0.2
