@@ -51,7 +51,8 @@ def train(kind: type, saved: str, setting: dict[str, Any], *, gather: bool = Fal
         rows = BATCH * STEPS * arguments.get("gradient_accumulation_steps", 1) * ranks
         data, evaluation = dataset(rows, columns), dataset(13, columns, seed=5)
         if setting.get("datasets") == 2:
-            loss = {"a": loss, "b": kind(model, scale=10.0, **options)}
+            # Ranks may draw from different datasets in one step: negatives of all ranks then need one scale.
+            loss = {"a": loss, "b": kind(model, scale=20.0 if gather else 10.0, **options)}
             data, evaluation = DatasetDict(a=data, b=dataset(rows, columns, seed=3)), DatasetDict(a=evaluation, b=evaluation)
         trainer = SentenceTransformerTrainer(
             model=model,

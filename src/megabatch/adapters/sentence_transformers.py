@@ -14,6 +14,7 @@ Works in Sentence Transformers' trainers, inside MatryoshkaLoss and SpladeLoss, 
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -53,6 +54,7 @@ IMAGES = (
     "pixel_values_videos",
 )
 EMBEDDING = "sentence_embedding"
+_numbers = itertools.count()
 
 
 class MultipleNegativesRankingLoss(nn.Module):
@@ -129,6 +131,8 @@ class MultipleNegativesRankingLoss(nn.Module):
         self.guide: Any = guide
         self.guide_margin, self.guide_margin_strategy = guide_margin, guide_margin_strategy
         self._retokenize = guide is not None and _tokenizes_differently(model, guide)
+        # The losses of a process in the order of their creation, which is the same on all ranks.
+        self._number = next(_numbers)
         # In a tuple, which does not make the model a submodule once more.
         self._cached: tuple[nn.Module, Cached] | None = None
 
@@ -190,9 +194,7 @@ class MultipleNegativesRankingLoss(nn.Module):
         gradient = leaf.grad
         assert gradient is not None
         if _ranks() > 1 and not self.gather_across_devices:
-            # Each rank has a loss of its own, and DDP does not average the gradients of a loss's parameters.
-            dist.all_reduce(gradient)
-            gradient /= _ranks()
+            gradient = self._averaged(gradient)
         return loss.detach() + (scale - scale.detach()) * gradient
 
     def compute_loss_from_embeddings(self, embeddings: list[Tensor], labels: Tensor | None = None) -> Tensor:
@@ -267,6 +269,18 @@ class MultipleNegativesRankingLoss(nn.Module):
             negatives_of=negatives_of,
             group=self._group(torch.is_grad_enabled()),
         )
+
+    def _averaged(self, gradient: Tensor) -> Tensor:
+        """Return the mean over ranks of the scale's gradient: DDP averages only those of the model."""
+        reports = [gradient.new_zeros(2) for _ in range(_ranks())]
+        dist.all_gather(reports, torch.stack([gradient, gradient.new_tensor(self._number)]))
+        gradients, numbers = torch.stack(reports).unbind(1)
+        if len(set(numbers.tolist())) > 1:
+            raise ValueError(
+                "ranks compute different losses in one step, as they may with a dict of losses, so their learnable scales would "
+                "drift apart: use one loss for all datasets, or learnable_scale=False"
+            )
+        return gradients.mean()
 
     def _group(self, recording: bool) -> Any:
         """Return the ranks whose texts are negatives of each other: in evaluation, only this one."""
