@@ -1,0 +1,209 @@
+"""OpenCLIP's own training loop ends at the same weights with our losses as with its own, in one process and in two."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from open_clip_training import CONTEXT, arguments, batches, open_clip, tiny_clip, train
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from world import World
+
+from megabatch.adapters import open_clip as adapter
+
+KINDS: dict[str, dict[str, Any]] = {
+    "clip": {},
+    "siglip": {"siglip": True},
+    "coca": {"model": "coca_tiny"},
+    "distill": {"distill": True},
+}
+ROWS, STEPS = 8, 3
+
+
+def model_for(kind: str) -> nn.Module:
+    return tiny_clip(siglip=kind == "siglip", coca=kind == "coca")
+
+
+def trained(kind: str, model: nn.Module, loss: nn.Module, data: Any, **changes: Any) -> dict[str, torch.Tensor]:
+    """Return the weights after training in OpenCLIP's loop; a teacher has other weights."""
+    teacher = None
+    if kind == "distill":
+        teacher = tiny_clip()
+        torch.nn.init.normal_(teacher.visual.proj)
+    return train(model, loss, data, teacher, distill=kind == "distill", **changes)
+
+
+def losses(kind: str, **changes: Any) -> tuple[nn.Module, nn.Module]:
+    """Return the loss of our create_loss and of OpenCLIP's."""
+    args = arguments(**KINDS[kind], **changes)
+    theirs, ours = open_clip().create_loss(args), adapter.create_loss(args)
+    assert type(ours).__module__.startswith("megabatch") and type(ours).__name__ == type(theirs).__name__
+    return ours, theirs
+
+
+def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    return max((a[name].double() - b[name].double()).abs().max().item() for name in b)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_three_steps_end_at_the_weights_of_openclip(kind):
+    ours, theirs = (trained(kind, model_for(kind), loss, batches(STEPS, ROWS)) for loss in losses(kind))
+    assert largest_difference(ours, theirs) < 1e-6
+    assert largest_difference(ours, dict(model_for(kind).state_dict())) > 1e-3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_three_steps_in_bf16_are_no_farther_from_fp32_than_those_of_openclip(kind):
+    exact = trained(kind, model_for(kind), losses(kind)[1], batches(STEPS, ROWS))
+    ours, theirs = (trained(kind, model_for(kind), loss, batches(STEPS, ROWS), precision="amp_bf16") for loss in losses(kind))
+    assert largest_difference(ours, exact) < 1.5 * largest_difference(theirs, exact)
+
+
+@pytest.mark.parametrize("kind", ["clip", "siglip"])
+def test_accumulation_gives_the_weights_of_the_whole_batch(kind):
+    """Also for logit_scale, whose gradient OpenCLIP's loop makes accum_freq times too large."""
+    data = batches(2 * STEPS, ROWS)
+    whole = [tuple(torch.cat(parts) for parts in zip(*data[i : i + 2], strict=True)) for i in range(0, len(data), 2)]
+    expected = trained(kind, model_for(kind), losses(kind)[1], whole)
+    ours, theirs = (trained(kind, model_for(kind), loss, data, accum_freq=2) for loss in losses(kind, accum_freq=2))
+    assert largest_difference(ours, expected) < 1e-6
+    assert largest_difference(theirs, expected) > 1e-4
+    chunks = adapter.encode_in_chunks(model_for(kind), ROWS)
+    assert largest_difference(trained(kind, chunks, losses(kind)[0], whole), expected) < 1e-6
+
+
+def test_chunks_replay_random_parts():
+    """Patch dropout draws as in one pass over the batch with the same chunks; without replay the gradients would be of other "
+    "patches."""
+
+    def gradients(keep: int) -> list[torch.Tensor]:
+        model = adapter.encode_in_chunks(tiny_clip(patch_dropout=0.5), 4, keep=keep)
+        model.train()
+        torch.manual_seed(1)
+        adapter.ClipLoss()(**model(*batches(1, ROWS)[0])).backward()
+        return [p.grad for p in model.parameters()]
+
+    for found, true in zip(gradients(keep=0), gradients(keep=2), strict=True):
+        assert torch.allclose(found, true, rtol=1e-5, atol=1e-7)
+
+
+def test_models_that_cannot_run_in_chunks_are_refused():
+    with pytest.raises(ValueError, match="CoCa"):
+        adapter.encode_in_chunks(tiny_clip(coca=True), 4)
+
+
+def on_two_ranks(rank: int, size: int) -> dict[str, float]:
+    """Return the largest difference of weights for each case, and between ranks."""
+    differences = {}
+    world = {"rank": rank, "world_size": size, "distributed": True}
+    for kind in KINDS:
+        data = batches(STEPS, ROWS, rank)
+        results = [trained(kind, DistributedDataParallel(model_for(kind)), loss, data, **world) for loss in losses(kind, **world)]
+        differences[kind] = largest_difference(*results)
+        if kind in ("coca", "distill"):
+            continue
+        chunks = DistributedDataParallel(adapter.encode_in_chunks(model_for(kind), 3))
+        differences[f"{kind} in chunks"] = largest_difference(
+            trained(kind, chunks, losses(kind, **world)[0], data, **world), results[1]
+        )
+        halves = [tuple(part[i : i + ROWS // 2] for part in batch) for batch in data for i in (0, ROWS // 2)]
+        ours = losses(kind, **world, accum_freq=2)[0]
+        accumulated = trained(kind, DistributedDataParallel(model_for(kind)), ours, halves, **world, accum_freq=2)
+        differences[f"{kind} accumulated"] = largest_difference(accumulated, results[1])
+    return differences
+
+
+@pytest.mark.slow
+def test_two_processes_end_at_the_weights_of_openclip():
+    # A separate World: torch.distributed.nn, which OpenCLIP uses, keeps the first process group that it sees.
+    world = World()
+    results = world.run(2, on_two_ranks)
+    world.close()
+    for differences in results:
+        assert len(differences) == 8
+        assert max(differences.values()) < 1e-6, differences
+
+
+class Task(nn.Module):
+    """What OpenCLIP 4.x's CLIPTask does with a model and a loss, for where that version is not installed."""
+
+    def __init__(self, model: nn.Module, loss: nn.Module) -> None:
+        super().__init__()
+        self.trainable_module, self.loss = model, loss
+
+    def forward(self, image: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        found = self.loss(**self.trainable_module(image=image, text=text), output_dict=True)
+        return sum(value for name, value in found.items() if name.endswith("_loss"))
+
+
+@pytest.mark.parametrize("kind", ["clip", "siglip"])
+def test_an_adapted_task_has_the_gradients_of_openclip(kind):
+    tasks = [Task(model_for(kind), losses(kind)[1]) for _ in range(2)]
+    assert adapter.adapt(tasks[0], chunk=3) is tasks[0]
+    for task in tasks:
+        task(*batches(1, ROWS)[0]).backward()
+    for found, true in zip(tasks[0].parameters(), tasks[1].parameters(), strict=True):
+        assert torch.allclose(found.grad, true.grad, rtol=1e-4, atol=1e-7)
+    assert type(tasks[0].loss) is not type(tasks[1].loss)
+
+
+def test_losses_without_a_counterpart_stay_openclips():
+    class GenLipLoss(nn.Module):
+        __module__ = "open_clip.loss"
+
+    theirs = GenLipLoss()
+    assert adapter.convert(theirs) is theirs
+    own = nn.CrossEntropyLoss()
+    assert adapter.convert(own) is own
+
+
+def test_a_scale_with_one_dimension_is_one_number():
+    """Under --fsdp, OpenCLIP reshapes logit_scale to one dimension."""
+    model = tiny_clip(scale_shape=True)
+    output = model(*batches(1, ROWS)[0])
+    assert output["logit_scale"].shape == (1,)
+    assert torch.allclose(adapter.ClipLoss()(**output), open_clip().ClipLoss()(**output))
+
+
+@pytest.fixture
+def training_script(monkeypatch, tmp_path):
+    """OpenCLIP's training script, restored afterwards, and the arguments for eight pairs in a CSV file."""
+    open_clip()
+    import json
+
+    from open_clip_train import main as script
+    from PIL import Image
+
+    for name in ("parse_args", "create_model_and_transforms", "create_loss", "random_seed"):
+        monkeypatch.setattr(script, name, getattr(script, name))
+    # It would give every logger of this process a level and handlers.
+    monkeypatch.setattr(script, "setup_logging", lambda *args, **options: None)
+    g = torch.Generator().manual_seed(0)
+    rows = []
+    for i in range(8):
+        Image.fromarray(torch.randint(0, 255, (16, 16, 3), dtype=torch.uint8, generator=g).numpy()).save(tmp_path / f"{i}.png")
+        rows.append(f"{tmp_path}/{i}.png\tnumber {i}")
+    (tmp_path / "pairs.csv").write_text("\n".join(["filepath\ttitle", *rows]))
+    vision = {"image_size": 16, "patch_size": 8, "width": 16, "layers": 1, "head_width": 8}
+    text = {"context_length": CONTEXT, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 1}
+    (tmp_path / "tiny-test.json").write_text(json.dumps({"embed_dim": 16, "vision_cfg": vision, "text_cfg": text}))
+    open_clip().add_model_config(tmp_path / "tiny-test.json")
+    words = f"--model tiny-test --train-data {tmp_path}/pairs.csv --dataset-type csv --epochs 2 --workers 0 --device cpu --warmup 1"
+    words += f" --lr 0.001 --eps 0.001 --wd 0 --logs {tmp_path}/logs --aug-cfg scale=(1,1) --precision fp32"
+    return script, tmp_path, words.split()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.pin_memory. argument")
+def test_the_training_script_takes_accumulation_as_chunks(training_script):
+    """--batch-size 2 --accum-freq 4 of our command ends at the weights of --batch-size 8 of OpenCLIP's."""
+    script, folder, words = training_script
+
+    def weights(name):
+        return torch.load(folder / "logs" / name / "checkpoints" / "epoch_2.pt", weights_only=False)["state_dict"]
+
+    script.main([*words, "--name", "theirs", "--batch-size", "8"])
+    adapter.main([*words, "--name", "ours", "--batch-size", "2", "--accum-freq", "4"])
+    assert largest_difference(weights("ours"), weights("theirs")) < 1e-6
