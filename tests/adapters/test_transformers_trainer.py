@@ -1,0 +1,208 @@
+"""Hugging Face's Trainer with our loss ends at the weights of the model's own loss on the whole batch, on one rank and on two."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from world import World
+
+from benchmarks.peers import declare_torchvision_schemas
+
+# Before transformers is imported, in worker processes too.
+declare_torchvision_schemas()
+
+from megabatch.adapters import transformers as adapter  # noqa: E402
+from megabatch.adapters.transformers import ContrastiveSettings, ContrastiveTrainer  # noqa: E402
+
+ROWS, STEPS = 8, 3
+
+
+def tiny_model(kind: str = "clip") -> nn.Module:
+    from transformers import CLIPConfig, CLIPModel, SiglipConfig, SiglipModel
+
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {**shape, "vocab_size": 50, "max_position_embeddings": 6, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    vision = {**shape, "image_size": 16, "patch_size": 8}
+    if kind == "siglip":
+        return SiglipModel(SiglipConfig(text_config={**text, "projection_size": 16}, vision_config=vision))
+    return CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=16))
+
+
+class OwnPair(nn.Module):
+    """Two encoders that know nothing of Hugging Face."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.queries, self.documents = nn.Embedding(50, 16), nn.EmbeddingBag(50, 16)
+        self.logit_scale = nn.Parameter(torch.tensor(20.0).log())
+
+    def forward(self, query: torch.Tensor, document: torch.Tensor) -> dict[str, torch.Tensor]:
+        q, d = self.queries(query).mean(1), self.documents(document)
+        return {"q": nn.functional.normalize(q, dim=1), "d": nn.functional.normalize(d, dim=1)}
+
+
+def samples(count: int) -> list[dict[str, torch.Tensor]]:
+    g = torch.Generator().manual_seed(7)
+    images = torch.randn(count, 3, 16, 16, generator=g)
+    texts = torch.randint(3, 50, (count, 6), generator=g)
+    texts[:, -1] = 2
+    return [{"pixel_values": image, "input_ids": text} for image, text in zip(images, texts, strict=True)]
+
+
+def train(
+    model: nn.Module, *, rows: int = ROWS, data: Any = None, settings: ContrastiveSettings | None = None, **arguments: Any
+) -> Any:
+    """Train three steps in order of the data; return the weights. Without settings, with the model's own loss."""
+    from transformers import Trainer, TrainingArguments
+
+    class InOrder:
+        def _get_train_sampler(self, *args: Any) -> Any:
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    class Ours(InOrder, ContrastiveTrainer):
+        pass
+
+    class Theirs(InOrder, Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+            return model(**inputs, return_loss=True).loss
+
+    with tempfile.TemporaryDirectory() as folder:
+        args = TrainingArguments(
+            folder,
+            **arguments,
+            per_device_train_batch_size=rows,
+            max_steps=STEPS,
+            learning_rate=1e-3,
+            optim="sgd",
+            lr_scheduler_type="constant",
+            report_to=[],
+            use_cpu=True,
+            save_strategy="no",
+            disable_tqdm=True,
+            max_grad_norm=0.0,
+            logging_strategy="no",
+        )
+        data = samples(STEPS * ROWS) if data is None else data
+        # Loaders of worker processes pin memory for a device that is not here.
+        args.dataloader_pin_memory = False
+        trainer = (
+            Theirs(model, args, train_dataset=data)
+            if settings is None
+            else Ours(model, args, train_dataset=data, contrastive=settings)
+        )
+        if settings is None:
+            trainer.model_accepts_loss_kwargs = False
+        trainer.train()
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    return max((a[name].double() - b[name].double()).abs().max().item() for name in b)
+
+
+@pytest.mark.parametrize("kind", ["clip", "siglip"])
+@pytest.mark.parametrize("chunk", [None, 3])
+def test_three_steps_end_at_the_weights_of_the_models_own_loss(kind, chunk):
+    expected = train(tiny_model(kind))
+    found = train(tiny_model(kind), settings=ContrastiveSettings(chunk=chunk))
+    assert largest_difference(found, expected) < 1e-6
+    assert largest_difference(found, dict(tiny_model(kind).state_dict())) > 1e-4
+
+
+def test_accumulation_is_a_mean_of_losses_as_in_the_trainer_and_warns():
+    expected = train(tiny_model(), rows=ROWS // 2, gradient_accumulation_steps=2)
+    with pytest.warns(UserWarning, match="adds no negatives"):
+        found = train(tiny_model(), rows=ROWS // 2, gradient_accumulation_steps=2, settings=ContrastiveSettings())
+    assert largest_difference(found, expected) < 1e-6
+
+
+def test_bf16_is_no_farther_from_fp32_than_the_models_own_loss():
+    exact = train(tiny_model())
+    theirs = train(tiny_model(), bf16=True)
+    for chunk in (None, 3):
+        ours = train(tiny_model(), bf16=True, settings=ContrastiveSettings(chunk=chunk))
+        assert 0 < largest_difference(ours, exact) < 1.5 * largest_difference(theirs, exact)
+
+
+def test_evaluation_returns_the_loss_of_the_model():
+    from transformers import TrainingArguments
+
+    model, data = tiny_model(), samples(ROWS)
+    with tempfile.TemporaryDirectory() as folder:
+        args = TrainingArguments(folder, per_device_eval_batch_size=ROWS, report_to=[], use_cpu=True, disable_tqdm=True)
+        args.dataloader_pin_memory = False
+        found = ContrastiveTrainer(model, args, eval_dataset=data, contrastive=ContrastiveSettings(chunk=3)).evaluate()
+    batch = {name: torch.stack([row[name] for row in data]) for name in data[0]}
+    assert found["eval_loss"] == pytest.approx(model(**batch, return_loss=True).loss.item(), rel=1e-5)
+
+
+def pairs(count: int) -> list[dict[str, torch.Tensor]]:
+    g = torch.Generator().manual_seed(3)
+    words = torch.randint(0, 50, (count, 2, 5), generator=g)
+    return [{"query": q, "document": d} for q, d in words]
+
+
+def test_any_pair_of_encoders_trains_by_the_names_of_its_outputs():
+    settings = ContrastiveSettings(outputs=("q", "d"))
+    whole = train(OwnPair(), data=pairs(STEPS * ROWS), settings=settings)
+    assert largest_difference(whole, train(OwnPair(), data=pairs(STEPS * ROWS), settings=settings._replace(chunk=2))) < 1e-6
+    assert largest_difference(whole, dict(OwnPair().state_dict())) > 1e-4
+    with pytest.raises(ValueError, match="image_embeds"):
+        train(OwnPair(), data=pairs(ROWS), settings=ContrastiveSettings())
+
+
+def test_equal_ids_are_no_negatives():
+    model, batch = OwnPair(), pairs(ROWS)
+    inputs = {name: torch.stack([row[name] for row in batch]) for name in batch[0]}
+
+    def loss(**more: Any) -> float:
+        from transformers import TrainingArguments
+
+        with tempfile.TemporaryDirectory() as folder:
+            trainer = ContrastiveTrainer(
+                model, TrainingArguments(folder, report_to=[], use_cpu=True), contrastive=ContrastiveSettings(outputs=("q", "d"))
+            )
+        return trainer.compute_loss(model, {**inputs, **more}).item()
+
+    assert loss(ids=torch.zeros(ROWS, dtype=torch.long)) == pytest.approx(0, abs=1e-6) != pytest.approx(loss())
+
+
+def test_data_parallel_is_refused():
+    with pytest.raises(ValueError, match="torchrun"):
+        adapter.unwrapped(nn.DataParallel(tiny_model()))
+
+
+def on_two_ranks(rank: int, size: int) -> dict[str, Any]:
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "29511",
+    }
+    warnings.simplefilter("ignore")
+    found = {}
+    for kind in ("clip", "siglip"):
+        for chunk in (None, 3):
+            found[kind, chunk] = train(tiny_model(kind), rows=ROWS // 2, settings=ContrastiveSettings(chunk=chunk))
+    found["unused"] = train(tiny_model(), rows=ROWS // 2, settings=ContrastiveSettings(chunk=3), ddp_find_unused_parameters=False)
+    return found
+
+
+def test_two_ranks_end_at_the_weights_of_one_with_the_whole_batch():
+    """Rank r takes batches r, r + 2, …: the same rows in another order, which does not matter to the loss."""
+    world = World()
+    results = world.run(2, on_two_ranks)
+    world.close()
+    expected = {kind: train(tiny_model(kind)) for kind in ("clip", "siglip")}
+    for found in results:
+        for case, weights in found.items():
+            assert largest_difference(weights, expected["siglip" if case[0] == "siglip" else "clip"]) < 1e-6, case
