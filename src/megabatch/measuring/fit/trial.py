@@ -44,13 +44,16 @@ class Trials:
 
     step: takes a size and runs one step of training: forward, backward and optimizer.
     meeting: whether ranks wait for each other inside the step in a way that cannot be postponed.
+    steps: how often a size runs in one trial.
     """
 
-    def __init__(self, step: Callable[[int], Any], snapshot: Snapshot, limit: Limit, ring: Ring, *, meeting: bool = False) -> None:
+    def __init__(
+        self, step: Callable[[int], Any], snapshot: Snapshot, limit: Limit, ring: Ring, *, meeting: bool = False, steps: int = STEPS
+    ) -> None:
         self.done: list[Trial] = []
         self.last_error = ""
         self._step, self._snapshot, self._limit, self._ring = step, snapshot, limit, ring
-        self._meeting = meeting
+        self._meeting, self._steps = meeting, steps
         self._device = snapshot.device
         self._ddp_modules = _ddp_modules([*snapshot.modules, *_modules_of(step)])
 
@@ -59,7 +62,7 @@ class Trials:
         try:
             with enforced(self._limit, self._device), PeakTracker(self._device) as peak:
                 verdict = RAN
-                for _ in range(STEPS):
+                for _ in range(self._steps):
                     began = time.perf_counter()
                     verdict = self._agreed(self._try_step(size))
                     seconds = time.perf_counter() - began
