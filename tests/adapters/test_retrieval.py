@@ -1,0 +1,130 @@
+"""The layouts of retrieval trainers: our losses give the values and gradients of theirs on interleaved passages.
+
+Tevatron, FlagEmbedding and ms-swift do not install beside the other packages of these tests, so their layouts are written out here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cases import embeddings
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from megabatch.adapters import retrieval
+
+QUERIES, GROUP, SCALE = 4, 3, 5.0
+
+
+def interleaved(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    x, y = embeddings(QUERIES, QUERIES * (GROUP - 1), seed=seed)
+    return x.requires_grad_(), y.requires_grad_()
+
+
+def formula(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The cross-entropy of all scores, with the positive of query i at i·G."""
+    return cross_entropy(SCALE * x @ y.T, torch.arange(len(x)) * (len(y) // len(x)))
+
+
+def gradients(loss: torch.Tensor, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    return [loss.detach(), *torch.autograd.grad(loss, tensors)]
+
+
+def assert_equal(found: list[torch.Tensor], true: list[torch.Tensor]) -> None:
+    for a, b in zip(found, true, strict=True):
+        assert torch.allclose(a, b, rtol=1e-9, atol=1e-12)
+
+
+class Embedder:
+    """FlagEmbedding's model, as far as the mixin sees it."""
+
+    temperature = 1 / SCALE
+
+    def _compute_in_batch_neg_loss(
+        self, q_reps: Any, p_reps: Any, teacher_targets: Any = None, compute_score_func: Any = None
+    ) -> Any:
+        return SCALE * q_reps @ p_reps.T, formula(q_reps, p_reps)
+
+
+class OurEmbedder(retrieval.InBatchLossMixin, Embedder):
+    pass
+
+
+def test_every_layout_gives_the_loss_of_its_trainer():
+    x, y = interleaved()
+    true = gradients(formula(x, y), x, y)
+    assert_equal(gradients(retrieval.SimpleContrastiveLoss(temperature=1 / SCALE)(x, y), x, y), true)
+    assert_equal(gradients(OurEmbedder()._compute_in_batch_neg_loss(x, y)[1], x, y), true)
+    assert_equal(gradients(retrieval.grouped_loss(x, y, SCALE, group=None), x, y), true)
+    # ms-swift: anchor, positive, negatives, and a label for all but the anchor.
+    rows = torch.cat([torch.cat([x[i : i + 1], y[i * GROUP : (i + 1) * GROUP]]) for i in range(QUERIES)])
+    labels = torch.tensor([1, 0, 0] * QUERIES)
+    found = retrieval.InfonceLoss(temperature=1 / SCALE)({"last_hidden_state": rows}, labels)
+    assert_equal(gradients(found, x, y), true)
+
+
+def test_what_is_left_to_flagembedding_is_computed_there():
+    x, y = interleaved()
+    scores, _ = OurEmbedder()._compute_in_batch_neg_loss(x, y, torch.ones(1))
+    assert scores.shape == (QUERIES, QUERIES * GROUP)
+
+
+def test_queries_may_have_different_numbers_of_negatives():
+    rows = torch.randn(7, 4, dtype=torch.float64)
+    queries, passages = retrieval.split_by_labels(rows, torch.tensor([1, 0, 0, 1, 0]))
+    assert torch.equal(queries, rows[[0, 4]])
+    assert torch.equal(passages, rows[[1, 5, 2, 3, 6]])
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: retrieval.positives_first(torch.zeros(5, 2), 2),
+        lambda: retrieval.split_by_labels(torch.zeros(5, 2), torch.tensor([0, 1, 1])),
+        lambda: retrieval.split_by_labels(torch.zeros(5, 2), torch.tensor([1, 0, 0])),
+        lambda: retrieval.SimpleContrastiveLoss()(torch.zeros(1, 2), torch.zeros(2, 2), target=torch.zeros(1)),
+        lambda: retrieval.DistributedContrastiveLoss(),
+    ],
+)
+def test_other_layouts_are_refused(call):
+    with pytest.raises(ValueError):
+        call()
+
+
+def on_two_ranks(rank: int, size: int) -> list[list[torch.Tensor]]:
+    """Return the gradient of a weight after DDP's average, for each trainer's class."""
+    x, y = (t.detach() for t in interleaved(rank))
+    rows = torch.cat([torch.cat([x[i : i + 1], y[i * GROUP : (i + 1) * GROUP]]) for i in range(QUERIES)])
+    labels = torch.tensor([1, 0, 0] * QUERIES)
+    calls = [
+        lambda f: retrieval.DistributedContrastiveLoss(temperature=1 / SCALE)(f(x), f(y)) / size,
+        lambda f: OurEmbedder()._compute_cross_device_neg_loss(f(x), f(y))[1],
+        lambda f: retrieval.InfonceLoss(temperature=1 / SCALE)({"last_hidden_state": f(rows)}, labels),
+        lambda f: retrieval.DistributedContrastiveLoss(scale_loss=False, temperature=1 / SCALE)(f(x), f(y)),
+    ]
+    results = []
+    for call in calls:
+        torch.manual_seed(0)
+        layer = DistributedDataParallel(torch.nn.Linear(8, 8, bias=False).double())
+        # One forward of DDP a step.
+        everything = torch.cat([x, y, rows])
+        outputs = layer(everything)
+        places = {id(x): outputs[: len(x)], id(y): outputs[len(x) : len(x) + len(y)], id(rows): outputs[len(x) + len(y) :]}
+        loss = call(lambda t, places=places: places[id(t)])
+        loss.backward()
+        results.append([loss.detach(), layer.module.weight.grad.clone()])
+    return results
+
+
+def test_two_ranks_give_the_gradient_of_the_mean_over_all_queries(world):
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(8, 8, bias=False).double()
+    x, y = (torch.cat(parts) for parts in zip(*(interleaved(rank) for rank in range(2)), strict=True))
+    true = gradients(formula(layer(x), layer(y)), layer.weight)
+    for tevatron, flag, swift, unscaled in world.run(2, on_two_ranks):
+        assert_equal([tevatron[0], 2 * tevatron[1]], true)
+        assert_equal(flag, true)
+        assert_equal(swift, true)
+        assert_equal([unscaled[0], 2 * unscaled[1]], true)
