@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -171,8 +172,6 @@ def test_a_scale_with_one_dimension_is_one_number():
 def training_script(monkeypatch, tmp_path):
     """OpenCLIP's training script, restored afterwards, and the arguments for eight pairs in a CSV file."""
     open_clip()
-    import json
-
     from open_clip_train import main as script
     from PIL import Image
 
@@ -207,3 +206,18 @@ def test_the_training_script_takes_accumulation_as_chunks(training_script):
     script.main([*words, "--name", "theirs", "--batch-size", "8"])
     adapter.main([*words, "--name", "ours", "--batch-size", "2", "--accum-freq", "4"])
     assert largest_difference(weights("ours"), weights("theirs")) < 1e-6
+
+
+@pytest.mark.slow
+def test_the_benchmark_compares_equal_steps(training_script, tmp_path, capsys):
+    from benchmarks import open_clip_step
+
+    words = "--device cpu --model tiny-test --rows 4 --accum 2 --steps 1"
+    open_clip_step.main([*words.split(), "--out", str(tmp_path / "rows.jsonl")])
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [(row["loss"], row["pairs"], row["ours"]) for row in rows] == [
+        (loss, pairs, ours) for pairs in (4, 8) for loss in ("clip", "siglip") for ours in (False, True)
+    ]
+    for theirs, ours in zip(rows[::2], rows[1::2], strict=True):
+        assert ours["value"] == pytest.approx(theirs["value"], rel=open_clip_step.AGREEMENT)
+    assert capsys.readouterr().out.count("megabatch**") == 4

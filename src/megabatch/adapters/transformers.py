@@ -33,13 +33,15 @@ class ContrastiveSettings(NamedTuple):
     outputs: the names of the two embeddings in what the model returns, of the same rows in the same order.
     loss: "clip" (softmax) or "siglip" (sigmoid). None: "siglip" for a model with a `logit_bias`, else "clip".
     chunk: rows that go through the model at once, with the gradients of the whole batch. None: all rows of this rank.
-    keep: chunks whose activations are stored, as in `megabatch.cached`.
+    tokens: tokens that go through the model at once, for texts of different lengths. keep: chunks whose activations are stored.
+        Both as in `megabatch.cached`.
     options: further options of the loss, as in `megabatch.clip_loss`: label_smoothing, drop_above, …
     """
 
     outputs: tuple[str, str] = ("image_embeds", "text_embeds")
     loss: Literal["clip", "siglip"] | None = None
     chunk: int | None = None
+    tokens: int | None = None
     keep: int | Literal["auto"] = 0
     options: Mapping[str, Any] = {}
 
@@ -119,28 +121,24 @@ class ContrastiveMixin:
             )
 
         def embed(**columns: Any) -> Embeddings:
-            x, y = encode(**columns)
+            outputs = encode(**columns)
+            x, y = (_named(outputs, name) for name in self.contrastive.outputs)
             # Read here: FSDP gathers its parameters before the forward, and shards them again after it.
             bias: Any = getattr(inner, "logit_bias", None)
             return Embeddings(x, y, model.logit_scale.exp().reshape(()), None if bias is None else bias.reshape(()) + 0)
 
         return embed
 
-    def _encoder(self, inner: nn.Module) -> Callable[..., tuple[Tensor, Tensor]]:
+    def _encoder(self, inner: nn.Module) -> Callable[..., Any]:
         settings, forward = self.contrastive, inner.forward
-
-        def encode(**columns: Any) -> tuple[Tensor, Tensor]:
-            outputs = forward(**columns)
-            first, second = (_named(outputs, name) for name in settings.outputs)
-            return first, second
-
-        if settings.chunk is None:
-            return encode
+        if settings.chunk is None and settings.tokens is None:
+            return forward
         # The Trainer wraps and changes the model after its construction. A cached encoder measures and remembers, so it is made
         # once.
         key = (id(inner), getattr(forward, "__func__", forward))
         if self._cached is None or self._cached[0] != key:
-            self._cached = key, cached(encode, settings.chunk, keep=settings.keep)
+            encoder = cached(forward, settings.chunk, tokens=settings.tokens, outputs=settings.outputs, keep=settings.keep)
+            self._cached = key, encoder
         return self._cached[1]
 
 

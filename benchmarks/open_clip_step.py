@@ -1,0 +1,187 @@
+"""Time a training step of CLIP in OpenCLIP's own loop, with its losses and with ours: `python -m benchmarks.open_clip_step`.
+
+Two batches: one that the GPU holds at once, and one in micro-batches. For the second, OpenCLIP has `--accum-freq`, which encodes
+twice and computes the loss of the whole batch once for every micro-batch; ours runs the encoders in chunks of the same size.
+Batches are on the GPU already. Before anything is timed, the losses of a step must agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import report
+from benchmarks.machine import describe
+from benchmarks.peers import declare_torchvision_schemas
+from megabatch.adapters import open_clip as adapter
+
+FILE = Path(__file__).parent / "results" / "open_clip-cuda.jsonl"
+# How far losses of one batch may differ: under autocast OpenCLIP rounds logits to bf16, by up to 0.2 % of a logit of 14.
+AGREEMENT = 0.05
+
+
+class Case(NamedTuple):
+    """A step of `accum` micro-batches of `rows` pairs with one of the losses, "clip" or "siglip"."""
+
+    loss: str
+    rows: int
+    accum: int
+
+    @property
+    def pairs(self) -> int:
+        return self.rows * self.accum
+
+
+class Loader(list[tuple[Tensor, Tensor]]):
+    """Batches with the attributes that OpenCLIP's loop reads."""
+
+    @property
+    def num_batches(self) -> int:
+        return len(self)
+
+    @property
+    def num_samples(self) -> int:
+        return sum(len(images) for images, _ in self)
+
+
+class Recorded(nn.Module):
+    """A loss that keeps its last value."""
+
+    def __init__(self, loss: nn.Module) -> None:
+        super().__init__()
+        self.loss, self.value = loss, torch.zeros(())
+
+    def forward(self, **inputs: Any) -> Any:
+        outputs = self.loss(**inputs)
+        self.value = outputs["contrastive_loss"].detach()
+        return outputs
+
+
+def measure(case: Case, ours: bool, options: argparse.Namespace) -> dict[str, Any]:
+    """Return seconds and peak memory of a step, and the loss of the first one."""
+    declare_torchvision_schemas()
+    import open_clip
+    from open_clip_train.train import train_one_epoch
+
+    torch.manual_seed(0)
+    siglip = {"init_logit_scale": 2.3, "init_logit_bias": -10.0} if case.loss == "siglip" else {}
+    model = open_clip.create_model(options.model, device=options.device, output_dict=True, **siglip)
+    accum = 1 if ours else case.accum
+    args = SimpleNamespace(
+        device=options.device,
+        precision="amp_bf16",
+        distill=False,
+        accum_freq=accum,
+        skip_scheduler=True,
+        horovod=False,
+        grad_clip_norm=None,
+        log_every_n_steps=10**9,
+        rank=0,
+        world_size=1,
+        batch_size=case.pairs // accum,
+        wandb=False,
+        model=options.model,
+        log_local=False,
+        siglip=case.loss == "siglip",
+        local_loss=True,
+        gather_with_grad=True,
+        loss_dist_impl=None,
+        local_rank=0,
+    )
+    loss = Recorded(adapter.create_loss(args) if ours else open_clip.create_loss(args))
+    if ours and case.accum > 1:
+        adapter.encode_in_chunks(model, case.rows)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    micro = batches(model, case, options.device, accum)
+
+    def run(steps: int) -> None:
+        data = SimpleNamespace(dataloader=Loader(micro * steps), set_epoch=lambda epoch: None)
+        train_one_epoch(model, {"train": data}, loss, 0, optimizer, None, None, None, args)
+        synchronize(options.device)
+
+    run(1)
+    first = loss.value.item()
+    if options.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    began = time.perf_counter()
+    run(options.steps)
+    seconds = (time.perf_counter() - began) / options.steps
+    peak = torch.cuda.max_memory_allocated() if options.device == "cuda" else None
+    return {"seconds": seconds, "peak_bytes": peak, "value": first}
+
+
+def batches(model: nn.Module, case: Case, device: str, parts: int) -> list[tuple[Tensor, Tensor]]:
+    """Return the pairs of one step on the device, in equal parts."""
+    g = torch.Generator(device).manual_seed(1)
+    size = model.visual.image_size
+    images = torch.randn(case.pairs, 3, *(size if isinstance(size, tuple) else (size, size)), device=device, generator=g)
+    texts = torch.randint(1, model.vocab_size - 1, (case.pairs, model.context_length), device=device, generator=g)
+    return list(zip(images.chunk(parts), texts.chunk(parts), strict=True))
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return the rows as Markdown, each of ours with its relation to OpenCLIP's."""
+    lines = [
+        "| loss | pairs | micro-batch | | seconds | peak GiB | against OpenCLIP |",
+        "| --- | ---: | ---: | --- | ---: | ---: | --- |",
+    ]
+    for theirs, ours in zip(rows[::2], rows[1::2], strict=True):
+        for name, row in (("OpenCLIP", theirs), ("**megabatch**", ours)):
+            peak = "" if row.get("peak_bytes") is None else f"{row['peak_bytes'] / 2**30:.1f}"
+            seconds = f"{row['seconds']:.3f}" if "seconds" in row else row["failed"]
+            relation = ""
+            if row is ours and "seconds" in theirs and "seconds" in ours:
+                relation = f"{theirs['seconds'] / ours['seconds']:.2f}× as fast"
+                if peak:
+                    relation += f", {theirs['peak_bytes'] / ours['peak_bytes']:.2f}× leaner"
+            lines.append(f"| {row['loss']} | {row['pairs']:,} | {row['rows']:,} | {name} | {seconds} | {peak} | {relation} |")
+    return "\n".join(lines)
+
+
+def main(words: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="ViT-B-32")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--rows", type=int, default=4096, help="Pairs of a micro-batch.")
+    parser.add_argument("--accum", type=int, default=8, help="Micro-batches of the larger batch.")
+    parser.add_argument("--steps", type=int, default=2, help="Timed steps.")
+    parser.add_argument("--out", type=Path, default=FILE)
+    options = parser.parse_args(words)
+    rows = []
+    for case in (Case(loss, options.rows, accum) for accum in (1, options.accum) for loss in ("clip", "siglip")):
+        for ours in (False, True):
+            row: dict[str, Any] = {
+                **case._asdict(),
+                "pairs": case.pairs,
+                "ours": ours,
+                "model": options.model,
+                "steps": options.steps,
+            }
+            try:
+                row |= measure(case, ours, options)
+            except torch.OutOfMemoryError:
+                row["failed"] = "out of memory"
+            if options.device == "cuda":
+                torch.cuda.empty_cache()
+            rows.append(row | {"machine": describe(options.device)})
+            print(row, flush=True)
+        values = [row["value"] for row in rows[-2:] if "value" in row]
+        if max(values) - min(values) > AGREEMENT * max(map(abs, values)):
+            raise SystemExit(f"the losses {values} do not agree: nothing is reported")
+    report.write_rows(options.out, rows)
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
