@@ -197,6 +197,7 @@ def on_two_ranks(rank: int, size: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_two_ranks_end_at_the_weights_of_one_with_the_whole_batch():
     """Rank r takes batches r, r + 2, …: the same rows in another order, which does not matter to the loss."""
     world = World()
@@ -206,3 +207,57 @@ def test_two_ranks_end_at_the_weights_of_one_with_the_whole_batch():
     for found in results:
         for case, weights in found.items():
             assert largest_difference(weights, expected["siglip" if case[0] == "siglip" else "clip"]) < 1e-6, case
+
+
+def audited(**options: Any) -> adapter.AuditCallback:
+    """Train three steps with an audit of arguments that have a finding: no warm-up."""
+    from transformers import TrainingArguments
+
+    callback = adapter.AuditCallback(objective="clip", gather="exact", **options)
+    with tempfile.TemporaryDirectory() as folder:
+        args = TrainingArguments(folder, per_device_train_batch_size=ROWS, max_steps=2000, report_to=[], use_cpu=True, fp16=False)
+        trainer = ContrastiveTrainer(tiny_model(), args, train_dataset=samples(ROWS), callbacks=[callback])
+        callback.on_train_begin(
+            args, trainer.state, trainer.control, model=trainer.model, train_dataloader=trainer.get_train_dataloader()
+        )
+    return callback
+
+
+def test_the_audit_warns_or_stops_before_the_first_step():
+    with pytest.warns(UserWarning, match="no-warmup"):
+        callback = audited(fail_on=None)
+    finding = next(finding for finding in callback.findings if finding.code == "no-warmup")
+    with pytest.raises(ValueError, match="no-warmup"):
+        audited(fail_on=finding.severity)
+
+
+def on_sharded_ranks(rank: int, size: int) -> dict[str, Any]:
+    """Return the gradients of a model sharded by fully_shard, whose scalars have one dimension, from compute_loss."""
+    from torch.distributed.fsdp import fully_shard
+    from transformers import TrainingArguments
+
+    warnings.simplefilter("ignore")
+    model, data = tiny_model(), samples(ROWS)
+    model.logit_scale = nn.Parameter(model.logit_scale.detach().reshape(1))
+    for block in (*model.text_model.encoder.layers, *model.vision_model.encoder.layers):
+        fully_shard(block)
+    fully_shard(model)
+    model.train()
+    rows = data[rank::size]
+    with tempfile.TemporaryDirectory() as folder:
+        args = TrainingArguments(folder, report_to=[], use_cpu=True)
+        trainer = ContrastiveTrainer(tiny_model(), args, contrastive=ContrastiveSettings(chunk=2))
+        trainer.compute_loss(model, {name: torch.stack([row[name] for row in rows]) for name in rows[0]}).backward()
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
+@pytest.mark.slow
+def test_sharded_ranks_have_the_gradients_of_the_whole_batch():
+    world = World()
+    results = world.run(2, on_sharded_ranks)
+    world.close()
+    model, data = tiny_model(), samples(ROWS)
+    model(**{name: torch.stack([row[name] for row in data]) for name in data[0]}, return_loss=True).loss.backward()
+    for found in results:
+        for name, parameter in model.named_parameters():
+            assert torch.allclose(found[name].reshape(parameter.shape), parameter.grad, rtol=1e-4, atol=1e-6), name
