@@ -55,6 +55,7 @@ def test_three_steps_end_at_the_weights_of_openclip(kind):
     assert largest_difference(ours, dict(model_for(kind).state_dict())) > 1e-3
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_three_steps_in_bf16_are_no_farther_from_fp32_than_those_of_openclip(kind):
     exact = trained(kind, model_for(kind), losses(kind)[1], batches(STEPS, ROWS))
@@ -62,6 +63,7 @@ def test_three_steps_in_bf16_are_no_farther_from_fp32_than_those_of_openclip(kin
     assert largest_difference(ours, exact) < 1.5 * largest_difference(theirs, exact)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["clip", "siglip"])
 def test_accumulation_gives_the_weights_of_the_whole_batch(kind):
     """Also for logit_scale, whose gradient OpenCLIP's loop makes accum_freq times too large."""
@@ -139,6 +141,7 @@ class Task(nn.Module):
         return sum(value for name, value in found.items() if name.endswith("_loss"))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["clip", "siglip"])
 def test_an_adapted_task_has_the_gradients_of_openclip(kind):
     tasks = [Task(model_for(kind), losses(kind)[1]) for _ in range(2)]

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from world import World
 
+import megabatch
 from benchmarks.peers import declare_torchvision_schemas
 
 # Before transformers is imported, in worker processes too.
@@ -108,6 +109,7 @@ def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -
     return max((a[name].double() - b[name].double()).abs().max().item() for name in b)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["clip", "siglip"])
 @pytest.mark.parametrize("chunk", [None, 3])
 def test_three_steps_end_at_the_weights_of_the_models_own_loss(kind, chunk):
@@ -117,6 +119,7 @@ def test_three_steps_end_at_the_weights_of_the_models_own_loss(kind, chunk):
     assert largest_difference(found, dict(tiny_model(kind).state_dict())) > 1e-4
 
 
+@pytest.mark.slow
 def test_accumulation_is_a_mean_of_losses_as_in_the_trainer_and_warns():
     expected = train(tiny_model(), rows=ROWS // 2, gradient_accumulation_steps=2)
     with pytest.warns(UserWarning, match="adds no negatives"):
@@ -124,6 +127,7 @@ def test_accumulation_is_a_mean_of_losses_as_in_the_trainer_and_warns():
     assert largest_difference(found, expected) < 1e-6
 
 
+@pytest.mark.slow
 def test_bf16_is_no_farther_from_fp32_than_the_models_own_loss():
     exact = train(tiny_model())
     theirs = train(tiny_model(), bf16=True)
@@ -132,6 +136,7 @@ def test_bf16_is_no_farther_from_fp32_than_the_models_own_loss():
         assert 0 < largest_difference(ours, exact) < 1.5 * largest_difference(theirs, exact)
 
 
+@pytest.mark.slow
 def test_evaluation_returns_the_loss_of_the_model():
     from transformers import TrainingArguments
 
@@ -150,6 +155,7 @@ def pairs(count: int) -> list[dict[str, torch.Tensor]]:
     return [{"query": q, "document": d} for q, d in words]
 
 
+@pytest.mark.slow
 def test_any_pair_of_encoders_trains_by_the_names_of_its_outputs():
     settings = ContrastiveSettings(outputs=("q", "d"))
     whole = train(OwnPair(), data=pairs(STEPS * ROWS), settings=settings)
@@ -173,6 +179,22 @@ def test_equal_ids_are_no_negatives():
         return trainer.compute_loss(model, {**inputs, **more}).item()
 
     assert loss(ids=torch.zeros(ROWS, dtype=torch.long)) == pytest.approx(0, abs=1e-6) != pytest.approx(loss())
+
+
+def test_a_model_with_a_bias_may_train_with_the_softmax_loss():
+    from transformers import TrainingArguments
+
+    model, data = tiny_model("siglip"), samples(ROWS)
+    model.logit_scale.data += 2
+    batch = {name: torch.stack([row[name] for row in data]) for name in data[0]}
+    with tempfile.TemporaryDirectory() as folder:
+        args = TrainingArguments(folder, report_to=[], use_cpu=True)
+        settings = ContrastiveSettings(loss=megabatch.clip_loss)
+        loss, outputs = ContrastiveTrainer(model, args, contrastive=settings).compute_loss(model, batch, return_outputs=True)
+    loss.backward()
+    expected = megabatch.reference.clip_loss(outputs["image_embeds"], outputs["text_embeds"], model.logit_scale.exp())
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert model.logit_bias.grad == 0
 
 
 def test_data_parallel_is_refused():

@@ -7,6 +7,7 @@ own.
 
 from __future__ import annotations
 
+import inspect
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,15 +24,13 @@ from ..audit import Finding, Severity, audit, exit_code, read_any
 from ..chunks.cached import Cached, cached
 from ..losses import clip_loss, siglip_loss
 
-# The losses by name; each takes x, y, scale and, if it has one, a bias.
-LOSSES: dict[str, Callable[..., Tensor]] = {"clip": clip_loss, "siglip": siglip_loss}
-
 
 class ContrastiveSettings(NamedTuple):
     """How `ContrastiveMixin` trains.
 
     outputs: the names of the two embeddings in what the model returns, of the same rows in the same order.
-    loss: "clip" (softmax) or "siglip" (sigmoid). None: "siglip" for a model with a `logit_bias`, else "clip".
+    loss: `megabatch.clip_loss`, `megabatch.siglip_loss`, or another function of x, y, scale and maybe a bias, which takes `group`.
+        None: the sigmoid loss for a model with a `logit_bias`, else the softmax loss.
     chunk: rows that go through the model at once, with the gradients of the whole batch. None: all rows of this rank.
     tokens: tokens that go through the model at once, for texts of different lengths. keep: chunks whose activations are stored.
         Both as in `megabatch.cached`.
@@ -39,7 +38,7 @@ class ContrastiveSettings(NamedTuple):
     """
 
     outputs: tuple[str, str] = ("image_embeds", "text_embeds")
-    loss: Literal["clip", "siglip"] | None = None
+    loss: Callable[..., Tensor] | None = None
     chunk: int | None = None
     tokens: int | None = None
     keep: int | Literal["auto"] = 0
@@ -68,8 +67,6 @@ class ContrastiveMixin:
     def __init__(self, *args: Any, contrastive: ContrastiveSettings | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.contrastive = contrastive or ContrastiveSettings()
-        if self.contrastive.loss is not None and self.contrastive.loss not in LOSSES:
-            raise ValueError(f"loss={self.contrastive.loss!r}: must be one of {', '.join(map(repr, LOSSES))}, or None")
         self._cached: tuple[Any, Cached] | None = None
         trainer: Any = self
         # The loss is a mean over the batch, which the Trainer divides by the number of accumulated batches.
@@ -99,12 +96,13 @@ class ContrastiveMixin:
         # Inside the wrapper's forward: DDP and FSDP prepare once for all chunks, and see that the scale is used.
         with replaced_forward(inner, self._embed(inner)):
             found: Embeddings = model(**columns)
-        name = self.contrastive.loss or ("clip" if found.bias is None else "siglip")
+        function = self.contrastive.loss or (clip_loss if found.bias is None else siglip_loss)
+        takes_bias = "bias" in inspect.signature(function).parameters
         group = dist.group.WORLD if model.training and dist.is_available() and dist.is_initialized() else None
         options = dict(self.contrastive.options) | ({"ids": inputs["ids"]} if "ids" in inputs else {})
-        scalars = (found.scale,) if name == "clip" else (found.scale, 0.0 if found.bias is None else found.bias)
-        loss = LOSSES[name](found.x, found.y, *scalars, group=group, **options)
-        if name == "clip" and found.bias is not None:
+        bias = (0.0 if found.bias is None else found.bias,) if takes_bias else ()
+        loss = function(found.x, found.y, found.scale, *bias, group=group, **options)
+        if not takes_bias and found.bias is not None:
             # It has no effect on a softmax, but DDP waits for a gradient of every parameter.
             loss = loss + 0 * found.bias
         if not return_outputs:
