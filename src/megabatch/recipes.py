@@ -99,7 +99,7 @@ def _from_batch_negatives(task: TrainingTask, seen: int) -> Advice:
     bound = seen / needed
     facts = [FACTS["updates from scratch"], FACTS["updates locked"], FACTS["negatives"]]
     if task.start == "pretrained":
-        least = min(evidence.FINETUNE_LEAST, power_near(seen / evidence.POOR_UPDATES))
+        least = min(evidence.FINETUNE_LEAST, power_near(seen / evidence.FINETUNE_FEWEST))
         value = min(max(power_near(seen / evidence.FINETUNE_UPDATES), least), evidence.FINETUNE_MOST)
         low, saturation = max(least, power_near(value / 4)), min(saturation, evidence.FINETUNE_MOST)
         why = f"{seen:,} pairs seen / about {evidence.FINETUNE_UPDATES:,} updates, as published fine-tunings make"
@@ -140,7 +140,7 @@ def _with_hard_negatives(task: TrainingTask, seen: int) -> Advice:
     """Return the batch of queries that have mined negatives: about as many documents in all as is usual."""
     documents = 1 + task.negatives
     usual, least = power_near(evidence.HARD_DOCUMENTS / documents), power_near(evidence.LEAST_QUERIES)
-    affordable = power_near(seen / evidence.POOR_UPDATES)
+    affordable = power_near(seen / evidence.FINETUNE_FEWEST)
     value = max(min(usual, affordable), min(least, affordable))
     why = f"{value:,} queries with {documents:,} documents each; with mined negatives about {evidence.HARD_DOCUMENTS:,} documents"
     why += " a step are usual, whatever the data"
