@@ -50,6 +50,21 @@ LANGUAGE = {
         1024,
         shape={"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12},
     ),
+    "modernbert-base": Language("ModernBertConfig", 512, masked=True),
+    "qwen3-0.6b": Language(
+        "Qwen3Config",
+        1024,
+        shape={
+            "vocab_size": 151936,
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "tie_word_embeddings": True,
+        },
+    ),
 }
 
 

@@ -5,6 +5,7 @@
     python -m benchmarks.time_accuracy --quick         # two tiny cases on a CPU, to test the program
     python -m benchmarks.time_accuracy --again FILE    # predict again for kept measurements, without a device
     python -m benchmarks.time_accuracy --fresh         # only models that no efficiency was fitted on
+    python -m benchmarks.time_accuracy --diagnosed     # only models whose errors led to classes of operations
     python -m benchmarks.time_accuracy --operations    # instead: one step's time by operator, to operations-cuda.jsonl
 
 Steps are timed one after the other, with nothing else running; the predictions, which need no device, follow.
@@ -26,7 +27,7 @@ import torch
 from benchmarks.memory_accuracy.cases import Case, of_row, quick_cases
 from benchmarks.report import read_rows
 from benchmarks.time_accuracy import report
-from benchmarks.time_accuracy.cases import cases, fresh_cases
+from benchmarks.time_accuracy.cases import cases, diagnosed_cases, fresh_cases
 from benchmarks.time_accuracy.measuring import operations_row, timed_row
 from benchmarks.time_accuracy.predicting import predicted_rows
 
@@ -43,7 +44,10 @@ def main(arguments: list[str] | None = None) -> int:
     else:
         if not options.quick and not torch.cuda.is_available():
             raise SystemExit("there is no CUDA device here: pass --quick or --again FILE")
-        candidates = fresh_cases() if options.fresh else chain(cases(), fresh_cases())
+        if options.diagnosed:
+            candidates = diagnosed_cases()
+        else:
+            candidates = fresh_cases() if options.fresh else chain(cases(), fresh_cases())
         chosen = quick_cases() if options.quick else _filter_by_model(candidates, options.only)
         row_of = operations_row if options.operations else partial(timed_row, kinds=options.kinds)
         rows = list(_write(_measured(chosen, row_of), out))
@@ -86,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--kinds", action="store_true", help="also the device's seconds by kind of kernel")
     parser.add_argument("--only", default="", help="only models whose name contains one of these parts, separated by commas")
     parser.add_argument("--fresh", action="store_true", help="only models that no efficiency was fitted on")
+    parser.add_argument("--diagnosed", action="store_true", help="only models whose errors led to classes of operations")
     parser.add_argument("--measure-only", action="store_true", help="do not predict; --again does it later")
     parser.add_argument("--operations", action="store_true", help="profile operators instead of timing steps")
     parser.add_argument("--output", type=Path, help="file of rows (results/time-cuda.jsonl, or operations-cuda.jsonl)")

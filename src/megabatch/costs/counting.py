@@ -12,10 +12,12 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ..towers.repeats import TEMPLATE, BlockRun, equal_blocks, few_blocks
+from .blocks import Block, BlockTracker
 from .cuda_dispatch import dispatch_as_cuda
 from .operations import OpClass, class_of, flops_of, implicit_ops, tensors_in, utilization_of
 
@@ -81,36 +83,55 @@ class Work(NamedTuple):
 
 
 class _CountedCall(NamedTuple):
-    """One call of an operation with its FLOPs and bytes, for all rows of the pass."""
+    """One call of an operation with its FLOPs and bytes, for all rows of the pass. times: how many calls it stands for."""
 
     op_class: OpClass
     flops: float
     bytes: float
     utilization: float
     implicit: bool = False
+    times: int = 1
 
 
 class CallCounter(TorchDispatchMode):
-    """Lists the operations that are called inside this context."""
+    """Lists the operations that are called inside this context, and those of each of the model's equal blocks."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: BlockTracker) -> None:
         super().__init__()
         self.calls: list[_CountedCall] = []
+        self._blocks = blocks
+        self._of_block: dict[Block, list[_CountedCall]] = collections.defaultdict(list)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
         out = func(*args, **kwargs)
         packet = func._overloadpacket
         if func.namespace == "aten" and not func.is_view and packet not in FREE:
             name, flops = packet.__name__, flops_of(func, args, kwargs, out)
             op_class = class_of(name, args, out, has_flops=flops > 0)
             moved = _bytes((_read_args(packet, args), kwargs, out))
-            self.calls.append(_CountedCall(op_class, flops, moved, utilization_of(op_class, args, out)))
-            self.calls += [
-                _CountedCall(op.op_class, 0.0, op.bytes, op.utilization, implicit=True)
-                for op in implicit_ops(name, op_class, args, out)
-            ]
+            self._add(_CountedCall(op_class, flops, moved, utilization_of(op_class, args, out)))
+            for op in implicit_ops(name, op_class, args, out):
+                self._add(_CountedCall(op.op_class, 0.0, op.bytes, op.utilization, implicit=True))
         return out
+
+    def _add(self, call: _CountedCall) -> None:
+        block = self._blocks.current
+        if block is not None:
+            self._of_block[block].append(call)
+            if block.position == TEMPLATE:
+                call = call._replace(times=self._blocks.runs[block.run].weight)
+        self.calls.append(call)
+
+    @property
+    def inner_blocks_agree(self) -> bool:
+        """Whether the two inner blocks of each run, which stand between equal ones, called the same."""
+        return all(
+            self._of_block[Block(run, TEMPLATE)] == self._of_block[Block(run, TEMPLATE + 1)]
+            for run in range(len(self._blocks.runs))
+        )
 
 
 def count_work(
@@ -120,16 +141,18 @@ def count_work(
     *,
     device: Literal["cuda", "cpu"] = "cuda",
     loss: Callable[[Any], Tensor] | None = None,
+    whole: bool = False,
 ) -> Work:
     """Return the cost of module(inputs(rows)) and of its backward, under autocast for "bf16" and "fp16".
 
-    inputs: makes a tensor, or a dict of arguments by name, for a number of rows. loss: turns the module's output into a scalar,
-    where that costs something too.
+    inputs: makes a tensor, a tuple of positional arguments, or a dict of arguments by name, for a number of rows. loss: turns the
+    module's output into a scalar, where that costs something too. whole: compute all blocks of the model also where they are equal
+    and a few of them show the costs of all.
 
     >>> count_work(nn.Linear(10, 20), lambda rows: torch.zeros(rows, 10)).forward.flops
     400.0
     """
-    few, more = (_count(module, inputs(rows), precision, device, loss) for rows in (FEW, MORE))
+    few, more = (_count(module, inputs(rows), precision, device, loss, whole=whole) for rows in (FEW, MORE))
     forward, backward = (_cost_per_row(a, b) for a, b in zip(few, more, strict=True))
     parameters = list(module.parameters())
     return Work(
@@ -144,37 +167,60 @@ def count_work(
 def _cost_per_row(few: CallCounter, more: CallCounter) -> Pass:
     """Split costs into a part per row and a fixed part; if the two passes call different operations, all of it is per row."""
     if [call.op_class for call in few.calls] != [call.op_class for call in more.calls]:
-        return Pass(tuple(Call(b.op_class, b.flops / MORE, b.bytes / MORE, 0.0, 1, b.utilization, b.implicit) for b in more.calls))
-    calls = []
+        return Pass(
+            tuple(Call(b.op_class, b.flops / MORE, b.bytes / MORE, 0.0, b.times, b.utilization, b.implicit) for b in more.calls)
+        )
+    calls: collections.Counter[Call] = collections.Counter()
     for a, b in zip(few.calls, more.calls, strict=True):
         row = (b.bytes - a.bytes) / (MORE - FEW)
         flops = (b.flops - a.flops) / (MORE - FEW)
-        calls.append(Call(b.op_class, flops, row, max(0.0, a.bytes - FEW * row), 1, b.utilization, b.implicit))
-    return Pass(tuple(call._replace(times=times) for call, times in collections.Counter(calls).items()))
+        calls[Call(b.op_class, flops, row, max(0.0, a.bytes - FEW * row), 1, b.utilization, b.implicit)] += b.times
+    return Pass(tuple(call._replace(times=times) for call, times in calls.items()))
 
 
 def _count(
-    module: nn.Module, rows: Any, precision: str, device: str, loss: Callable[[Any], Tensor] | None
+    module: nn.Module, rows: Any, precision: str, device: str, loss: Callable[[Any], Tensor] | None, *, whole: bool
 ) -> tuple[CallCounter, CallCounter]:
-    forward, backward = CallCounter(), CallCounter()
-    dtype = AUTOCAST_DTYPES.get(precision)
-    trainable = [p for p in module.parameters() if p.requires_grad]
+    """Return the operations of a forward and a backward. whole: of all blocks; otherwise few of the equal ones are computed."""
+    if not whole:
+        runs = equal_blocks(module)
+        try:
+            passes = _count_passes(module, rows, precision, device, loss, runs)
+        # The model counts its blocks. Whatever else is wrong shows again.
+        except (LookupError, RuntimeError, ValueError, TypeError, AttributeError, AssertionError):
+            pass
+        else:
+            if all(each.inner_blocks_agree for each in passes):
+                return passes
     try:
-        with ExitStack() as contexts:
-            if device == "cuda":
-                contexts.enter_context(dispatch_as_cuda())
-            contexts.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-            with torch.enable_grad(), torch.autocast("cpu", dtype, enabled=dtype is not None), forward:
-                out = module(**rows) if isinstance(rows, dict) else module(rows)
-                value = _sum_of_outputs(out) if loss is None else loss(out)
-            if trainable and value.requires_grad:
-                with backward:
-                    torch.autograd.grad(value, trainable, allow_unused=True)
+        return _count_passes(module, rows, precision, device, loss, [])
     except RuntimeError as error:
         raise ValueError(
             f"The cost of {type(module).__name__} cannot be counted without running it, because what it computes depends on the "
             f"contents of its inputs: {error}"
         ) from error
+
+
+def _count_passes(
+    module: nn.Module, rows: Any, precision: str, device: str, loss: Callable[[Any], Tensor] | None, runs: list[BlockRun]
+) -> tuple[CallCounter, CallCounter]:
+    blocks = BlockTracker(runs)
+    forward, backward = CallCounter(blocks), CallCounter(blocks)
+    dtype = AUTOCAST_DTYPES.get(precision)
+    trainable = [p for p in module.parameters() if p.requires_grad]
+    args, kwargs = ((), rows) if isinstance(rows, dict) else (rows if isinstance(rows, (tuple, list)) else (rows,), {})
+    with ExitStack() as contexts:
+        if device == "cuda":
+            contexts.enter_context(dispatch_as_cuda())
+        contexts.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        contexts.enter_context(blocks.watching())
+        with torch.enable_grad(), torch.autocast("cpu", dtype, enabled=dtype is not None), forward:
+            with few_blocks(runs):
+                out = module(*args, **kwargs)
+            value = _sum_of_outputs(out) if loss is None else loss(out)
+        if trainable and value.requires_grad:
+            with backward:
+                torch.autograd.grad(value, trainable, allow_unused=True)
     return forward, backward
 
 

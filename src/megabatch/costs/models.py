@@ -55,8 +55,9 @@ class EncoderWithInputs:
         self.sample = _sample(tower)
 
     def inputs(self, rows: int) -> Any:
-        """Return this many rows of zeros, stacked as the data loader stacks them."""
-        return tree_map(lambda sample: torch.zeros((rows, *sample.shape), dtype=sample.dtype), self.sample)
+        """Return this many rows of zeros, stacked as the data loader stacks them; a dict in a tuple, since it is one argument."""
+        stacked = tree_map(lambda sample: torch.zeros((rows, *sample.shape), dtype=sample.dtype), self.sample)
+        return (stacked,) if isinstance(stacked, dict) else stacked
 
 
 def encoders_of(run: config.Run) -> tuple[EncoderWithInputs, ...]:

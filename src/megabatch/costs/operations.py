@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import conv_flop_count, flop_registry, sdpa_flop_count
+from torch.utils.flop_counter import conv_flop_count, flop_registry
 
 aten = torch.ops.aten
 
@@ -302,7 +302,9 @@ def _attention_flops(operator: Any, args: Any, kwargs: Any) -> float:
     query, key, value = args[1:4] if backward else args[:3]
     arguments = dict(zip((argument.name for argument in operator._schema.arguments), args, strict=False)) | kwargs
     factor = (2.5 if backward else 1.0) * (0.5 if arguments.get("is_causal") else 1.0)
-    return factor * float(sdpa_flop_count(query.shape, key.shape, value.shape))
+    # Not torch's sdpa_flop_count, which requires as many heads of keys as of queries: several queries may share a key's head.
+    (*batch, queries, width), keys = query.shape, key.shape[-2]
+    return factor * 2.0 * math.prod(batch) * queries * keys * (width + value.shape[-1])
 
 
 # Kernels of these classes read contiguous tensors only: other tensors are copied first.

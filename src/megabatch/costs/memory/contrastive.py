@@ -7,7 +7,7 @@ arithmetic. `ContrastiveStep` traces, `ComposedStep` composes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,22 +43,27 @@ class TowerTrace:
 class ContrastiveStep(TracedStep):
     """A step with a contrastive loss in the order of a run: y's tower first, then x's, so that backward begins with x."""
 
-    def __init__(self, setup: Setup, recorder: Recorder, towers: Any, inputs: Any, rows: int) -> None:
+    def __init__(self, setup: Setup, recorder: Recorder, towers: Any, inputs: Any, rows: int, *, whole: bool = False) -> None:
         x, y = _two("build", towers)
         x_inputs, y_inputs = _two("inputs", inputs)
         for name, tower in (("x", x), ("y", y)):
             if not isinstance(tower, nn.Module) and not (name == "y" and tower is None):
                 raise ValueError(f"tower {name} is a {type(tower).__name__}: must be an nn.Module")
-        super().__init__(setup, recorder, {"x": x} if y is None else {"y": y, "x": x})
+        super().__init__(setup, recorder, {"x": x} if y is None else {"y": y, "x": x}, whole=whole)
         self.persistent_events = len(recorder.trace.events)
         chunk = min(setup.chunk or rows, rows)
         if y is None:
             # Both sides in one pass: the larger of the two inputs decides.
-            self.towers = [self._trace_tower("x", [x_inputs, y_inputs], chunk if setup.chunk else 2 * rows)]
+            towers = [self._trace_tower("x", [x_inputs, y_inputs], chunk if setup.chunk else 2 * rows)]
         else:
-            self.towers = [self._trace_tower("y", [y_inputs], chunk), self._trace_tower("x", [x_inputs], chunk)]
-        with recorder.separate_events() as self.update_events:
+            towers = [self._trace_tower("y", [y_inputs], chunk), self._trace_tower("x", [x_inputs], chunk)]
+        with recorder.separate_events() as update_events:
             self.update()
+        *passes, self.update_events = self.completed([part for t in towers for part in (t.forward, t.backward)] + [update_events])
+        self.towers = [
+            replace(tower, forward=forward, backward=backward)
+            for tower, forward, backward in zip(towers, passes[::2], passes[1::2], strict=True)
+        ]
 
     def _trace_tower(self, name: str, inputs: list[Inputs], rows: int) -> TowerTrace:
         recorder = self.recorder
@@ -66,8 +71,8 @@ class ContrastiveStep(TracedStep):
         with recorder.separate_events() as forward:
             with recorder.during("forward", "inputs"):
                 args, kwargs = max((self.call_arguments(make(rows)) for make in inputs), key=_argument_bytes)
-            with recorder.during("forward", "activations"), self.autocast():
-                out = module(*args, **kwargs)
+            with recorder.during("forward", "activations"):
+                out = self.call(module, args, kwargs)
             del args, kwargs
         if not isinstance(out, Tensor) or out.ndim != 2 or len(out) != rows:
             raise ValueError(
@@ -79,7 +84,7 @@ class ContrastiveStep(TracedStep):
             if out.requires_grad:
                 gradient = torch.empty_like(out)
                 # A slice of the gradient of all embeddings, which ComposedStep counts.
-                self._do_not_count(gradient)
+                self.do_not_count(gradient)
                 out.backward(gradient)
                 del gradient
             del out
@@ -90,14 +95,9 @@ class ContrastiveStep(TracedStep):
             # ComposedStep counts gradients; these exist for the trace of the optimizer's step.
             if parameter.grad is not None:
                 parameter.grad = torch.empty_like(parameter)
-                self._do_not_count(parameter.grad)
+                self.do_not_count(parameter.grad)
         sizes = [p.numel() * p.element_size() for p in trainable]
         return TowerTrace(name, rows, len(inputs), forward, backward, width, size, sizes)
-
-    def _do_not_count(self, tensor: Tensor) -> None:
-        allocation = self.recorder.allocation_of(tensor)
-        if allocation is not None:
-            allocation.bytes = 0
 
 
 def _argument_bytes(arguments: Any) -> int:

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import (
 from ...optimizers import STATES
 from .allocator import StepEvents, replay
 from .contrastive import ComposedStep, ContrastiveStep
+from .repeats import UnequalBlocksError
 from .setup import Prediction, Setup, check_rows
 from .step import Inputs, Loss, SupervisedStep, TracedStep, build_on_meta, recording
 from .trace import PhasePeak
@@ -73,17 +74,29 @@ def trace_step(
     """Return the traced step; a ValueError if what the model computes depends on values, which fake tensors do not have."""
     if setup.contrastive and loss is not None:
         raise ValueError(f"loss is given, but objective {setup.objective!r} has its own; leave it out")
-    modules = build_on_meta(build)
     try:
-        with recording(setup) as recorder:
-            if setup.contrastive:
-                return ContrastiveStep(setup, recorder, modules, inputs, rows)
-            return SupervisedStep(setup, recorder, _check_module(modules), _check_function(inputs), rows, loss)
+        return _traced(build, inputs, rows, setup, loss, whole=False)
+    # The model counts its blocks, or equal blocks do different things. Whatever else is wrong shows again.
+    except (UnequalBlocksError, LookupError, RuntimeError, ValueError, TypeError, AttributeError, AssertionError):
+        pass
+    try:
+        return _traced(build, inputs, rows, setup, loss, whole=True)
     except NEEDS_VALUES as error:
         raise ValueError(
             f"{getattr(error, 'func', error)}: its output depends on the values of a tensor, which a prediction does not have; "
             "give the model inputs that do not need it (no padding mask, fixed lengths), or measure on the device"
         ) from error
+
+
+def _traced(
+    build: Callable[[], Any], inputs: Inputs | Sequence[Inputs], rows: int, setup: Setup, loss: Loss | None, *, whole: bool
+) -> SupervisedStep | ContrastiveStep:
+    """Trace the step with all blocks of the model, or with few of each run of equal ones."""
+    modules = build_on_meta(build)
+    with recording(setup) as recorder:
+        if setup.contrastive:
+            return ContrastiveStep(setup, recorder, modules, inputs, rows, whole=whole)
+        return SupervisedStep(setup, recorder, _check_module(modules), _check_function(inputs), rows, loss, whole=whole)
 
 
 def whole_step(step: SupervisedStep | ContrastiveStep, rows: int) -> SupervisedStep | ComposedStep:

@@ -69,7 +69,7 @@ class FullyShardedWeights:
 
     def _add_group(self, module: nn.Module, taken: set[nn.Parameter], *, root: bool) -> set[nn.Parameter]:
         parameters = [p for p in module.parameters() if p not in taken]
-        group = ShardGroup(parameters, {p: self._shard_of(p) for p in parameters}, root)
+        group = ShardGroup(parameters, {p: self.shard_of(p) for p in parameters}, root)
         self._groups.append(group)
         for parameter in group.trainable:
             parameter.register_post_accumulate_grad_hook(lambda p: self._after_gradient(group, p))
@@ -77,7 +77,8 @@ class FullyShardedWeights:
         module.register_forward_hook(lambda module, args, output: self._after_forward(group, output))
         return set(parameters)
 
-    def _shard_of(self, parameter: nn.Parameter) -> nn.Parameter:
+    def shard_of(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return this rank's shard of a parameter; the first call allocates it."""
         if parameter in self._shards:
             return self._shards[parameter]
         allocation = self.recorder.allocation_of(parameter)

@@ -12,11 +12,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map
 
+from ...towers.repeats import TEMPLATE, BlockRun, equal_blocks, few_blocks
+from ..blocks import BlockTracker
 from ..cuda_dispatch import dispatch_as_cuda
 from .optimizers import build_optimizer, create_state
+from .repeats import complete
 from .setup import Setup
 from .sharding import FullyShardedWeights, allocate_buckets
-from .trace import ModuleTracker, Recorder
+from .trace import Event, ModuleTracker, Recorder
 from .workspaces import KernelWorkspaces
 
 Inputs = Callable[[int], Any]
@@ -78,16 +81,21 @@ class TracedStep:
     """A model of fake tensors with everything that training keeps, and the positions between the parts of its trace.
 
     state_begins, begins, update_begins: numbers of the events at which the optimizer's state is created, the step begins, and the
-    optimizer's step begins.
+    optimizer's step begins. whole: all of the model's equal blocks are computed; otherwise a few of them stand for the others.
     """
 
-    def __init__(self, setup: Setup, recorder: Recorder, modules: Mapping[str, nn.Module]) -> None:
+    def __init__(self, setup: Setup, recorder: Recorder, modules: Mapping[str, nn.Module], *, whole: bool) -> None:
         self.setup, self.recorder = setup, recorder
+        self.runs = [] if whole else [run for module in modules.values() for run in equal_blocks(module)]
+        recorder.blocks = BlockTracker(self.runs)
+        self._contexts = ExitStack()
         fake_parameters, tracker = FakeParameters(recorder), ModuleTracker(recorder)
         self.modules = {name: fake_parameters.replace_in(module) for name, module in modules.items()}
         if setup.checkpointing:
             for name, module in self.modules.items():
                 enable_checkpointing(module, name)
+        # Before other hooks, so that what those allocate belongs to the block.
+        self._contexts.enter_context(recorder.blocks.watching())
         for name, module in self.modules.items():
             tracker.watch(module, name)
         self.shards = FullyShardedWeights(recorder, setup.ranks) if setup.sharded else None
@@ -110,10 +118,35 @@ class TracedStep:
         if self.shards is not None:
             self.shards.finish_backward()
         self.update_begins = len(self.recorder.trace.events)
+        self._give_gradients_to_dropped_blocks()
         with self.recorder.during("optimizer step", "temporaries"):
             self.optimizer.step()
         with self.recorder.during("after the step", "temporaries"):
             self.optimizer.zero_grad()
+
+    def call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Return the module's output, computed with few of its equal blocks."""
+        with few_blocks(self.runs), self.autocast():
+            return module(*args, **kwargs)
+
+    def completed(self, lists: list[list[Event]]) -> list[list[Event]]:
+        """Return the events with those of the blocks that did not run."""
+        self._contexts.close()
+        return complete(self.recorder.trace, lists, self.runs)
+
+    def do_not_count(self, tensor: Tensor) -> None:
+        """Count no memory for a tensor that represents one counted elsewhere."""
+        allocation = self.recorder.allocation_of(tensor)
+        if allocation is not None:
+            allocation.bytes = 0
+
+    def _give_gradients_to_dropped_blocks(self) -> None:
+        """The optimizer updates the weights of all blocks; the memory of these gradients is in the completed events."""
+        for template, parameter in (pair for run in self.runs for pair in _pairs_of_parameters(run)):
+            owner, like = (p if self.shards is None else self.shards.shard_of(p) for p in (parameter, template))
+            if like.grad is not None:
+                owner.grad = torch.empty_like(owner)
+                self.do_not_count(owner.grad)
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
@@ -160,8 +193,18 @@ class TracedStep:
 class SupervisedStep(TracedStep):
     """A step with a loss that is a mean over samples: the batch at once, or accumulated chunk by chunk."""
 
-    def __init__(self, setup: Setup, recorder: Recorder, module: nn.Module, inputs: Inputs, rows: int, loss: Loss | None) -> None:
-        super().__init__(setup, recorder, {"": module})
+    def __init__(
+        self,
+        setup: Setup,
+        recorder: Recorder,
+        module: nn.Module,
+        inputs: Inputs,
+        rows: int,
+        loss: Loss | None,
+        *,
+        whole: bool = False,
+    ) -> None:
+        super().__init__(setup, recorder, {"": module}, whole=whole)
         self.inputs, self.rows, self.loss = inputs, rows, loss
         self.trace = recorder.trace
         chunk = min(self.setup.chunk or self.rows, self.rows)
@@ -172,16 +215,26 @@ class SupervisedStep(TracedStep):
         for _ in range(1 if chunk == self.rows else 2):
             self._run_chunk(chunk)
         self.update()
+        events, begins = self.trace.events, self.begins
+        parts = self.completed([events[:begins], events[begins : self.update_begins], events[self.update_begins :]])
+        self.trace.events = [event for part in parts for event in part]
+        self.update_begins = len(parts[0]) + len(parts[1])
 
     def _run_chunk(self, rows: int) -> None:
         with self.recorder.during("forward", "inputs"):
             args, kwargs = self.call_arguments(self.inputs(rows))
         with self.recorder.during("forward", "activations"), self.autocast():
-            output = self.modules[""](*args, **kwargs)
+            output = self.call(self.modules[""], args, kwargs)
             self.recorder.moment = "loss"
             value = self.loss(output) if self.loss is not None else default_loss(output)
         with self.recorder.during("backward", "temporaries", "backward of the loss"):
             value.backward()
+
+
+def _pairs_of_parameters(run: BlockRun) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+    """Yield the template's parameters with those of each block that does not run."""
+    for block in run.dropped:
+        yield from zip(run.kept[TEMPLATE].parameters(), block.parameters(), strict=True)
 
 
 def default_loss(output: Any) -> Tensor:

@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ..blocks import Block, BlockTracker
 from .workspaces import KernelWorkspaces
 
 # What memory is for, in the order in which it is reported. "rests": remainders of blocks that the allocator does not split off.
@@ -50,12 +52,13 @@ class Allocation:
 
 
 class Event(NamedTuple):
-    """An allocation begins or ends, at a moment of a phase. allocation: its index in the trace."""
+    """An allocation begins or ends, at a moment of a phase. allocation: its index in the trace. block: of equal ones, if any."""
 
     allocation: int
     is_allocation: bool
     phase: str
     moment: str
+    block: Block | None = None
 
 
 class PhasePeak(NamedTuple):
@@ -73,14 +76,14 @@ class Trace:
     allocations: list[Allocation] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
 
-    def allocate(self, size: int, part: str, phase: str, moment: str) -> int:
+    def allocate(self, size: int, part: str, phase: str, moment: str, block: Block | None = None) -> int:
         """Add an allocation; return the index that `free` takes."""
         self.allocations.append(Allocation(size, part))
-        self.events.append(Event(len(self.allocations) - 1, True, phase, moment))
+        self.events.append(Event(len(self.allocations) - 1, True, phase, moment, block))
         return len(self.allocations) - 1
 
-    def free(self, index: int, phase: str, moment: str) -> None:
-        self.events.append(Event(index, False, phase, moment))
+    def free(self, index: int, phase: str, moment: str, block: Block | None = None) -> None:
+        self.events.append(Event(index, False, phase, moment, block))
 
     def peaks(self, start: int) -> dict[str, PhasePeak]:
         """Return the highest point of each phase, at or after event number `start`."""
@@ -102,7 +105,7 @@ class Recorder(TorchDispatchMode):
     """Follows every storage that operations return, by a weak reference that reports its end.
 
     part: what new storages are for. phase, moment: where in the step execution is. workspaces: what CUDA's kernels allocate; None
-    on a CPU.
+    on a CPU. blocks: says which of the model's equal blocks is computed.
     """
 
     def __init__(self, workspaces: KernelWorkspaces | None) -> None:
@@ -114,13 +117,15 @@ class Recorder(TorchDispatchMode):
         self.moment = "setup"
         self.operations: set[str] = set()
         self.granule = 1 if workspaces is None else CUDA_GRANULE
+        self.blocks: BlockTracker | None = None
         self._live: dict[int, tuple[Any, int]] = {}
         # The storage of a gradient that another was just added to, and the allocation of the sum.
         self._last_sum: tuple[int, int] | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
-            return func(*args, **(kwargs or {}))
+            # Asked for more often than anything is computed: the answer of a fake tensor, without its dispatch.
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
         self.operations.add(func._schema.name)
         copies_weights = func is torch.ops.aten._to_copy.default and self.part_of(args[0]) == "weights"
@@ -138,10 +143,15 @@ class Recorder(TorchDispatchMode):
 
     def allocate(self, size: int, part: str) -> int:
         """Add memory that no tensor of the trace represents; return the index that `free` takes."""
-        return self.trace.allocate(-(-size // self.granule) * self.granule, part, self.phase, self.moment)
+        rounded = -(-size // self.granule) * self.granule
+        return self.trace.allocate(rounded, part, self.phase, self.moment, self._block)
 
     def free(self, index: int) -> None:
-        self.trace.free(index, self.phase, self.moment)
+        self.trace.free(index, self.phase, self.moment, self._block)
+
+    @property
+    def _block(self) -> Block | None:
+        return None if self.blocks is None else self.blocks.current
 
     @contextmanager
     def separate_events(self) -> Iterator[list[Event]]:
@@ -234,7 +244,8 @@ class ModuleTracker:
 
     def _leave_hook(self, name: str) -> Callable[..., None]:
         def leave(module: nn.Module, args: Any, output: Any) -> None:
-            del self._inside[self._inside.index(name) :]
+            # The last entry of that name: a recomputation that stops early enters blocks and does not leave them.
+            del self._inside[len(self._inside) - 1 - self._inside[::-1].index(name) :]
             if self._inside:
                 self._set_forward(self._inside[-1])
             for node in autograd_nodes(output):
