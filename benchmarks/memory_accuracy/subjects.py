@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.peers import declare_torchvision_schemas
+from megabatch.towers.known import find_text_model
 
 VIT_B_32: dict[str, Any] = {"projection_dim": 512}
 VIT_B_16: dict[str, Any] = {"projection_dim": 512, "vision_config": {"patch_size": 16}}
@@ -68,6 +69,11 @@ LANGUAGE = {
 }
 
 
+# A text embedder and the length of its texts: "embed:intfloat/e5-base-v2@256".
+EMBEDDER = "embed:"
+CAUSAL_LENGTH = 1024
+
+
 @dataclass(frozen=True)
 class Subject:
     """A function that builds a model, and one that makes inputs for a number of rows; for two towers, two of each."""
@@ -85,6 +91,10 @@ def subject(name: str) -> Subject:
         return _clip(name)
     if name in LANGUAGE:
         return _language(name)
+    if name.startswith(EMBEDDER):
+        return _embedder(name.removeprefix(EMBEDDER))
+    if find_text_model(name) is not None:
+        return _known_language(name)
     import timm
 
     return Subject(lambda: timm.create_model(name), _images(224))
@@ -108,6 +118,53 @@ def _language(name: str) -> Subject:
     return Subject(lambda: maker.from_config(config, attn_implementation="sdpa"), inputs)
 
 
+def _known_language(name: str) -> Subject:
+    """Return a language model that megabatch knows by its name."""
+    import transformers
+
+    record = find_text_model(name)
+    assert record is not None and record.causal
+    config = getattr(transformers, record.config)(**record.shape, use_cache=False)
+
+    def inputs(rows: int) -> dict[str, Tensor]:
+        ids = torch.zeros(rows, CAUSAL_LENGTH, dtype=torch.int64)
+        return {"input_ids": ids, "labels": torch.zeros_like(ids)}
+
+    return Subject(lambda: transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa"), inputs)
+
+
+class _Embedder(nn.Module):
+    """A text encoder with the mean over its tokens; the loss takes the embeddings for logits."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        hidden = self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        mask = attention_mask.unsqueeze(-1).to(hidden.dtype)
+        return (hidden * mask).sum(1) / mask.sum(1).clamp(min=1)
+
+    def gradient_checkpointing_enable(self) -> None:
+        self.model.gradient_checkpointing_enable()
+
+
+def _embedder(name: str) -> Subject:
+    import transformers
+
+    model, _, length = name.partition("@")
+    record = find_text_model(model)
+    assert record is not None
+    cache = {"use_cache": False} if "num_key_value_heads" in record.shape else {}
+    config = getattr(transformers, record.config)(**record.shape, **cache)
+
+    def inputs(rows: int) -> dict[str, Tensor]:
+        ids = torch.ones(rows, int(length), dtype=torch.int64)
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+    return Subject(lambda: _Embedder(transformers.AutoModel.from_config(config)), inputs)
+
+
 class _Tower(nn.Module):
     """One tower of a transformers CLIP, with embeddings normalised in fp32."""
 
@@ -122,14 +179,45 @@ class _Tower(nn.Module):
         self.encoder.gradient_checkpointing_enable()
 
 
+def _more_clips(large: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return shapes of CLIPs as transformers takes them: ViT-L/14 at 336 pixels, ViT-H/14, and a small one with patches of 16."""
+
+    def tower(width: int, layers: int, heads: int, **more: int) -> dict[str, int]:
+        return {
+            "hidden_size": width,
+            "intermediate_size": 4 * width,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            **more,
+        }
+
+    return {
+        "clip-vit-l-14-336": {**large, "vision_config": {**large["vision_config"], "image_size": 336}},
+        "clip-vit-h-14": {
+            "projection_dim": 1024,
+            "vision_config": tower(1280, 32, 16, patch_size=14),
+            "text_config": tower(1024, 24, 16),
+        },
+        "clip-vit-s-16": {
+            "projection_dim": 384,
+            "vision_config": tower(384, 12, 6, patch_size=16),
+            "text_config": tower(384, 12, 6),
+        },
+        "clip-vit-l-16": {
+            "projection_dim": 768,
+            "vision_config": tower(1024, 24, 16, patch_size=16),
+            "text_config": tower(768, 12, 12),
+        },
+    }
+
+
 def _clip(name: str) -> Subject:
     from transformers import AutoModel, CLIPConfig
 
     from benchmarks.encoders.model import TINY, VIT_L_14
 
-    shape = {"clip-vit-l-14": VIT_L_14, "tiny-clip": TINY, "clip-vit-b-32": {"projection_dim": 512}, "clip-vit-b-16": VIT_B_16}[
-        name
-    ]
+    shapes = {"clip-vit-l-14": VIT_L_14, "tiny-clip": TINY, "clip-vit-b-32": {"projection_dim": 512}, "clip-vit-b-16": VIT_B_16}
+    shape = {**shapes, **_more_clips(VIT_L_14)}[name]
     config = CLIPConfig(**shape)
 
     def build() -> tuple[nn.Module, nn.Module]:

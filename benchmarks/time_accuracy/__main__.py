@@ -44,10 +44,9 @@ def main(arguments: list[str] | None = None) -> int:
     else:
         if not options.quick and not torch.cuda.is_available():
             raise SystemExit("there is no CUDA device here: pass --quick or --again FILE")
-        if options.diagnosed:
-            candidates = diagnosed_cases()
-        else:
-            candidates = fresh_cases() if options.fresh else chain(cases(), fresh_cases())
+        candidates: Iterator[Case] = chain(cases(), fresh_cases())
+        if options.diagnosed or options.fresh:
+            candidates = diagnosed_cases() if options.diagnosed else fresh_cases()
         chosen = quick_cases() if options.quick else _filter_by_model(candidates, options.only)
         row_of = operations_row if options.operations else partial(timed_row, kinds=options.kinds)
         rows = list(_write(_measured(chosen, row_of), out))

@@ -17,7 +17,7 @@ from megabatch.costs.models import SkipCompute
 from megabatch.costs.strategy import Strategy
 from megabatch.costs.time import StepTime, StepWork, step_time
 
-DIM = {"clip-vit-l-14": 768}
+DIM = {"clip-vit-l-14": 768, "clip-vit-l-14-336": 768, "clip-vit-l-16": 768, "clip-vit-h-14": 1024, "clip-vit-s-16": 384}
 # Seconds for what these steps do once, whatever their batch.
 BARE_S = 1.5e-3
 Row = dict[str, Any]
@@ -49,10 +49,13 @@ def work_of(case: Case) -> tuple[Work, ...]:
     return tuple(_counted(tower, make, case) for tower, make in zip(towers, inputs, strict=True))
 
 
-def predict(case: Case, work: tuple[Work, ...]) -> StepTime:
+def predict(case: Case, work: tuple[Work, ...], host_s: float | None = None) -> StepTime:
+    """Return the seconds of a case's step. host_s: the host's seconds per operation; None: the default."""
     machine = find_machine("cpu" if case.device == "cpu" else "H200")
     # The steps of the cases do less than those of a run: no clipping, no weight average, no loss read back.
     efficiency = replace(machine.device.efficiency, step_s=BARE_S)
+    if host_s is not None:
+        efficiency = replace(efficiency, host_s=host_s)
     machine = replace(machine, device=replace(machine.device, efficiency=efficiency))
     options: dict[str, Any] = {"precision": case.precision, "checkpointing": case.checkpointing}
     if case.supervised:

@@ -53,7 +53,7 @@ def test_a_slow_precision_is_measured_within_the_time_limit(monkeypatch):
 def test_the_host_time_is_per_counted_operation(monkeypatch):
     # A layer of a transformer, forward and backward, in one second.
     monkeypatch.setattr(rates, "seconds_each", lambda work, device, seconds: 1.0)
-    calls = round(1 / rates._host(torch.device("cpu"), 0.25))
+    calls = round(1 / rates.host_seconds(torch.device("cpu"), 0.25))
     assert 40 < calls < 200
     model = torch.nn.TransformerEncoderLayer(16, 2, 16, batch_first=True)
     work = count_work(model, lambda rows: torch.zeros(rows, 4, 16), device="cpu")

@@ -57,7 +57,8 @@ def test_memory_from_a_few_equal_blocks_is_that_of_all(name: str, checkpointing:
     build: Callable[[], Any] = lambda: Stack(checkpointing=checkpointing)  # noqa: E731
     inputs: Any = rows_of
     if setup.contrastive:
-        build, inputs = lambda: (Stack(7, checkpointing=checkpointing), nn.Linear(32, 48)), (rows_of, lambda rows: torch.zeros(rows, 32))  # noqa: E731 # fmt: skip
+        build = lambda: (Stack(7, checkpointing=checkpointing), nn.Linear(32, 48))  # noqa: E731
+        inputs = (rows_of, lambda rows: torch.zeros(rows, 32))
     few, whole = (_traced(build, inputs, 8, setup, None, whole=whole) for whole in (False, True))
     assert few.runs and not whole.runs
     a, b = (summarize(step, whole_step(step, 8)) for step in (few, whole))
@@ -77,7 +78,9 @@ def test_work_of_a_few_equal_blocks_is_that_of_all(precision: str) -> None:
     assert few.forward.operations == whole.forward.operations and few.backward.operations == whole.backward.operations
     assert sorted(few.forward.calls) == sorted(whole.forward.calls) and sorted(few.backward.calls) == sorted(whole.backward.calls)
     # A model that counts its blocks itself is computed whole.
-    assert count_work(Stack(by_number=True), rows_of, precision) == count_work(Stack(by_number=True), rows_of, precision, whole=True)
+    assert count_work(Stack(by_number=True), rows_of, precision) == count_work(
+        Stack(by_number=True), rows_of, precision, whole=True
+    )
 
 
 def variants() -> Iterator[tuple[nn.Module, list[int]]]:

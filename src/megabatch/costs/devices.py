@@ -3,6 +3,8 @@
 Rates are dense peaks (no sparsity). What a training step reaches of them is an assumption, stated once in `Efficiency`.
 """
 
+# One record a line, however long.
+# ruff: noqa: E501
 from __future__ import annotations
 
 import dataclasses
@@ -18,16 +20,22 @@ import torch
 from .. import host_memory
 from .operations import (
     BYTES_EFFICIENCY,
+    FITTED_DEVICE,
     FLOPS_EFFICIENCY,
     NO_TENSOR_CORE_CLASSES,
     TF32_CLASSES,
     OpClass,
     bytes_efficiency,
+    flops_efficiency,
 )
 
 GIB = 2**30
 # Names are compared by their letters and digits.
 _PUNCTUATION = re.compile(r"[^A-Z0-9]")
+
+
+# What the rates of a device rest on: steps that the efficiencies were fitted on, measured rates, a data sheet, or an assumption.
+Basis = Literal["fitted", "measured", "data sheet", "assumed"]
 
 
 @dataclass(frozen=True)
@@ -67,7 +75,8 @@ class Device:
 
     memory: bytes that PyTorch sees. rates: peak FLOP/s by precision ("fp32", "tf32", "bf16", "fp16"); unsupported ones are missing.
     bandwidth: bytes per second of its memory. link: bytes per second to the next GPU of the same machine, one way. source: where
-    these numbers come from. capability: CUDA compute capability, on which the workspaces of kernels depend.
+    these numbers come from. capability: CUDA compute capability, on which the workspaces of kernels depend. basis: what its rates
+    rest on, which decides how far off a predicted time may be.
     """
 
     name: str
@@ -78,6 +87,7 @@ class Device:
     source: str
     efficiency: Efficiency = field(default_factory=Efficiency)
     capability: tuple[int, int] = (9, 0)
+    basis: Basis = "data sheet"
 
     @property
     def type(self) -> Literal["cpu", "cuda"]:
@@ -116,8 +126,12 @@ def _device(
     """Return a record from data-sheet units. tflops: TFLOP/s in fp32, tf32, bf16 and fp16; 0 means not supported."""
     by_precision = zip(("fp32", "tf32", "bf16", "fp16"), tflops, strict=True)
     rates = MappingProxyType({precision: 1e12 * rate for precision, rate in by_precision if rate})
-    efficiency = Efficiency(bytes=bytes_efficiency(1e12 * tb_s, rates["fp32"], capability))
-    return Device(name, int(gib * GIB), rates, 1e12 * tb_s, 1e9 * link_gb_s, source, efficiency, capability)
+    efficiency = Efficiency(
+        flops=flops_efficiency(rates.get("bf16", rates["fp16"]), rates["fp32"], capability),
+        bytes=bytes_efficiency(1e12 * tb_s, rates["fp32"], capability),
+    )
+    basis: Basis = "fitted" if name == FITTED_DEVICE else "data sheet"
+    return Device(name, int(gib * GIB), rates, 1e12 * tb_s, 1e9 * link_gb_s, source, efficiency, capability, basis)
 
 
 _MEMORY = "; memory as PyTorch reports it"
@@ -205,8 +219,27 @@ _DEFAULT_VARIANTS = {
     **{f"APPLE{chip}": f"{chip[:2]}-{chip[2:]}" for chip in ("M1Max", "M2Max", "M3Max", "M4Max", "M4Pro", "M2Ultra", "M3Ultra")},
 }
 # Parts of drivers' and vendors' names that do not tell devices apart.
-_AFFIXES = ("NVIDIA", "TESLA", "GEFORCE", "AMD", "INSTINCT", "INTEL", "GPU", "HBM3E", "HBM3", "SXM2", "SXM4", "SXM5", "SXM6", "CORES")
-_SIZE = re.compile(r"(\d+)GI?B$")
+_AFFIXES = (
+    "NVIDIA",
+    "TESLA",
+    "GEFORCE",
+    "AMD",
+    "INSTINCT",
+    "INTEL",
+    "GPU",
+    "HBM3E",
+    "HBM3",
+    "SXM2",
+    "SXM4",
+    "SXM5",
+    "SXM6",
+    "GENERATION",
+)
+_SIZE = re.compile(r"(?<!\d)(\d{1,3})\s*GI?B(?![A-Z])")
+
+
+# What PyTorch sees of the size in a device's name: firmware keeps some, and 80 GB are 74.5 or 80 GiB.
+SMALLEST_SHARE, LARGEST_SHARE = 0.85, 1.05
 
 
 def _short(name: str) -> str:
@@ -222,27 +255,25 @@ def find_device(name: str) -> Device:
     >>> find_device("NVIDIA A100-SXM4-80GB").name
     'A100-80GB'
     """
-    short = _short(name)
+    size = _SIZE.search(name.upper())
+    without_size = _short(_SIZE.sub("", name.upper()))
     names = {_short(device.name): device for device in DEVICES}
     names |= {_short(variant): names[_short(full)] for variant, full in _DEFAULT_VARIANTS.items()}
-    # "A100 80GB PCIe" and "A100-PCIE-40GB" are one way to write it; a size that the name does not have is left out ("H100 80GB").
-    moved = re.sub(r"^(.*?)(\d+GI?B)PCIE$", r"\1PCIE\2", short)
-    for candidate in (short, moved, f"RTX{short}", *(_SIZE.sub("", each) for each in (short, moved, f"RTX{short}"))):
-        found = names.get(candidate)
-        if found is not None and _has_size(found, short):
-            return found
+    for base in (without_size, f"RTX{without_size}"):
+        # "NVIDIA A100 80GB PCIe" is A100-PCIe-80GB; an H100 has no size in its name, and "H100 80GB" fits it.
+        for candidate in (base, f"{base}{size[1]}GB") if size else (base,):
+            found = names.get(candidate)
+            if found is not None and (size is None or SMALLEST_SHARE < found.memory / (int(size[1]) * GIB) <= LARGEST_SHARE):
+                return found
+    short = _short(name)
     near = difflib.get_close_matches(short, names, 3, 0.5)
     if near:
         guess = f"did you mean {', '.join(dict.fromkeys(names[n].name for n in near))}?"
     else:
         guess = f"known are {', '.join(device.name for device in DEVICES)}."
-    raise ValueError(f"gpu is {name!r}: no such device is known; {guess} Or give only its memory (80GiB).")
-
-
-def _has_size(device: Device, short: str) -> bool:
-    """Whether the device has the memory that its name ends with, within what firmware and drivers keep; True if it names none."""
-    size = _SIZE.search(short)
-    return size is None or 0.85 < device.memory / (int(size[1]) * GIB) <= 1.05
+    raise ValueError(
+        f"gpu is {name!r}: no such device is known; {guess} Or give its memory too (--memory 80GiB): the rates are then assumed."
+    )
 
 
 def find_or_assume_device(name: str) -> Device:
@@ -250,7 +281,8 @@ def find_or_assume_device(name: str) -> Device:
     try:
         return find_device(name)
     except ValueError:
-        return dataclasses.replace(find_device("A100-80GB"), name=name, source="rates of an A100, assumed: measure them")
+        source = f"rates of an A100, assumed, since {name} is not known: measure them with megabatch env --measure"
+        return dataclasses.replace(find_device("A100-80GB"), name=name, source=source, basis="assumed")
 
 
 def cpu_device() -> Device:
@@ -261,4 +293,5 @@ def cpu_device() -> Device:
     source = "30 GFLOP/s and 8 GB/s a thread, assumed: CPUs differ widely, measure"
     if memory is None:
         memory, source = 8 * GIB, f"8 GiB of memory, {source}"
-    return Device("cpu", memory, rates, 8e9 * threads, 10e9, source, Efficiency.uniform(1.0, 1.0, host_s=5e-6, step_s=0.0))
+    efficiency = Efficiency.uniform(1.0, 1.0, host_s=5e-6, step_s=0.0)
+    return Device("cpu", memory, rates, 8e9 * threads, 10e9, source, efficiency, basis="assumed")

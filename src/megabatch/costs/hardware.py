@@ -76,14 +76,14 @@ def find_machine(
 ) -> Machine:
     """Return the machine that is described; with no arguments, this one.
 
-    gpu: a name, "8xA100-80GB" with a number, or "cpu". memory: of each device; alone, it describes a device with the rates of an
-    A100. rates: measured rates, or their file, that replace those of the table; alone, they describe the machine where they were
-    measured.
+    gpu: a name, "8xA100-80GB", "8 A100" or "8x A100 80GB" with a number, or "cpu". memory: of each device; alone, or with a name
+    that is not known, it describes a device with the rates of an A100. rates: measured rates, or their file, that replace those of
+    the table; alone, they describe the machine where they were measured.
     """
     if gpus is not None and gpus < 1:
         raise ValueError(f"gpus is {gpus}: must be at least 1; a CPU counts as one")
     size = None if memory is None else parse_bytes(memory)
-    counted = re.fullmatch(r"\s*(\d+)\s*[x×*]\s*(.+)", gpu) if gpu else None
+    counted = re.fullmatch(r"\s*(\d+)(?:\s*[x×*]\s*|\s+)(.+)", gpu) if gpu else None
     if counted:
         if gpus is not None and gpus != int(counted[1]):
             raise ValueError(f"gpu is {gpu!r} and gpus is {gpus}: give the number once")
@@ -98,9 +98,13 @@ def _machine_by_name(gpu: str | None, gpus: int | None, size: int | None) -> Mac
         return this_machine(gpus)
     if gpu is None:
         device = find_device("A100-80GB")
-        device = dataclasses.replace(device, name="unnamed", source="rates of an A100, assumed: name the device (gpu=…)")
+        device = dataclasses.replace(
+            device, name="unnamed", source="rates of an A100, assumed: name the device (gpu=…)", basis="assumed"
+        )
+    elif gpu.strip().lower() == "cpu":
+        device = cpu_device()
     else:
-        device = cpu_device() if gpu.strip().lower() == "cpu" else find_device(gpu)
+        device = find_device(gpu) if size is None else find_or_assume_device(gpu)
     return Machine(device, 1 if gpus is None else gpus)
 
 
@@ -159,5 +163,6 @@ def with_rates(
         link=device.link if link is None else link / efficiency.link,
         source="measured",
         efficiency=efficiency,
+        basis="measured",
     )
     return dataclasses.replace(machine, device=device)

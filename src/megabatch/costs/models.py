@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pkgutil
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -51,6 +50,7 @@ class EncoderWithInputs:
     """One encoder of a run and example inputs for it. `module` is what the run calls: the tower with normalised embeddings."""
 
     def __init__(self, tower: BuiltTower, *, locked: bool) -> None:
+        self.tower = tower
         self.module = Encoder(tower.module, locked=locked)
         self.sample = _sample(tower)
 
@@ -72,7 +72,7 @@ def encoders_of(run: config.Run) -> tuple[EncoderWithInputs, ...]:
 def shapes_of(run: config.Run) -> tuple[BuiltTower, BuiltTower]:
     """Return the towers of a run with weights that are not initialised. Files with weights are not read: they need not exist."""
     with SkipCompute():
-        return build_towers(replace(run, x=replace(run.x, weights=None), y=replace(run.y, weights=None)))
+        return build_towers(run, shapes_only=True)
 
 
 def copy_modules(modules: Any) -> Any:

@@ -41,6 +41,7 @@ OpClass = Literal[
     "softmax",
     "batch norm",
     "half batch norm",
+    "pooling",
     "gather or scatter",
 ]
 
@@ -60,6 +61,7 @@ FLOPS_EFFICIENCY: Mapping[OpClass, float] = MappingProxyType(
         "depthwise convolution, channels last": 0.13,
         "attention": 0.20,
         "attention in fp32": 0.35,
+        "pooling": 0.015,
     }
 )
 BYTES_EFFICIENCY: Mapping[OpClass, float] = MappingProxyType(
@@ -86,6 +88,7 @@ BYTES_EFFICIENCY: Mapping[OpClass, float] = MappingProxyType(
         "softmax": 0.55,
         "batch norm": 0.42,
         "half batch norm": 0.13,
+        "pooling": 0.80,
         "gather or scatter": 0.20,
     }
 )
@@ -97,9 +100,34 @@ NO_TENSOR_CORE_CLASSES = (
     "depthwise convolution",
     "depthwise gradient",
     "depthwise convolution, channels last",
+    "pooling",
 )
-# The H200 that BYTES_EFFICIENCY was fitted on: bytes per second, and fp32 FLOP/s divided by the fp32 units of a multiprocessor.
-FITTED_BANDWIDTH, FITTED_PACE = 4.8e12, 66.9e12 / 128
+# The device that the efficiencies were fitted on: bytes per second, FLOP/s of its tensor cores, and fp32 FLOP/s divided by the fp32
+# units of a multiprocessor.
+FITTED_DEVICE = "H200"
+FITTED_BANDWIDTH, FITTED_TENSOR_RATE, FITTED_PACE = 4.8e12, 989.4e12, 66.9e12 / 128
+
+
+def flops_efficiency(tensor_rate: float, fp32_rate: float, capability: tuple[int, int]) -> Mapping[OpClass, float]:
+    """Return the shares of another device's FLOP/s that each class reaches.
+
+    A class of tensor-core operations that stays below the best one on an H200 is limited by its threads, which compute what is not a
+    matrix product and feed the tensor cores: it gains where these are slower relative to the threads. Classes without tensor cores
+    keep their shares.
+    """
+    ratio = _pace(fp32_rate, capability) / FITTED_PACE * FITTED_TENSOR_RATE / tensor_rate
+    best = max(FLOPS_EFFICIENCY.values())
+    return MappingProxyType(
+        {
+            op_class: share if op_class in NO_TENSOR_CORE_CLASSES else min(best, max(share, share * ratio))
+            for op_class, share in FLOPS_EFFICIENCY.items()
+        }
+    )
+
+
+def _pace(fp32_rate: float, capability: tuple[int, int]) -> float:
+    """Return multiprocessors times clock, from the fp32 rate and the fp32 units of a multiprocessor."""
+    return fp32_rate / (64 if capability < (8, 6) else 128)
 
 
 def bytes_efficiency(bandwidth: float, fp32_rate: float, capability: tuple[int, int]) -> Mapping[OpClass, float]:
@@ -109,8 +137,7 @@ def bytes_efficiency(bandwidth: float, fp32_rate: float, capability: tuple[int, 
     device's pace: multiprocessors times clock, computed from the fp32 rate and the fp32 units of a multiprocessor. No class exceeds
     the best share in the table.
     """
-    units = 64 if capability < (8, 6) else 128
-    ratio = fp32_rate / units / FITTED_PACE * FITTED_BANDWIDTH / bandwidth
+    ratio = _pace(fp32_rate, capability) / FITTED_PACE * FITTED_BANDWIDTH / bandwidth
     best = max(BYTES_EFFICIENCY.values())
     return MappingProxyType({op_class: min(best, share * ratio) for op_class, share in BYTES_EFFICIENCY.items()})
 
@@ -126,6 +153,15 @@ WORD_BYTES = 4
 # Half-precision rows of odd width are read element by element, since a word would begin in the previous row.
 ODD_WIDTH_UTILIZATION = 0.6
 HALF = (torch.bfloat16, torch.float16)
+# A pooling kernel has one thread for each output, or in backward for each input, which visits its windows one element at a time: its
+# instructions take the time, whatever the dtype. Picoseconds per output and per element of its window, fitted to forwards of 2 × 2
+# averages and 3 × 3 maxima on an H200; per input of an average's backward, and per window that an input belongs to, fitted to the
+# backward of 2 × 2 averages and to the whole step of PoolFormer, whose windows overlap.
+POOLING_OUTPUT, POOLING_ELEMENT = 10.3, 0.66
+POOLING_INPUT, POOLING_WINDOW = 14.4, 4.7
+# Elements up to which a dimension is narrow: where memory runs along it in one of two layouts, all elements of a cache line are used
+# before the line is evicted, and a transposing copy is no slower than other strided ones.
+NARROW_DIM = 16
 # Operators classified by their whole name, because their names are parts of others ("min" in clamp_min, "norm" in
 # linalg_vector_norm).
 _SUMS = frozenset(
@@ -141,7 +177,8 @@ CLASS_BY_NAME_PART: tuple[tuple[str, OpClass], ...] = (
     ("batch_norm", "batch norm"),
     ("norm", "normalisation"),
     ("softmax", "softmax"),
-    ("pool", "gather or scatter"),
+    ("adaptive", "gather or scatter"),
+    ("pool", "pooling"),
     ("upsample", "gather or scatter"),
     ("embedding", "gather or scatter"),
     ("index", "gather or scatter"),
@@ -262,8 +299,11 @@ def can_broadcast(tensors: Iterable[Tensor], out: Tensor) -> bool:
 
 
 def is_transposed(tensor: Tensor, out: Tensor) -> bool:
-    """Whether elements that are adjacent in memory lie along different dimensions in the two tensors."""
-    return tensor.shape == out.shape and tensor.numel() > 1 and _densest_dim(tensor) != _densest_dim(out)
+    """Whether elements that are adjacent in memory lie along different dimensions in the two tensors, both of them wide."""
+    if tensor.shape != out.shape or tensor.numel() <= 1:
+        return False
+    dims = _densest_dim(tensor), _densest_dim(out)
+    return dims[0] != dims[1] and all(tensor.shape[dim] > NARROW_DIM for dim in dims)
 
 
 def is_channels_last(tensor: Tensor) -> bool:
@@ -291,9 +331,25 @@ def flops_of(operator: Any, args: Any, kwargs: Any, out: Any) -> float:
     if packet is aten.convolution_backward:
         gradient, x, weight, transposed, needed = args[0], args[1], args[2], args[7], args[10]
         return float(sum(needed[:2]) * conv_flop_count(x.shape, weight.shape, gradient.shape, transposed))
+    if "pool2d" in packet.__name__ and "adaptive" not in packet.__name__:
+        return _pooling_work(packet.__name__, args, out)
     if "scaled_dot_product" in packet.__name__:
         return _attention_flops(operator, args, kwargs)
     return float(flop_registry[packet](*args, **kwargs, out_val=out)) if packet in flop_registry else 0.0
+
+
+def _pooling_work(name: str, args: Any, out: Any) -> float:
+    """Return the instructions of a pooling, in units of which an H200 computes one per picosecond."""
+    backward = "backward" in name
+    kernel, stride = (
+        [*each] * (3 - len(each)) for each in ((args[2], args[3]) if backward else (args[1], args[2] if len(args) > 2 else ()))
+    )
+    window = math.prod(kernel[:2])
+    if not backward:
+        return float(tensors_in(out)[0].numel() * (POOLING_OUTPUT + POOLING_ELEMENT * window))
+    windows = window / math.prod((stride or kernel)[:2])
+    base = POOLING_INPUT if "avg" in name else 0.0
+    return float(args[1].numel() * (base + POOLING_WINDOW * windows))
 
 
 def _attention_flops(operator: Any, args: Any, kwargs: Any) -> float:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from .. import objectives, optimizers
 from .counting import Pass, Work
+from .devices import Basis, Device
 from .hardware import Machine
 from .strategy import Strategy
 
@@ -24,17 +25,31 @@ HOP_S = 20e-6
 # Host time of an operation without autograd's recording, relative to one with it.
 UNRECORDED = 0.6
 PARAMETER_BYTES = 4
+# Measured over predicted seconds of nine steps in ten. Fitted: held-out models on an H200. Data sheet: published throughput, see
+# benchmarks/results/time-published.jsonl. Measured rates know the device and not its kernels; assumed ones know neither.
+SPREADS: dict[Basis, tuple[float, float]] = {
+    "fitted": (0.83, 1.25),
+    "measured": (0.75, 1.5),
+    "data sheet": (0.55, 1.8),
+    "assumed": (0.3, 3.5),
+}
 
 
 @dataclass(frozen=True)
 class StepWork:
-    """What every step computes: the towers, the loss over embeddings of width `dim` and its directions, the optimizer."""
+    """What every step computes: the towers, the loss over embeddings of width `dim` and its directions, the optimizer.
+
+    reading_s: seconds that one process needs to read and prepare a sample. workers: processes of each rank that read while the
+    device computes; 0: the training process itself reads, between steps.
+    """
 
     towers: tuple[Work, ...]
     loss: objectives.CostName = objectives.DEFAULT
     dim: int = 512
     optimizer: str = optimizers.DEFAULT
     directions: tuple[str, ...] = ()
+    reading_s: float = 0.0
+    workers: int = 0
 
     @property
     def trainable(self) -> int:
@@ -65,6 +80,7 @@ def step_time(task: StepWork, strategy: Strategy, machine: Machine) -> StepTime:
         "optimizer": _optimizer(task, strategy, machine),
         "once a step": machine.device.efficiency.step_s,
     }
+    parts["waiting for data"] = _waiting(task, strategy, sum(parts.values()))
     return StepTime(sum(parts.values()), {name: seconds for name, seconds in parts.items() if seconds > 0})
 
 
@@ -73,6 +89,12 @@ def rescale(step: StepTime, seconds: float) -> StepTime:
     if seconds == step.seconds:
         return step
     return StepTime(seconds, {name: part * seconds / step.seconds for name, part in step.parts.items()})
+
+
+def interval(seconds: float, device: Device) -> tuple[float, float]:
+    """Return the range in which nine of ten steps with this prediction lie, by what the device's rates rest on."""
+    low, high = SPREADS[device.basis]
+    return low * seconds, high * seconds
 
 
 def seconds_of(costs: Pass, strategy: Strategy, machine: Machine, host_factor: float = 1.0) -> float:
@@ -115,6 +137,12 @@ def _inputs(task: StepWork, strategy: Strategy, machine: Machine) -> float:
         return 0.0
     copied = sum((1 + _recomputed_share(work, strategy)) * strategy.shard * work.inputs for work in task.towers)
     return copied / machine.device.host_copy
+
+
+def _waiting(task: StepWork, strategy: Strategy, computing_s: float) -> float:
+    """The time by which reading a step's samples takes longer than computing it; all of it without worker processes."""
+    reading_s = strategy.shard * task.reading_s
+    return max(0.0, reading_s / task.workers - computing_s) if task.workers else reading_s
 
 
 def _accumulation(task: StepWork, strategy: Strategy, machine: Machine) -> float:

@@ -39,7 +39,7 @@ def measure_rates(device: torch.device, group: dist.ProcessGroup | None = None, 
         ranks=1 if group is None else dist.get_world_size(group),
         torch=str(torch.__version__),
         date=date.today().isoformat(),
-        host=_host(device, seconds),
+        host=host_seconds(device, seconds),
     )
 
 
@@ -116,7 +116,7 @@ def _copy(device: torch.device, seconds: float) -> float:
     return size / seconds_each(lambda: target.copy_(source, non_blocking=True), device, seconds)
 
 
-def _host(device: torch.device, seconds: float) -> float:
+def host_seconds(device: torch.device, seconds: float) -> float:
     """Return the host's seconds per operation, from a transformer so small that the device always waits for the host."""
     width, length = 16, 4
     model = nn.TransformerEncoderLayer(width, 2, width, batch_first=True, device=device)

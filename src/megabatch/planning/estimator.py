@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -10,9 +10,11 @@ from .. import config
 from ..costs.hardware import Machine
 from ..costs.memory import MemoryPredictor, PeakMemory, Prediction
 from ..costs.strategy import Precision, Sharding, Strategy
-from ..costs.time import StepTime, StepWork, rescale, step_time
+from ..costs.time import StepTime, StepWork, interval, rescale, step_time
+from ..towers import BuiltTower
 from .calibration import Calibration, calibrate
 from .problem import Problem
+from .reading import ReadingRate, reading_rate
 from .request import Request
 from .search import ChunkSizes, Estimate, candidate_strategies, chunk_sizes, search
 from .sides import both_sides
@@ -20,6 +22,8 @@ from .workload import Workload, traced, workload
 
 # Bytes per parameter with gradient and Adam's state in fp32. Sharding is tried if these take more than this share of the limit.
 STATE_BYTES, LARGE_SHARE = 16, 0.25
+# Steps of a run around one that was measured at, or scaled from, another batch on the same machine.
+MEASURED_SPREAD = (0.9, 1.15)
 
 
 class Tools(NamedTuple):
@@ -27,6 +31,7 @@ class Tools(NamedTuple):
 
     workload: Callable[[Request, config.Run, Precision, Machine], Workload] = workload
     predict: Callable[[Request, config.Run, Workload, Machine], MemoryPredictor] = traced
+    reading: Callable[[config.Run, Sequence[BuiltTower]], ReadingRate] = reading_rate
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,13 @@ class Estimator:
         predicted = step_time(self.task, strategy, machine)
         return rescale(predicted, self.calibration.seconds(strategy, lambda other: step_time(self.task, other, machine).seconds))
 
+    def interval(self, strategy: Strategy) -> tuple[float, float]:
+        """Return the seconds between which nine steps in ten lie; a measured step only varies by its own spread."""
+        seconds, measured = self.seconds(strategy), self.calibration.confidence(strategy)
+        if measured is not None:
+            return MEASURED_SPREAD[0] * seconds, MEASURED_SPREAD[1] * seconds
+        return interval(seconds, self.problem.machine.device)
+
     def seconds(self, strategy: Strategy, machine: Machine | None = None) -> float:
         return self.step(strategy, machine).seconds
 
@@ -65,11 +77,13 @@ class Estimator:
         # Sharding saves weights, gradients and optimizer state only, so it is tried if these take a large part of the memory.
         heavy = STATE_BYTES * self.parameters > LARGE_SHARE * self.problem.limit
         shardings: tuple[Sharding, ...] = ("ddp", "fsdp2") if heavy else ("ddp",)
+        asked = self.problem.request.checkpointing
         candidates = candidate_strategies(
             batch,
             machine.gpus,
             precisions=(self.problem.precision,),
             accumulate=not self.problem.request.pairs,
+            checkpointing=(False, True) if asked is None else (asked,),
             shardings=shardings,
         )
         candidates = [each for each in candidates if self.calibration.allows(replace(each, chunk=1))] or candidates
@@ -118,7 +132,15 @@ def estimator_for(problem: Problem, tools: Tools | None = None) -> Estimator:
     calibration = calibrate(request.measured, base, problem.precision, machine)
     work = tools.workload(request, base, problem.precision, machine)
     towers = both_sides(work.towers, pairs=request.pairs, negatives=request.negatives)
-    task = StepWork(towers, problem.objective.cost_name, base.loss.dim, request.optimizer, base.loss.directions)
+    task = StepWork(
+        towers,
+        problem.objective.cost_name,
+        base.loss.dim,
+        request.optimizer,
+        base.loss.directions,
+        reading_s=tools.reading(base, work.built).seconds,
+        workers=base.data.workers,
+    )
     return Estimator(problem, calibration, task, PeakMemory(tools.predict(request, base, work, machine)))
 
 

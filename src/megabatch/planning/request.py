@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 from .. import config, objectives, optimizers
 from ..costs.rates import Rates
 from ..measurements import Measured
-from ..towers import find_library, full_name
+from ..towers import find_library, full_name, size_options
 
 Objective = Literal["contrastive", "supervised", "lm", "finetune"]
 Start = Literal["scratch", "pretrained", "locked"]
@@ -212,9 +212,12 @@ def base_run(request: Request) -> config.Run:
     dim = request.dim or library.own_dim(first.partition(":")[2]) or library.plan_dim
     second = second or (first if library.both_sides else library.partner) or ""
     trained = request.start != "scratch"
-    x = config.Tower(first, weights=_weights(first, trained), locked=request.start == "locked")
+    sizes = (request.text_length, request.image_size)
+    x = config.Tower(first, size_options(first, "x", *sizes), _weights(first, trained), locked=request.start == "locked")
     # A locked image tower learns together with a fresh text tower (LiT).
-    y = config.Tower(second, weights=_weights(second, request.start == "pretrained")) if second else TEXTS
+    y = TEXTS
+    if second:
+        y = config.Tower(second, size_options(second, "y", *sizes), _weights(second, request.start == "pretrained"))
     objective = request.loss if request.pairs else objectives.MEAN
     run = config.build({"schedule": {"steps": 1}})
     data = replace(run.data, source=request.source or SOURCE, held_out=0.01)

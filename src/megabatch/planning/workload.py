@@ -13,31 +13,41 @@ from torch import nn
 from .. import config
 from ..costs.counting import Work, count_work
 from ..costs.hardware import Machine
+from ..costs.lora import add_adapters
 from ..costs.memory import MemoryCurve, MemoryPredictor, Prediction, Setup, memory_curve, predict_memory
-from ..costs.models import EncoderWithInputs, copy_modules, encoders_of, module_from_function
+from ..costs.models import EncoderWithInputs, SkipCompute, copy_modules, encoders_of, module_from_function
 from ..costs.strategy import Precision, Strategy
 from ..objectives import MEAN, OBJECTIVES
 from ..optimizers import OPTIMIZERS
+from ..towers import BuiltTower, find_library, full_name, names_code
 from ..towers.model import Classifier
+from ..towers.transformers import language_model
 from .request import Request
+
+TRANSFORMERS_PREFIX = "transformers:"
 
 
 class Workload(NamedTuple):
-    """The counted work of each tower, the modules, and functions that make inputs of so many rows for them."""
+    """The counted work of each tower, the modules, and functions that make inputs of so many rows for them.
+
+    built: the towers that prepare samples; none for a language model.
+    """
 
     towers: tuple[Work, ...]
     modules: tuple[nn.Module, ...]
     inputs: tuple[Callable[[int], Any], ...]
+    precision: Precision = "fp32"
+    built: tuple[BuiltTower, ...] = ()
 
 
 def workload(request: Request, run: config.Run, precision: Precision, machine: Machine) -> Workload:
     """Build the requested model on fake tensors and count its operations."""
-    modules, inputs = _build(request, run)
+    modules, inputs, built = _build(request, run, precision)
     loss = _next_token_loss if request.objective == "lm" else None
     work = tuple(
         count_work(*tower, precision, device=machine.device.type, loss=loss) for tower in zip(modules, inputs, strict=True)
     )
-    return Workload(work, modules, inputs)
+    return Workload(work, modules, inputs, precision, built)
 
 
 def traced(request: Request, run: config.Run, work: Workload, machine: Machine) -> MemoryPredictor:
@@ -45,10 +55,11 @@ def traced(request: Request, run: config.Run, work: Workload, machine: Machine) 
 
     A trace takes seconds, so strategies that differ only in rows and kept chunks share one.
     """
+    precision = work.precision
 
     @functools.cache
     def prepared(checkpointing: bool) -> tuple[nn.Module, ...]:
-        return _checkpointed(request, run, work) if checkpointing else work.modules
+        return _checkpointed(request, run, work, precision) if checkpointing else work.modules
 
     def setup_of(strategy: Strategy) -> Setup:
         return Setup(
@@ -88,27 +99,63 @@ def traced(request: Request, run: config.Run, work: Workload, machine: Machine) 
     return predict
 
 
-def _checkpointed(request: Request, run: config.Run, work: Workload) -> tuple[nn.Module, ...]:
+def _checkpointed(request: Request, run: config.Run, work: Workload, precision: Precision) -> tuple[nn.Module, ...]:
     """Return the modules with activation checkpointing as the run switches it on, or unchanged if they do not support it."""
     if request.objective == "lm":
-        return work.modules
+        modules = _build(request, run, precision).modules
+        for module in modules:
+            switch = getattr(module, "gradient_checkpointing_enable", None)
+            if switch is not None:
+                switch({"use_reentrant": False})
+        return modules
     recomputing = replace(run, x=replace(run.x, checkpointing=True), y=replace(run.y, checkpointing=run.y.name != "x"))
     try:
-        return _build(request, recomputing)[0]
+        return _build(request, recomputing, precision).modules
     except ValueError:
         return work.modules
 
 
-def _build(request: Request, run: config.Run) -> tuple[tuple[nn.Module, ...], tuple[Callable[[int], Any], ...]]:
-    """Return the modules of a request, and the functions that make their inputs."""
+class _Parts(NamedTuple):
+    modules: tuple[nn.Module, ...]
+    inputs: tuple[Callable[[int], Any], ...]
+    built: tuple[BuiltTower, ...] = ()
+
+
+def _build(request: Request, run: config.Run, precision: Precision) -> _Parts:
+    """Return the modules of a request, with adapters if it asks for them, and the functions that make their inputs."""
+    parts = _build_trainable(request, run)
+    if request.lora is not None:
+        with SkipCompute():
+            parts = parts._replace(modules=tuple(add_adapters(module, request.lora, precision) for module in parts.modules))
+    return parts
+
+
+def _build_trainable(request: Request, run: config.Run) -> _Parts:
     if request.objective == "lm":
         if not isinstance(request.model, str):
-            raise ValueError(f"model is {request.model!r}: a language model must be named as package.module:function")
-        return (module_from_function(request.model),), (_token_inputs(request),)
+            raise ValueError(
+                f"model is {request.model!r}: a language model must be named, as gpt2, transformers:FOLDER or"
+                " package.module:function"
+            )
+        return _Parts((_language_model(request.model),), (_token_inputs(request),))
     encoders = encoders_of(run)
+    built = tuple(encoder.tower for encoder in encoders)
     if not request.pairs:
-        return (_classifier(encoders[0], run, request.classes),), (encoders[0].inputs,)
-    return tuple(encoder.module for encoder in encoders), tuple(encoder.inputs for encoder in encoders)
+        return _Parts((_classifier(encoders[0], run, request.classes),), (encoders[0].inputs,), built)
+    return _Parts(tuple(encoder.module for encoder in encoders), tuple(encoder.inputs for encoder in encoders), built)
+
+
+def _language_model(name: str) -> nn.Module:
+    """Return a language model by the name of a known one, of a folder, or of a function that builds it."""
+    full = full_name(name)
+    if full.startswith(TRANSFORMERS_PREFIX):
+        with SkipCompute():
+            return language_model(full.removeprefix(TRANSFORMERS_PREFIX))
+    if not names_code(full):
+        # Raises, with similar names.
+        find_library(full)
+        raise ValueError(f"model is {name!r}: it is not a language model; name one as gpt2 or package.module:function")
+    return module_from_function(name)
 
 
 def _next_token_loss(out: Any) -> torch.Tensor:

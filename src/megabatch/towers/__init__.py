@@ -11,6 +11,7 @@ from megabatch import config
 
 from .built_in import CNN, TEXT, VIT
 from .function import FUNCTION
+from .known import find_image_model, find_text_model, similar_names
 from .library import TowerLibrary, TowerRequest
 from .open_clip import OPEN_CLIP
 from .timm import TIMM
@@ -28,6 +29,7 @@ __all__ = [
     "load_weights",
     "names_code",
     "rows_are_independent",
+    "size_options",
 ]
 
 # By a tower's name, or by the part of it before the colon. Any other name with a colon is that of a function.
@@ -58,14 +60,17 @@ def find_library(name: str) -> TowerLibrary:
     library = FUNCTION if names_code(name) else LIBRARIES.get(prefix)
     if library is None or (library.takes_model and not (prefix and model)):
         forms = ", ".join(record.form for record in LIBRARIES.values())
-        raise ValueError(f"there is no tower {name!r}; towers are named {forms} or {FUNCTION.form}")
+        near = similar_names(name)
+        guess = f" Did you mean {' or '.join(near)}?" if near else ""
+        raise ValueError(f"there is no tower {name!r}; towers are named {forms} or {FUNCTION.form}.{guess}")
     return library
 
 
-def build_tower(tower: config.Tower, dim: int, *, side: str) -> BuiltTower:
+def build_tower(tower: config.Tower, dim: int, *, side: str, shapes_only: bool = False) -> BuiltTower:
     """Return the encoder that the configuration names, for side "x" or "y", with the weights of `tower.weights`.
 
-    Its module returns (rows, dim), not normalised. `tower.locked` is left to the caller.
+    Its module returns (rows, dim), not normalised. `tower.locked` is left to the caller. shapes_only: without weights, as
+    `library.TowerRequest` says.
 
     >>> build_tower(config.Tower("cnn", {"channels": 1}), 256, side="x").prepare.size
     32
@@ -73,8 +78,8 @@ def build_tower(tower: config.Tower, dim: int, *, side: str) -> BuiltTower:
     try:
         library = find_library(tower.name)
         model = tower.name if library is FUNCTION else tower.name.partition(":")[2]
-        built = library.build(TowerRequest(model, dim, tower.options, side, tower.checkpointing))
-        if tower.weights is not None:
+        built = library.build(TowerRequest(model, dim, tower.options, side, tower.checkpointing, shapes_only))
+        if tower.weights is not None and not shapes_only:
             load_weights(built.module, tower.weights)
     except ValueError as error:
         raise ValueError(f"tower {side}: {error}") from error
@@ -88,13 +93,34 @@ def rows_are_independent(name: str) -> bool:
 
 
 def full_name(name: str) -> str:
-    """Return the name of a tower with its library, also for model names as papers write them.
+    """Return the name of a tower with its library, also for model names as papers and Hugging Face write them.
 
-    >>> full_name("ViT-L/14"), full_name("vit")
-    ('open_clip:ViT-L-14', 'vit')
+    >>> full_name("ViT-L/14"), full_name("bert-base-uncased"), full_name("openai/clip-vit-base-patch16"), full_name("vit")
+    ('open_clip:ViT-L-14', 'transformers:bert-base-uncased', 'open_clip:ViT-B-16-quickgelu', 'vit')
     """
     name = name.strip()
+    if name in LIBRARIES or ":" in name:
+        return name
     for prefix, library in LIBRARIES.items():
         if library.alias is not None and re.fullmatch(library.alias, name):
-            return f"{prefix}:{name.replace('/', '-')}"
-    return name
+            # "ViT-L/14@336px" is ViT-L-14-336.
+            return f"{prefix}:{re.sub('[/@]', '-', name.removesuffix('px'))}"
+    image = find_image_model(name)
+    if image is not None:
+        return image
+    # A folder is named with its library; a plain name that looks like a known model is that model.
+    return name if find_text_model(name) is None else f"transformers:{name}"
+
+
+def size_options(name: str, side: str, text_length: int | None, image_size: int | None) -> dict[str, int]:
+    """Return the options that give a tower another text length or image size; none for what it does not take, or not given.
+
+    >>> size_options("open_clip:ViT-B-32", "x", 64, 384), size_options("open_clip:ViT-B-32", "y", 64, 384)
+    ({'size': 384}, {'length': 64})
+    """
+    library = LIBRARIES.get(name.partition(":")[0])
+    if library is None:
+        return {}
+    kind = library.kind_of(name.partition(":")[2], side)
+    option, value = ("length", text_length) if kind == "text" else ("size", image_size)
+    return {} if value is None else {option: value}

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .inputs import PADDING, ByteTokenizer, NormalizePixels, PrepareImage
+from .inputs import PADDING, ByteTokenizer, Kind, NormalizePixels, PrepareImage
 from .library import TowerLibrary, TowerRequest
 from .tower import BuiltTower
 
@@ -314,11 +314,14 @@ def apply_blocks(blocks: Iterable[nn.Module], x: Tensor, *context: Tensor | None
 def built_in_tower(builder: Callable[..., BuiltTower], *, partner: str | None = None) -> TowerLibrary:
     """Return the record of one built-in tower, whose options are the keyword arguments of its builder."""
     name = builder.__name__
+    kind: Kind = "text" if builder is text else "image"
 
     def build(request: TowerRequest) -> BuiltTower:
         return builder(request.dim, **_check_options(name, builder, request.options), checkpointing=request.checkpointing)
 
-    return TowerLibrary(name, build, takes_model=False, partner=partner, plan_dim=128, independent_rows=True)
+    return TowerLibrary(
+        name, build, takes_model=False, partner=partner, plan_dim=128, independent_rows=True, kind_of=lambda model, side: kind
+    )
 
 
 def _check_options(name: str, builder: Callable[..., BuiltTower], options: Mapping[str, Any]) -> dict[str, Any]:

@@ -169,6 +169,21 @@ class ByteTokenizer:
         return bytes(abs(int(token)) - FIRST_BYTE for token in tokens if abs(token) >= FIRST_BYTE).decode("utf-8")
 
 
+@dataclass(frozen=True)
+class ShapeTokens:
+    """Stand for the tokenizer of a model of which only shapes are of interest: `length` tokens, whatever the text.
+
+    masked: with an attention mask, as transformers' models take them.
+    """
+
+    length: int
+    masked: bool = False
+
+    def __call__(self, raw: Any, seed: int | None) -> Any:
+        tokens = torch.ones(self.length, dtype=torch.int64)
+        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)} if self.masked else tokens
+
+
 def check_is_text(raw: Any) -> None:
     """Raise ValueError if a sample for a text tower is not a str."""
     if not isinstance(raw, str):

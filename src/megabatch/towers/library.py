@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from . import without_torchvision
-from .inputs import NormalizePixels, PrepareImage
+from .inputs import Kind, NormalizePixels, PrepareImage
 from .tower import BuiltTower
 
 IMAGE_OPTIONS = tuple(field.name for field in fields(PrepareImage))
@@ -25,6 +25,8 @@ class TowerRequest:
     """What a library is asked to build.
 
     model: the tower's name without the prefix of the library. dim: the width of the embeddings. side: "x" or "y".
+    shapes_only: only the shapes of the tower are of interest: no file with weights or a tokenizer is read, and a model that is not
+        on this machine is built from its known shape.
     """
 
     model: str
@@ -32,6 +34,7 @@ class TowerRequest:
     options: Mapping[str, Any]
     side: str
     checkpointing: bool
+    shapes_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class TowerLibrary:
     own_dim: returns the width of a model's own embeddings, at which it needs no further projection; None if it is not known.
     holds_weights: returns whether a model that is built already has pretrained weights, so that `weights` is not needed.
     independent_rows: whether no layer of any of its towers mixes rows, as batch norm does.
+    kind_of: returns what a model reads, from its name and side, without building it.
     alias: pattern of model names without a prefix that papers use and that mean this library's models, such as "ViT-L/14".
     """
 
@@ -59,6 +63,7 @@ class TowerLibrary:
     own_dim: Callable[[str], int | None] = lambda model: None
     holds_weights: Callable[[str], bool] = lambda model: False
     independent_rows: bool = False
+    kind_of: Callable[[str, str], Kind] = lambda model, side: "image"
     alias: str | None = None
 
 

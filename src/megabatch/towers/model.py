@@ -73,10 +73,13 @@ class Classifier(nn.Module):
         return self
 
 
-def build_towers(run: Run) -> tuple[BuiltTower, BuiltTower]:
-    """Return the towers of x and y with their initial weights; the same tower twice if the name of y is "x"."""
-    x = build_tower(run.x, run.loss.dim, side="x")
-    y = x if run.y.name == SHARED else build_tower(run.y, run.loss.dim, side="y")
+def build_towers(run: Run, *, shapes_only: bool = False) -> tuple[BuiltTower, BuiltTower]:
+    """Return the towers of x and y with their initial weights; the same tower twice if the name of y is "x".
+
+    shapes_only: without their weights, as `library.TowerRequest` says.
+    """
+    x = build_tower(run.x, run.loss.dim, side="x", shapes_only=shapes_only)
+    y = x if run.y.name == SHARED else build_tower(run.y, run.loss.dim, side="y", shapes_only=shapes_only)
     for tower, options in ((x, run.x), (y, run.y)):
         if options.locked:
             _lock(tower.module)

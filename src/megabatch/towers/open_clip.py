@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from . import without_torchvision
-from .inputs import PrepareImage, check_is_text
+from .inputs import Kind, PrepareImage, ShapeTokens, check_is_text
 from .library import (
     IMAGE_OPTIONS,
     TowerLibrary,
@@ -29,7 +29,8 @@ from .tower import BuiltTower, StateDict, as_tower
 def build(request: TowerRequest) -> BuiltTower:
     """Return the image tower (side x) or the text tower (side y) of an OpenCLIP model, from its configuration.
 
-    Options: those of `PrepareImage`, and those of `open_clip.create_model`; part = "image" or "text" overrides the side.
+    Options: those of `PrepareImage`, and those of `open_clip.create_model`; length: tokens of a text, if not the model's own;
+    part = "image" or "text" overrides the side.
     """
     name = request.model
     try:
@@ -39,13 +40,17 @@ def build(request: TowerRequest) -> BuiltTower:
     if name not in open_clip.list_models():
         raise unknown_model("open_clip", name, open_clip.list_models())
     refuse_loading(f"open_clip:{name}", request.options)
-    image_options, model_options = split_options(request.options, (*IMAGE_OPTIONS, "part"))
+    image_options, model_options = split_options(request.options, (*IMAGE_OPTIONS, "part", "length"))
     part = image_options.pop("part", "image" if request.side == "x" else "text")
+    length = image_options.pop("length", None)
     if part not in ("image", "text"):
         raise ValueError(f"part is {part!r}: must be 'image' or 'text'")
     text_config = open_clip.get_model_config(name)["text_cfg"]
-    if text_config.get("hf_model_name") or (part == "text" and text_config.get("hf_tokenizer_name")):
+    downloads = text_config.get("hf_model_name") or (part == "text" and text_config.get("hf_tokenizer_name"))
+    if text_config.get("hf_model_name") or (downloads and not request.shapes_only):
         raise ValueError(f"open_clip:{name} would have to be downloaded in part; name a model whose text tower is OpenCLIP's own")
+    if length is not None:
+        model_options["force_context_length"] = length
     model = _create_model(open_clip.create_model, name, image_options.get("size"), model_options)
     encoder = model.visual if part == "image" else model.text
     if request.checkpointing:
@@ -56,13 +61,17 @@ def build(request: TowerRequest) -> BuiltTower:
         state = open_clip.model.convert_to_custom_text_state_dict(state)
         return {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
 
+    shapes_only = request.shapes_only
     if part == "text":
-        return as_tower(encoder, OpenClipTokenizer(name), "text", request.dim, own_weights=own_weights)
+        own_length = int(encoder.context_length)
+        tokenizer = ShapeTokens(own_length) if shapes_only else OpenClipTokenizer(name, length)
+        return as_tower(encoder, tokenizer, "text", request.dim, own_weights=own_weights, shapes_only=shapes_only)
     if image_options.get("channels", 3) != 3:
         raise ValueError(f"channels is {image_options['channels']}: open_clip:{name} takes RGB images, channels = 3")
     image_options.setdefault("size", encoder.image_size if isinstance(encoder.image_size, int) else encoder.image_size[0])
     pixels = normalization(encoder.image_mean, encoder.image_std, 3)
-    return as_tower(encoder, PrepareImage(**image_options), "image", request.dim, pixels=pixels, own_weights=own_weights)
+    prepare = PrepareImage(**image_options)
+    return as_tower(encoder, prepare, "image", request.dim, pixels=pixels, own_weights=own_weights, shapes_only=shapes_only)
 
 
 def _create_model(create: Callable[..., nn.Module], name: str, size: int | None, options: Mapping[str, Any]) -> Any:
@@ -77,6 +86,11 @@ def _create_model(create: Callable[..., nn.Module], name: str, size: int | None,
         logging.disable(disabled)
 
 
+def kind_of(model: str, side: str) -> Kind:
+    """Return what a side of the model reads."""
+    return "image" if side == "x" else "text"
+
+
 def own_dim(model: str) -> int | None:
     """Return the width of the joint embeddings of an OpenCLIP model, or None if it is not known."""
     try:
@@ -88,8 +102,8 @@ def own_dim(model: str) -> int | None:
 
 
 @functools.lru_cache(maxsize=2)
-def _tokenizer(name: str) -> Callable[[str], Tensor]:
-    return without_torchvision.import_open_clip().get_tokenizer(name)
+def _tokenizer(name: str, length: int | None) -> Callable[[str], Tensor]:
+    return without_torchvision.import_open_clip().get_tokenizer(name, context_length=length)
 
 
 @dataclass(frozen=True)
@@ -97,10 +111,11 @@ class OpenClipTokenizer:
     """Convert a text to the tokens of an OpenCLIP model. Only the name is pickled for worker processes."""
 
     name: str
+    length: int | None = None
 
     def __call__(self, raw: Any, seed: int | None) -> Tensor:
         check_is_text(raw)
-        return _tokenizer(self.name)(raw)[0]
+        return _tokenizer(self.name, self.length)(raw)[0]
 
 
-OPEN_CLIP = TowerLibrary("open_clip:NAME", build, both_sides=True, own_dim=own_dim, alias=r"(ViT|RN|coca)[\w/-]+")
+OPEN_CLIP = TowerLibrary("open_clip:NAME", build, both_sides=True, own_dim=own_dim, kind_of=kind_of, alias=r"(ViT|RN|coca)[\w/@-]+")

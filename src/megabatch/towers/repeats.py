@@ -44,6 +44,11 @@ class BlockRun:
     def dropped(self) -> list[nn.Module]:
         return self.blocks[KEPT // 2 : -KEPT // 2]
 
+    def template_and_dropped_parameters(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+        """Yield the template's parameters with those of each block that is not called."""
+        for block in self.dropped:
+            yield from zip(self.kept[TEMPLATE].parameters(), block.parameters(), strict=True)
+
     @property
     def weight(self) -> int:
         """The number of blocks that the template stands for, itself included."""
@@ -90,9 +95,7 @@ def few_blocks(runs: Sequence[BlockRun]) -> Iterator[None]:
 
 def _signature(block: nn.Module) -> Any:
     """Return what decides the operations of a block: classes, shapes, and attributes other than its number and rates."""
-    return tuple(
-        (name, type(inner), _tensors(inner), tuple(sorted(_attributes(inner)))) for name, inner in block.named_modules()
-    )
+    return tuple((name, type(inner), _tensors(inner), tuple(sorted(_attributes(inner)))) for name, inner in block.named_modules())
 
 
 def _tensors(module: nn.Module) -> Any:

@@ -53,7 +53,7 @@ def build(request: TowerRequest) -> BuiltTower:
         return {key: value for key, value in state.items() if not key.startswith(tuple(f"{c}." for c in classifiers))}
 
     pixels = normalization(config["mean"], config["std"], prepare.channels)
-    return as_tower(encoder, prepare, "image", request.dim, pixels=pixels, own_weights=own_weights)
+    return as_tower(encoder, prepare, "image", request.dim, pixels=pixels, own_weights=own_weights, shapes_only=request.shapes_only)
 
 
 TIMM = TowerLibrary("timm:NAME", build)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from megabatch import packages
 
 from .inputs import Kind, NormalizePixels, Prepare
+from .repeats import BlockRun, equal_blocks, few_blocks
 
 StateDict = dict[str, Tensor]
 # A trial input for encoders from elsewhere: the output shows their width.
@@ -63,20 +64,24 @@ def as_tower(
     *,
     pixels: NormalizePixels | None = None,
     own_weights: Callable[[StateDict], StateDict] = dict,
+    shapes_only: bool = False,
 ) -> BuiltTower:
     """Return the encoder as a tower: tried with two rows, and with a projection if its output is not `dim` wide.
 
     Parameters that the output does not depend on, such as those of an unused head, are frozen: optimizers and DDP would otherwise
-    wait for their gradients.
+    wait for their gradients. shapes_only: few of the encoder's equal blocks are tried.
     """
     module = ProjectedEncoder(encoder, pixels, own_weights)
+    runs = equal_blocks(encoder) if shapes_only else []
     sample = prepare(TRIAL_TEXT if kind == "text" else _blank_image(), None)
     training = encoder.training
     module.eval()
     try:
-        width = _output_width(module, _stack([sample, sample]))
+        width = _try_few_blocks(module, _stack([sample, sample]), runs)
     finally:
         module.train(training)
+    for template, parameter in (pair for run in runs for pair in run.template_and_dropped_parameters()):
+        parameter.grad = template.grad
     for parameter in encoder.parameters():
         parameter.requires_grad_(parameter.grad is not None)
         parameter.grad = None
@@ -96,6 +101,17 @@ def _stack(samples: Sequence[Any]) -> Any:
     if isinstance(samples[0], Mapping):
         return {name: _stack([sample[name] for sample in samples]) for name in samples[0]}
     return torch.stack(list(samples))
+
+
+def _try_few_blocks(module: nn.Module, rows: Any, runs: list[BlockRun]) -> int:
+    """Return the width of the output, from few of the equal blocks if the encoder lets itself be called so."""
+    try:
+        with few_blocks(runs):
+            return _output_width(module, rows)
+    except ValueError:
+        if not runs:
+            raise
+        return _output_width(module, rows)
 
 
 def _output_width(module: nn.Module, rows: Any) -> int:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from . import without_torchvision
-from .inputs import PADDING, VOCABULARY, ByteTokenizer, NormalizePixels, PrepareImage, check_is_text
+from .inputs import PADDING, VOCABULARY, ByteTokenizer, Kind, NormalizePixels, PrepareImage, ShapeTokens, check_is_text
+from .known import find_text_model, similar_names
 from .library import IMAGE_OPTIONS, TowerLibrary, TowerRequest, import_failed, normalization, split_options
 from .tower import BuiltTower, StateDict, as_tower
 
@@ -25,6 +26,8 @@ ATTENTION = (None, "eager", "sdpa")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt")
 # Tokens and pixels, if neither the options nor the model give them.
 DEFAULT_LENGTH, DEFAULT_SIZE = 77, 224
+# The width of models whose record gives none.
+DEFAULT_WIDTH = 768
 
 
 def build(request: TowerRequest) -> BuiltTower:
@@ -40,7 +43,7 @@ def build(request: TowerRequest) -> BuiltTower:
     if pool is not None and pool not in POOLS:
         raise ValueError(f"pool is {pool!r}: must be one of {', '.join(POOLS)}, or left out")
     with _importing():
-        config, model = _load(name)
+        config, model = _load(name, shapes_only=request.shapes_only)
         if request.checkpointing:
             _enable_checkpointing(model, name)
         kind = "text" if hasattr(config, "vocab_size") else "image"
@@ -49,11 +52,12 @@ def build(request: TowerRequest) -> BuiltTower:
         options.pop("pool", None)
         if unknown:
             raise ValueError(f"transformers:{name} ({kind}) has no option {min(unknown)!r}; its options are {', '.join(known)}")
+        more: dict[str, Any] = {"own_weights": _own_weights, "shapes_only": request.shapes_only}
         if kind == "text":
-            tokenizer = _tokenizer(name, config, **options)
-            return as_tower(PooledText(model, pool), tokenizer, "text", request.dim, own_weights=_own_weights)
+            tokenizer = _shape_tokens(config, **options) if request.shapes_only else _tokenizer(name, config, **options)
+            return as_tower(PooledText(model, pool), tokenizer, "text", request.dim, **more)
         prepare, pixels = _image_preparation(name, config, options)
-        return as_tower(PooledImage(model, pool), prepare, "image", request.dim, pixels=pixels, own_weights=_own_weights)
+        return as_tower(PooledImage(model, pool), prepare, "image", request.dim, pixels=pixels, **more)
 
 
 def _own_weights(state: StateDict) -> StateDict:
@@ -74,22 +78,18 @@ def _importing() -> Iterator[None]:
         raise import_failed("transformers", "transformers", error) from error
 
 
-def _load(name: str) -> tuple[Any, nn.Module]:
-    from transformers import AutoConfig, AutoModel
+def _load(name: str, *, shapes_only: bool = False) -> tuple[Any, nn.Module]:
+    from transformers import AutoModel
 
     folder = Path(name).expanduser()
     if folder.is_dir():
         name = str(folder)
-    try:
-        with _offline():
-            config = AutoConfig.from_pretrained(name, **LOCAL)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"transformers:{name} is neither a folder with a config.json nor a name in the cache ({error})") from error
+    config = _config(name, shapes_only=shapes_only)
     if hasattr(config, "vision_config") and hasattr(config, "text_config"):
         raise ValueError(f"transformers:{name} holds two towers; save its vision model or its text model in a folder of its own")
     _refuse_code(name, config)
-    fresh = folder.is_dir() and not any(folder.glob("*.safetensors"))
-    if fresh and any(folder.glob("*.bin")):
+    fresh = shapes_only or (folder.is_dir() and not any(folder.glob("*.safetensors")))
+    if fresh and not shapes_only and any(folder.glob("*.bin")):
         raise ValueError(f"transformers:{name} holds pickled weights, which are not read; save them as safetensors")
     try:
         with _offline():
@@ -101,6 +101,41 @@ def _load(name: str) -> tuple[Any, nn.Module]:
         raise ValueError(f"transformers:{name} cannot be loaded ({error})") from error
     # Weights that are stored in half precision are trained in fp32.
     return config, (model.get_encoder() if config.is_encoder_decoder else model).float()
+
+
+def _config(name: str, *, shapes_only: bool) -> Any:
+    """Return the configuration of a folder or of a name in the cache; of a known model's shape if only shapes are of interest."""
+    import transformers
+
+    try:
+        with _offline():
+            config = transformers.AutoConfig.from_pretrained(name, **LOCAL)
+    except (OSError, ValueError) as error:
+        known = find_text_model(name)
+        if known is None or not shapes_only:
+            near = similar_names(name) if known is None else []
+            hint = f"; did you mean {' or '.join(near)}?" if near else ""
+            raise ValueError(
+                f"transformers:{name} is neither a folder with a config.json nor a name in the cache ({error}){hint}"
+            ) from error
+        config = getattr(transformers, known.config)(**known.shape)
+    # A decoder that embeds texts has no use for the keys and values of earlier calls, which a cache would hold.
+    if getattr(config, "use_cache", False):
+        config.use_cache = False
+    return config
+
+
+def language_model(name: str) -> nn.Module:
+    """Return the language model of a folder's or a known model's shape, with fresh weights and its head for tokens."""
+    with _importing():
+        from transformers import AutoModelForCausalLM
+
+        config = _config(str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name, shapes_only=True)
+        _refuse_code(name, config)
+        try:
+            return AutoModelForCausalLM.from_config(config)
+        except ValueError as error:
+            raise ValueError(f"model is {name!r}: it is not a language model that predicts the next token ({error})") from error
 
 
 def _refuse_code(name: str, config: Any) -> None:
@@ -159,6 +194,12 @@ def _tokenizer(name: str, config: Any, length: int | None = None) -> ByteTokens 
             f" which need {VOCABULARY}; put the tokenizer's files beside config.json"
         )
     return ByteTokens(ByteTokenizer(length))
+
+
+def _shape_tokens(config: Any, length: int | None = None) -> ShapeTokens:
+    return ShapeTokens(
+        length or min(DEFAULT_LENGTH, getattr(config, "max_position_embeddings", None) or DEFAULT_LENGTH), masked=True
+    )
 
 
 @dataclass(frozen=True)
@@ -241,10 +282,19 @@ def own_dim(model: str) -> int | None:
 
             config = AutoConfig.from_pretrained(str(Path(model).expanduser()), **LOCAL)
     except (OSError, ValueError):
-        # `build` says what is wrong.
-        return None
+        # `build` says what is wrong with a name that is not known either.
+        known = find_text_model(model)
+        return None if known is None else known.shape.get("hidden_size", known.shape.get("n_embd", DEFAULT_WIDTH))
     width = getattr(config, "hidden_size", None)
     return width if isinstance(width, int) else None
+
+
+def kind_of(model: str, side: str) -> Kind:
+    """Return what a model reads: by its record, or by the configuration in its folder."""
+    if find_text_model(model) is not None:
+        return "text"
+    path = Path(model).expanduser() / "config.json"
+    return "text" if path.is_file() and "vocab_size" in json.loads(path.read_text("utf-8")) else "image"
 
 
 def holds_weights(model: str) -> bool:
@@ -253,4 +303,6 @@ def holds_weights(model: str) -> bool:
     return not folder.is_dir() or any(folder.glob("*.safetensors"))
 
 
-TRANSFORMERS = TowerLibrary("transformers:FOLDER", build, partner="x", own_dim=own_dim, holds_weights=holds_weights)
+TRANSFORMERS = TowerLibrary(
+    "transformers:FOLDER", build, partner="x", own_dim=own_dim, holds_weights=holds_weights, kind_of=kind_of
+)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map
 
-from ...towers.repeats import TEMPLATE, BlockRun, equal_blocks, few_blocks
+from ...towers.repeats import equal_blocks, few_blocks
 from ..blocks import BlockTracker
 from ..cuda_dispatch import dispatch_as_cuda
 from .optimizers import build_optimizer, create_state
@@ -142,7 +142,7 @@ class TracedStep:
 
     def _give_gradients_to_dropped_blocks(self) -> None:
         """The optimizer updates the weights of all blocks; the memory of these gradients is in the completed events."""
-        for template, parameter in (pair for run in self.runs for pair in _pairs_of_parameters(run)):
+        for template, parameter in (pair for run in self.runs for pair in run.template_and_dropped_parameters()):
             owner, like = (p if self.shards is None else self.shards.shard_of(p) for p in (parameter, template))
             if like.grad is not None:
                 owner.grad = torch.empty_like(owner)
@@ -229,12 +229,6 @@ class SupervisedStep(TracedStep):
             value = self.loss(output) if self.loss is not None else default_loss(output)
         with self.recorder.during("backward", "temporaries", "backward of the loss"):
             value.backward()
-
-
-def _pairs_of_parameters(run: BlockRun) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-    """Yield the template's parameters with those of each block that does not run."""
-    for block in run.dropped:
-        yield from zip(run.kept[TEMPLATE].parameters(), block.parameters(), strict=True)
 
 
 def default_loss(output: Any) -> Tensor:

@@ -1,0 +1,60 @@
+"""How fast one worker process reads and prepares samples: measured on the run's source for a second, else a usual rate."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from .. import config
+from ..data import open_source
+from ..data.source import BadSample
+from ..towers import BuiltTower
+
+# Seconds for which a source is read.
+MEASURED_S = 1.0
+# A usual rate of one process, per sample: a JPEG of some hundred kB decoded and resized, and a text split into tokens.
+IMAGE_S, TEXT_S = 5e-3, 1e-4
+
+
+class ReadingRate(NamedTuple):
+    """Seconds that one process needs to read and prepare a sample, and where the number comes from."""
+
+    seconds: float
+    source: str
+
+
+def reading_rate(run: config.Run, towers: Sequence[BuiltTower], clock: Callable[[], float] = time.perf_counter) -> ReadingRate:
+    """Return the rate for a run's source, measured if it can be opened here. towers: that prepare the sides of a sample."""
+    if not towers:
+        return ReadingRate(0.0, "token ids are read in no time that matters")
+    if not run.data.source.startswith(config.FILL_IN):
+        try:
+            return ReadingRate(_measured(run, towers, clock), f"{run.data.source}, read for {MEASURED_S:g} s")
+        # The data is elsewhere, or its samples are not as the run says: training reports that.
+        except (ValueError, OSError, RuntimeError):
+            pass
+    usual = sum(IMAGE_S if tower.kind == "image" else TEXT_S for tower in towers)
+    return ReadingRate(usual, "assumed: JPEGs of usual size, one core")
+
+
+def _measured(run: config.Run, towers: Sequence[BuiltTower], clock: Callable[[], float]) -> float:
+    source = open_source(run.data, x=towers[0].kind, y=towers[-1].kind)
+    rng = random.Random(0)
+    shards = [number for number, length in enumerate(source.lengths) if length]
+    if not shards:
+        raise ValueError("the source is empty")
+    samples, began = 0, clock()
+    while clock() - began < MEASURED_S:
+        shard = rng.choice(shards)
+        try:
+            sample = source.read(shard, rng.randrange(source.lengths[shard]))
+        except BadSample:
+            continue
+        for tower, raw in zip(towers, (sample.x, sample.y), strict=False):
+            tower.prepare(raw, samples)
+        samples += 1
+    if not samples:
+        raise ValueError("no sample could be read")
+    return (clock() - began) / samples
