@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megabatch.costs.counting import Pass, count_work
-from megabatch.costs.operations import class_of, utilization_of
+from megabatch.costs.operations import FLOPS_EFFICIENCY, class_of, flops_of, is_transposed, utilization_of
 
 HALF = torch.bfloat16
 
@@ -148,3 +148,29 @@ def test_a_norm_of_transposed_rows_copies_them_first() -> None:
     # 8 · 32 elements of 4 bytes are read and written: the input in forward, and again in backward.
     assert implicit(work.forward) == implicit(work.backward) == [("transpose", 2 * 4 * 8 * 32, 1.0)]
     assert not implicit(count_work(nn.Sequential(nn.Linear(16, 8), nn.LayerNorm(8)), lambda rows: torch.zeros(rows, 16)).forward)
+
+
+def test_overlapping_windows_make_pooling_slower_than_its_bytes() -> None:
+    images = torch.empty(2, 8, 32, 32, device="meta")
+    out = torch.empty(2, 8, 32, 32, device="meta")
+
+    def seconds(operator, *args):
+        return flops_of(operator, args, {}, out) / (FLOPS_EFFICIENCY["pooling"] * 66.9e12)
+
+    pool, backward = torch.ops.aten.avg_pool2d.default, torch.ops.aten.avg_pool2d_backward.default
+    whole, strided = ([3, 3], [1, 1], [1, 1]), ([2, 2], [2, 2], [0, 0])
+    for name, expected in (
+        ("avg_pool2d", "pooling"),
+        ("max_pool2d_with_indices", "pooling"),
+        ("_adaptive_avg_pool2d", "gather or scatter"),
+    ):
+        assert class_of(name, (images,), out, has_flops=True) == expected
+    # In backward an input belongs to nine windows instead of one.
+    assert seconds(backward, out, images, *whole) > 2.5 * seconds(backward, out, images, *strided) > 0
+    assert 16e-12 * out.numel() == pytest.approx(seconds(pool, images, *whole), rel=0.05)
+
+
+def test_copies_along_a_narrow_dimension_are_not_transposes() -> None:
+    for width, transposed in ((8, False), (64, True)):
+        tensor = torch.empty(4, width, 4096, device="meta").transpose(1, 2)
+        assert is_transposed(tensor, torch.empty(4, 4096, width, device="meta")) is transposed

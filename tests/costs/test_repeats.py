@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megabatch.costs.counting import count_work
-from megabatch.costs.memory import Setup
+from megabatch.costs.memory import Setup, memory_curve
 from megabatch.costs.memory.predict import _traced, summarize, trace_step, whole_step
 from megabatch.costs.memory.repeats import UnequalBlocksError
 from megabatch.towers.repeats import equal_blocks, few_blocks
@@ -20,7 +21,7 @@ from megabatch.towers.repeats import equal_blocks, few_blocks
 class Stack(nn.Module):
     """A transformer of equal blocks, with a head; `unequal`: the last blocks keep another tensor each."""
 
-    def __init__(self, depth: int = 9, *, checkpointing: bool = False, unequal: bool = False, by_number: bool = False) -> None:
+    def __init__(self, depth: int = 7, *, checkpointing: bool = False, unequal: bool = False, by_number: bool = False) -> None:
         super().__init__()
         make = lambda: nn.TransformerEncoderLayer(64, 4, 128, 0.1, batch_first=True, norm_first=True)  # noqa: E731
         self.embed = nn.Linear(32, 64)
@@ -50,8 +51,12 @@ SETUPS = {
 }
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("name", SETUPS)
+SLOW = pytest.mark.slow
+CASES = [("supervised", False), pytest.param("supervised", True, marks=SLOW)]
+CASES += [pytest.param(name, checkpointing, marks=SLOW) for name in list(SETUPS)[1:] for checkpointing in (False, True)]
+
+
+@pytest.mark.parametrize(("name", "checkpointing"), CASES)
 def test_memory_from_a_few_equal_blocks_is_that_of_all(name: str, checkpointing: bool) -> None:
     setup = SETUPS[name]
     build: Callable[[], Any] = lambda: Stack(checkpointing=checkpointing)  # noqa: E731
@@ -65,6 +70,7 @@ def test_memory_from_a_few_equal_blocks_is_that_of_all(name: str, checkpointing:
     assert a.phases == b.phases and a.parts == b.parts and a.reserved_bytes == b.reserved_bytes
 
 
+@SLOW
 def test_blocks_that_differ_in_what_they_keep_are_traced_whole() -> None:
     build = lambda: Stack(unequal=True)  # noqa: E731
     with pytest.raises(UnequalBlocksError):
@@ -72,7 +78,7 @@ def test_blocks_that_differ_in_what_they_keep_are_traced_whole() -> None:
     assert not trace_step(build, rows_of, 8, Setup(), None).runs
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=SLOW)])
 def test_work_of_a_few_equal_blocks_is_that_of_all(precision: str) -> None:
     few, whole = (count_work(Stack(), rows_of, precision, whole=whole) for whole in (False, True))
     assert few.forward.operations == whole.forward.operations and few.backward.operations == whole.backward.operations
@@ -99,3 +105,15 @@ def test_only_long_runs_of_distinct_equal_blocks_are_shortened(module: nn.Module
     with few_blocks(runs):
         assert len(module) == len(before) - sum(count - 4 for count in counts)
     assert list(module) == before
+
+
+@SLOW
+def test_another_chunk_of_a_traced_step_is_as_if_it_were_traced_anew() -> None:
+    setup = Setup(precision="bf16", objective="clip", chunk=4, keep=1, ranks=2, sharding="fsdp2")
+    build = lambda: (Stack(7), nn.Linear(32, 48))  # noqa: E731
+    inputs = (rows_of, lambda rows: torch.zeros(rows, 32))
+    first = memory_curve(build, inputs, setup)
+    for chunk in (6, 3):
+        again, anew = first.at_chunk(chunk), memory_curve(build, inputs, replace(setup, chunk=chunk))
+        assert again.peak(12) == anew.peak(12) and again.peak(12, 2) == anew.peak(12, 2)
+    assert first.peak(8) == memory_curve(build, inputs, setup).peak(8)

@@ -129,7 +129,7 @@ def test_texts_that_are_no_memory_size(text):
         ("NVIDIA H200", "H200"),
         ("a100-80gb", "A100-80GB"),
         ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
-        ("NVIDIA A100 80GB PCIe", "A100-80GB"),
+        ("NVIDIA A100 80GB PCIe", "A100-PCIe-80GB"),
         ("A100", "A100-80GB"),
         ("NVIDIA H100 80GB HBM3", "H100-SXM"),
         ("H100 PCIe", "H100-PCIe"),

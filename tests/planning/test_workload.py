@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from megabatch import config
 from megabatch.costs.counting import count_work
 from megabatch.costs.hardware import find_machine
+from megabatch.costs.lora import add_adapters
+from megabatch.costs.operations import flops_of
 from megabatch.costs.strategy import Strategy
-from megabatch.planning.request import Request
+from megabatch.costs.time import StepWork, step_time
+from megabatch.planning.reading import reading_rate
+from megabatch.planning.request import Request, base_run
 from megabatch.planning.workload import Workload, traced, workload
 
 MIB = 2**20
@@ -65,3 +73,88 @@ def test_a_locked_tower_has_no_backward(work: Workload) -> None:
     assert y == work.towers[1] and y.backward.flops > y.forward.flops > 0
     # Images reach the device as bytes, texts as token ids: rows of some hundred bytes to some kB.
     assert all(100 <= tower.inputs <= 10_000 for tower in (x, y))
+
+
+def tiny_folder(path: Path, name: str, **shape: Any) -> str:
+    """Write the configuration of a small text model, as transformers saves it, and return the tower's name."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 300}
+    getattr(transformers, name)(**{**sizes, **shape}).save_pretrained(path)
+    return f"transformers:{path}"
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("BertConfig", {}), ("Qwen3Config", {"num_key_value_heads": 2, "head_dim": 16}), ("ModernBertConfig", {})]
+)
+def test_a_text_embedder_is_counted_and_traced_at_the_requested_length(name: str, shape: dict[str, Any], tmp_path: Path) -> None:
+    model = tiny_folder(tmp_path, name, **shape)
+    work = {}
+    for length in (32, 64):
+        request = Request(model, objective="finetune", data=1000, text_length=length, gpu="H200")
+        run = base_run(request)
+        assert request.pairs and run.y.name == "x"
+        work[length] = workload(request, run, "bf16", find_machine("H200"))
+        assert len(work[length].towers) == 1 and work[length].inputs[0](3)[0]["input_ids"].shape == (3, length)
+    predicted = traced(request, run, work[64], find_machine("H200"))(replace(STRATEGY, shard=64, chunk=32))
+    assert predicted.parts["weights"] >= 4 * work[64].towers[0].parameters
+    attention = [sum(c.times * c.flops for c in work[n].towers[0].forward.calls if c.op_class == "attention") for n in (32, 64)]
+    # Attention grows with the square of the length; a kernel for half precision without a mask computes it.
+    assert attention[1] == pytest.approx(4 * attention[0])
+
+
+def test_grouped_queries_cost_as_much_attention_as_separate_ones() -> None:
+    query, few, all_heads = (torch.empty(2, heads, 16, 8, device="meta", dtype=torch.bfloat16) for heads in (4, 1, 4))
+    operator = torch.ops.aten._scaled_dot_product_flash_attention.default
+    grouped, separate = (flops_of(operator, (query, keys, keys), {}, None) for keys in (few, all_heads))
+    # Two products of 2 × 16 × 16 × 8 FLOPs for each of 2 × 4 heads.
+    assert grouped == separate == 2 * 2 * 4 * 2 * 16 * 16 * 8
+
+
+def test_lora_trains_adapters_only_and_keeps_no_gradients_of_the_rest(tmp_path: Path) -> None:
+    model = tiny_folder(tmp_path, "BertConfig", hidden_size=256, intermediate_size=1024)
+    works, peaks = [], []
+    for rank in (None, 4):
+        request = Request(model, objective="finetune", data=1000, text_length=32, lora=rank, gpu="H200")
+        run = base_run(request)
+        works.append(workload(request, run, "bf16", find_machine("H200")))
+        peaks.append(traced(request, run, works[-1], find_machine("H200"))(replace(STRATEGY, shard=64, chunk=32)))
+    full, adapted = (work.towers[0] for work in works)
+    # Six linear layers in each of two blocks; four are 256 wide, two lead to 1,024 and back.
+    assert adapted.trainable == 2 * 4 * (4 * 2 * 256 + 2 * (256 + 1024)) < full.trainable / 20
+    assert adapted.parameters == full.parameters + adapted.trainable
+    # Backward computes no gradients of frozen weights: nearly half of the matrix products of a step less.
+    assert adapted.backward.flops < 0.7 * full.backward.flops
+    weights, optimizer = (peaks[1].parts[part] / peaks[0].parts[part] for part in ("weights", "optimizer"))
+    # Frozen weights are in half precision; only the adapters have fp32 weights and Adam's state.
+    assert 0.5 < weights < 0.6 and optimizer < 0.1
+    with pytest.raises(ValueError, match="lora is 4"):
+        add_adapters(nn.Linear(3, 3), 4, "bf16")
+
+
+def test_language_models_are_named_and_misspelt_ones_get_a_hint() -> None:
+    pytest.importorskip("transformers")
+    request = Request("HuggingFaceTB/SmolLM2-135M", objective="lm", data=10**6, length=128, gpu="H200")
+    work = workload(request, base_run(request), "bf16", find_machine("H200"))
+    assert work.towers[0].parameters == pytest.approx(134.5e6, rel=0.01) and not work.built
+    with pytest.raises(ValueError, match="SmolLM2"):
+        workload(replace(request, model="SmolLM-135M"), base_run(request), "bf16", find_machine("H200"))
+
+
+def test_reading_is_measured_on_the_source_and_assumed_without_it(work: Workload) -> None:
+    ticks = iter(range(10**6))
+    measured = reading_rate(RUN, work.built, clock=lambda: 0.01 * next(ticks))
+    # Each sample takes two readings of the clock.
+    assert 0 < measured.seconds < 0.05 and "glyphs" in measured.source
+    missing = replace(RUN, data=replace(RUN.data, source="no/such/folder"))
+    assert reading_rate(missing, work.built).seconds > 1e-3 and reading_rate(missing, ()).seconds == 0
+
+
+def test_a_step_waits_for_workers_that_are_slower_than_the_device(work: Workload) -> None:
+    machine, strategy = find_machine("H200"), Strategy(1, 1024, 256, 1, precision="bf16")
+    quick, slow, alone = (
+        step_time(StepWork(work.towers, dim=128, reading_s=reading_s, workers=workers), strategy, machine)
+        for reading_s, workers in ((1e-9, 8), (0.01, 8), (0.01, 0))
+    )
+    assert "waiting for data" not in quick.parts
+    # Eight processes read 1,024 samples of 10 ms each while the device computes; without them, nothing overlaps.
+    assert slow.seconds == pytest.approx(1.28) and alone.seconds == pytest.approx(quick.seconds + 10.24)

@@ -171,6 +171,11 @@ def _plan(arguments: argparse.Namespace) -> None:
     options = {key: value for key, value in vars(arguments).items() if key not in not_options and value is not None}
     if any(path is not None and path.suffix == ".html" for path in (arguments.out, arguments.html)):
         packages.require(packages.PLAN_PAGE)
+    if not {"gpu", "memory", "rates"} & options.keys():
+        progress("measuring the speed of this machine")
+        from ..measuring.rates import quick_rates
+
+        options |= {"rates": rates} if (rates := quick_rates()) is not None else {}
     try:
         found = plan(**options, progress=progress)
     finally:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from ..towers.repeats import KEPT, BlockRun
 
@@ -31,15 +32,20 @@ class BlockTracker:
         self.current: Block | None = None
         self._entered_from: list[Block | None] = []
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """A context in which the kept blocks have hooks."""
+    def watch(self) -> list[RemovableHandle]:
+        """Register hooks on the kept blocks; return their handles."""
         handles = []
         for number, run in enumerate(self.runs):
             for position, module in enumerate(run.kept):
                 block = Block(number, position)
                 handles.append(module.register_forward_pre_hook(self._enter_hook(block), with_kwargs=True))
                 handles.append(module.register_forward_hook(self._leave_hook(block)))
+        return handles
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """A context in which the kept blocks have hooks."""
+        handles = self.watch()
         try:
             yield
         finally:

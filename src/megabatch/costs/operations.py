@@ -111,9 +111,9 @@ FITTED_BANDWIDTH, FITTED_TENSOR_RATE, FITTED_PACE = 4.8e12, 989.4e12, 66.9e12 / 
 def flops_efficiency(tensor_rate: float, fp32_rate: float, capability: tuple[int, int]) -> Mapping[OpClass, float]:
     """Return the shares of another device's FLOP/s that each class reaches.
 
-    A class of tensor-core operations that stays below the best one on an H200 is limited by its threads, which compute what is not a
-    matrix product and feed the tensor cores: it gains where these are slower relative to the threads. Classes without tensor cores
-    keep their shares.
+    A class of tensor-core operations that stays below the best one on an H200 is limited by its threads, which compute what is not
+    a matrix product and feed the tensor cores: it gains where these are slower relative to the threads. Classes without tensor
+    cores keep their shares.
     """
     ratio = _pace(fp32_rate, capability) / FITTED_PACE * FITTED_TENSOR_RATE / tensor_rate
     best = max(FLOPS_EFFICIENCY.values())
@@ -153,10 +153,10 @@ WORD_BYTES = 4
 # Half-precision rows of odd width are read element by element, since a word would begin in the previous row.
 ODD_WIDTH_UTILIZATION = 0.6
 HALF = (torch.bfloat16, torch.float16)
-# A pooling kernel has one thread for each output, or in backward for each input, which visits its windows one element at a time: its
-# instructions take the time, whatever the dtype. Picoseconds per output and per element of its window, fitted to forwards of 2 × 2
-# averages and 3 × 3 maxima on an H200; per input of an average's backward, and per window that an input belongs to, fitted to the
-# backward of 2 × 2 averages and to the whole step of PoolFormer, whose windows overlap.
+# A pooling kernel has one thread for each output, or in backward for each input, which visits its windows one element at a time:
+# its instructions take the time, whatever the dtype. Picoseconds per output and per element of its window, fitted to forwards of
+# 2 × 2 averages and 3 × 3 maxima on an H200; per input of an average's backward, and per window that an input belongs to, fitted to
+# the backward of 2 × 2 averages and to the whole step of PoolFormer, whose windows overlap.
 POOLING_OUTPUT, POOLING_ELEMENT = 10.3, 0.66
 POOLING_INPUT, POOLING_WINDOW = 14.4, 4.7
 # Elements up to which a dimension is narrow: where memory runs along it in one of two layouts, all elements of a cache line are used

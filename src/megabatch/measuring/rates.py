@@ -21,6 +21,7 @@ from .timing import seconds_each, seconds_of
 MIB = 2**20
 # Seconds for which each rate is measured.
 SECONDS = 0.25
+QUICK_SECONDS = 0.1
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -47,6 +48,16 @@ def measure_here(seconds: float = SECONDS) -> Rates:
     """Return the rates of this process's device; if torchrun started it, also of the exchange between ranks."""
     with distributed.ranks(Compute()) as ranks:
         return measure_rates(ranks.device, ranks.group, seconds)
+
+
+def quick_rates() -> Rates | None:
+    """Return the rates of the device that a plan for this machine means, in about two seconds; None if they cannot be measured."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return measure_rates(device, seconds=QUICK_SECONDS)
+    except (ValueError, RuntimeError):
+        # The memory of the machine cannot be read, or the device is taken by another program: the plan states its assumption.
+        return None
 
 
 def _memory(device: torch.device) -> int:

@@ -10,7 +10,7 @@ from .. import config
 from ..costs.hardware import Machine
 from ..costs.memory import MemoryPredictor, PeakMemory, Prediction
 from ..costs.strategy import Precision, Sharding, Strategy
-from ..costs.time import StepTime, StepWork, interval, rescale, step_time
+from ..costs.time import StepTime, StepWork, rescale, step_time
 from ..towers import BuiltTower
 from .calibration import Calibration, calibrate
 from .problem import Problem
@@ -22,8 +22,8 @@ from .workload import Workload, traced, workload
 
 # Bytes per parameter with gradient and Adam's state in fp32. Sharding is tried if these take more than this share of the limit.
 STATE_BYTES, LARGE_SHARE = 16, 0.25
-# Steps of a run around one that was measured at, or scaled from, another batch on the same machine.
-MEASURED_SPREAD = (0.9, 1.15)
+# Of these, what every optimizer needs with DDP: weights, gradients and their buckets. Frozen weights are in half precision.
+DDP_BYTES, FROZEN_BYTES = 12, 2
 
 
 class Tools(NamedTuple):
@@ -47,6 +47,11 @@ class Estimator:
     def parameters(self) -> int:
         return sum(work.parameters for work in self.task.towers)
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of trained weights with gradients and Adam's state in fp32, and of frozen weights in half precision."""
+        return STATE_BYTES * self.task.trainable + FROZEN_BYTES * (self.parameters - self.task.trainable)
+
     def memory(self, strategy: Strategy) -> int:
         """Return the bytes that a strategy takes of a device: predicted, and corrected by measurements."""
         predicted = self.calibration.memory(strategy, self.peaks)
@@ -58,13 +63,6 @@ class Estimator:
         predicted = step_time(self.task, strategy, machine)
         return rescale(predicted, self.calibration.seconds(strategy, lambda other: step_time(self.task, other, machine).seconds))
 
-    def interval(self, strategy: Strategy) -> tuple[float, float]:
-        """Return the seconds between which nine steps in ten lie; a measured step only varies by its own spread."""
-        seconds, measured = self.seconds(strategy), self.calibration.confidence(strategy)
-        if measured is not None:
-            return MEASURED_SPREAD[0] * seconds, MEASURED_SPREAD[1] * seconds
-        return interval(seconds, self.problem.machine.device)
-
     def seconds(self, strategy: Strategy, machine: Machine | None = None) -> float:
         return self.step(strategy, machine).seconds
 
@@ -74,9 +72,12 @@ class Estimator:
     def fastest(self, batch: int, machine: Machine | None = None) -> Estimate:
         """Return the fastest strategy that reaches the batch. Raises ValueError if none fits."""
         machine = machine or self.problem.machine
-        # Sharding saves weights, gradients and optimizer state only, so it is tried if these take a large part of the memory.
-        heavy = STATE_BYTES * self.parameters > LARGE_SHARE * self.problem.limit
-        shardings: tuple[Sharding, ...] = ("ddp", "fsdp2") if heavy else ("ddp",)
+        # Sharding saves weights, gradients and optimizer state only, so it is tried if these take a large part of the memory. If
+        # weights, gradients and DDP's buckets alone take more than there is, nothing else can work.
+        state = self.state_bytes / self.problem.limit
+        shardings: tuple[Sharding, ...] = ("ddp",)
+        if state > LARGE_SHARE:
+            shardings = ("fsdp2",) if state * DDP_BYTES / STATE_BYTES > 1 else ("ddp", "fsdp2")
         asked = self.problem.request.checkpointing
         candidates = candidate_strategies(
             batch,

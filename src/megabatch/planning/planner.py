@@ -10,6 +10,7 @@ from typing import Any
 from .. import config, trust, vocabulary
 from ..costs.hardware import Machine
 from ..costs.memory import Prediction
+from ..costs.time import interval
 from ..evidence import FACTS, Confidence, Fact, collisions
 from ..optimizers import OPTIMIZERS
 from .alternatives import alternatives, changes, curve
@@ -295,7 +296,10 @@ def _seconds_number(estimate: Estimate, machine: Machine, calibration: Calibrati
     why = f"counted operations and bytes, divided by the rates of {machine.device.name} at typical efficiencies"
     confidence = calibration.confidence(estimate.strategy)
     if step is None or confidence is None:
-        return Number(name, estimate.seconds, shown, why, machine.device.source, "medium")
+        low, high = interval(estimate.seconds, machine.device)
+        why += f"; nine in ten steps take between {low:.2g} and {high:.2g} s"
+        shown, known = f"{shown} ({low:.2g}–{high:.2g})", machine.device.basis in ("fitted", "measured")
+        return Number(name, estimate.seconds, shown, why, machine.device.source, "medium" if known else "low")
     if confidence == "measured":
         why = f"the median of steps at this batch and chunk, {step.origin}"
         return Number(name, estimate.seconds, shown, why, PROFILE, confidence)

@@ -14,7 +14,7 @@ from .. import config
 from ..costs.counting import Work, count_work
 from ..costs.hardware import Machine
 from ..costs.lora import add_adapters
-from ..costs.memory import MemoryCurve, MemoryPredictor, Prediction, Setup, memory_curve, predict_memory
+from ..costs.memory import ChunkedMemoryCurve, MemoryCurve, MemoryPredictor, Prediction, Setup, memory_curve, predict_memory
 from ..costs.models import EncoderWithInputs, SkipCompute, copy_modules, encoders_of, module_from_function
 from ..costs.strategy import Precision, Strategy
 from ..objectives import MEAN, OBJECTIVES
@@ -77,11 +77,18 @@ def traced(request: Request, run: config.Run, work: Workload, machine: Machine) 
             device=machine.device.type,
         )
 
+    first: dict[Strategy, MemoryCurve] = {}
+
     @functools.cache
     def chunked(strategy: Strategy) -> MemoryCurve:
+        # Chunks of different sizes share what does not depend on their size: the weights and the optimizer's step.
+        key = replace(strategy, shard=1, chunk=1)
+        if isinstance(known := first.get(key), ChunkedMemoryCurve):
+            return known.at_chunk(strategy.chunk)
         modules = prepared(strategy.checkpointing)
         pair = (modules[0], modules[1] if len(modules) > 1 else None)
-        return memory_curve(lambda: copy_modules(pair), (work.inputs[0], work.inputs[-1]), setup_of(strategy))
+        first[key] = memory_curve(lambda: copy_modules(pair), (work.inputs[0], work.inputs[-1]), setup_of(strategy))
+        return first[key]
 
     @functools.cache
     def accumulated(strategy: Strategy) -> Prediction:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,7 +93,9 @@ def _load(name: str, *, shapes_only: bool = False) -> tuple[Any, nn.Module]:
         raise ValueError(f"transformers:{name} holds pickled weights, which are not read; save them as safetensors")
     try:
         with _offline():
-            if fresh:
+            if shapes_only:
+                model = _without_values(lambda: AutoModel.from_config(config))
+            elif fresh:
                 model = AutoModel.from_config(config)
             else:
                 model = AutoModel.from_pretrained(name, config=config, use_safetensors=True, **LOCAL)
@@ -125,6 +127,27 @@ def _config(name: str, *, shapes_only: bool) -> Any:
     return config
 
 
+def _without_values(build: Callable[[], nn.Module]) -> nn.Module:
+    """Return the model with weights that were never initialised, which takes no time whatever its size, and with zeros as buffers."""
+    try:
+        with torch.device("meta"):
+            model = build()
+    except (NotImplementedError, RuntimeError):
+        # Its constructor reads values, which meta tensors do not have.
+        return build()
+    # The original is kept with its replacement, so that no other tensor gets its id. Tied weights stay tied.
+    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                new = nn.Parameter(torch.empty_like(parameter, device="cpu"), parameter.requires_grad)
+                module._parameters[name] = made.setdefault(id(parameter), (parameter, new))[1]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.zeros_like(buffer, device="cpu")
+    return model
+
+
 def language_model(name: str) -> nn.Module:
     """Return the language model of a folder's or a known model's shape, with fresh weights and its head for tokens."""
     with _importing():
@@ -133,7 +156,7 @@ def language_model(name: str) -> nn.Module:
         config = _config(str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name, shapes_only=True)
         _refuse_code(name, config)
         try:
-            return AutoModelForCausalLM.from_config(config)
+            return _without_values(lambda: AutoModelForCausalLM.from_config(config))
         except ValueError as error:
             raise ValueError(f"model is {name!r}: it is not a language model that predicts the next token ({error})") from error
 

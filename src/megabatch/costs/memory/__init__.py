@@ -11,8 +11,17 @@ caching allocator. That takes seconds for models of any size, on any machine.
     interpolate.py           any number of rows, any strategy, from a few traces
 """
 
-from .interpolate import MemoryCurve, MemoryPredictor, PeakMemory, memory_curve
+from .interpolate import ChunkedMemoryCurve, MemoryCurve, MemoryPredictor, PeakMemory, memory_curve
 from .predict import predict_memory
 from .setup import Prediction, Setup
 
-__all__ = ["MemoryCurve", "MemoryPredictor", "PeakMemory", "Prediction", "Setup", "memory_curve", "predict_memory"]
+__all__ = [
+    "ChunkedMemoryCurve",
+    "MemoryCurve",
+    "MemoryPredictor",
+    "PeakMemory",
+    "Prediction",
+    "Setup",
+    "memory_curve",
+    "predict_memory",
+]

@@ -6,6 +6,7 @@ arithmetic. `ContrastiveStep` traces, `ComposedStep` composes.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from .loss import LossMemory
 from .setup import Setup
-from .step import Inputs, TracedStep
+from .step import Inputs, TracedStep, recording_again
 from .trace import Event, Recorder, Trace
 
 # Allocations of the traced chunk that exist now, and the allocations of the composed step that represent them.
@@ -51,19 +52,38 @@ class ContrastiveStep(TracedStep):
                 raise ValueError(f"tower {name} is a {type(tower).__name__}: must be an nn.Module")
         super().__init__(setup, recorder, {"x": x} if y is None else {"y": y, "x": x}, whole=whole)
         self.persistent_events = len(recorder.trace.events)
-        chunk = min(setup.chunk or rows, rows)
-        if y is None:
-            # Both sides in one pass: the larger of the two inputs decides.
-            towers = [self._trace_tower("x", [x_inputs, y_inputs], chunk if setup.chunk else 2 * rows)]
-        else:
-            towers = [self._trace_tower("y", [y_inputs], chunk), self._trace_tower("x", [x_inputs], chunk)]
+        self.inputs = {"x": [x_inputs, y_inputs]} if y is None else {"y": [y_inputs], "x": [x_inputs]}
+        traced = self._trace_towers(rows)
         with recorder.separate_events() as update_events:
             self.update()
-        *passes, self.update_events = self.completed([part for t in towers for part in (t.forward, t.backward)] + [update_events])
-        self.towers = [
+        self.towers, self.update_events = self._completed_towers(traced, update_events)
+
+    def at_chunk(self, chunk: int) -> ContrastiveStep:
+        """Return the step in chunks of another size: its towers are traced again, what does not depend on the chunk is shared."""
+        other = copy.copy(self)
+        other.setup = replace(self.setup, chunk=chunk)
+        with recording_again(self.recorder):
+            traced = other._trace_towers(chunk)
+            for parameter in self.trainable:
+                parameter.grad = None
+        other.towers, _ = other._completed_towers(traced, [])
+        return other
+
+    def _trace_towers(self, rows: int) -> list[TowerTrace]:
+        chunk = min(self.setup.chunk or rows, rows)
+        # With a shared tower and no chunks, both sides go through in one pass: the larger of the two inputs decides.
+        whole = len(self.inputs) == 1 and self.setup.chunk is None
+        return [self._trace_tower(name, inputs, 2 * rows if whole else chunk) for name, inputs in self.inputs.items()]
+
+    def _completed_towers(self, traced: list[TowerTrace], update_events: list[Event]) -> tuple[list[TowerTrace], list[Event]]:
+        """Return the traces and the optimizer's events with those of blocks that did not run."""
+        lists = [events for tower in traced for events in (tower.forward, tower.backward)]
+        *passes, update = self.completed([*lists, update_events])
+        towers = [
             replace(tower, forward=forward, backward=backward)
-            for tower, forward, backward in zip(towers, passes[::2], passes[1::2], strict=True)
+            for tower, forward, backward in zip(traced, passes[::2], passes[1::2], strict=True)
         ]
+        return towers, update
 
     def _trace_tower(self, name: str, inputs: list[Inputs], rows: int) -> TowerTrace:
         recorder = self.recorder

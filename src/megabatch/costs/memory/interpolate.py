@@ -75,6 +75,10 @@ class ChunkedMemoryCurve(MemoryCurve):
         kept = self._step.setup.keep if keep is None else replace(self._step.setup, keep=keep).keep
         return summarize(self._step, ComposedStep(self._step, rows, dict.fromkeys(self._step.modules, kept)))
 
+    def at_chunk(self, chunk: int) -> ChunkedMemoryCurve:
+        """Return the curve of the same step in chunks of another size."""
+        return ChunkedMemoryCurve(self._step.at_chunk(chunk))
+
 
 class AccumulatedMemoryCurve(MemoryCurve):
     """The curve of a supervised step in chunks: constant from the second chunk on."""

@@ -69,12 +69,21 @@ class FakeParameters:
 def recording(setup: Setup) -> Iterator[Recorder]:
     """A context in which tensors are fake and a recorder follows them, on the device of the setup."""
     recorder = Recorder(KernelWorkspaces(setup.capability) if setup.device == "cuda" else None)
-    with ExitStack() as contexts:
-        if setup.device == "cuda":
-            contexts.enter_context(dispatch_as_cuda())
-        contexts.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        contexts.enter_context(recorder)
+    with recording_again(recorder, FakeTensorMode(allow_non_fake_inputs=True)):
         yield recorder
+
+
+@contextmanager
+def recording_again(recorder: Recorder, mode: FakeTensorMode | None = None) -> Iterator[None]:
+    """A context in which a recorder goes on, with the fake tensors that it has seen before."""
+    recorder.fake_mode = mode or recorder.fake_mode
+    assert recorder.fake_mode is not None
+    with ExitStack() as contexts:
+        if recorder.workspaces is not None:
+            contexts.enter_context(dispatch_as_cuda())
+        contexts.enter_context(recorder.fake_mode)
+        contexts.enter_context(recorder)
+        yield
 
 
 class TracedStep:
@@ -88,14 +97,13 @@ class TracedStep:
         self.setup, self.recorder = setup, recorder
         self.runs = [] if whole else [run for module in modules.values() for run in equal_blocks(module)]
         recorder.blocks = BlockTracker(self.runs)
-        self._contexts = ExitStack()
         fake_parameters, tracker = FakeParameters(recorder), ModuleTracker(recorder)
         self.modules = {name: fake_parameters.replace_in(module) for name, module in modules.items()}
         if setup.checkpointing:
             for name, module in self.modules.items():
                 enable_checkpointing(module, name)
         # Before other hooks, so that what those allocate belongs to the block.
-        self._contexts.enter_context(recorder.blocks.watching())
+        recorder.blocks.watch()
         for name, module in self.modules.items():
             tracker.watch(module, name)
         self.shards = FullyShardedWeights(recorder, setup.ranks) if setup.sharded else None
@@ -131,7 +139,6 @@ class TracedStep:
 
     def completed(self, lists: list[list[Event]]) -> list[list[Event]]:
         """Return the events with those of the blocks that did not run."""
-        self._contexts.close()
         return complete(self.recorder.trace, lists, self.runs)
 
     def do_not_count(self, tensor: Tensor) -> None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -118,6 +118,7 @@ class Recorder(TorchDispatchMode):
         self.operations: set[str] = set()
         self.granule = 1 if workspaces is None else CUDA_GRANULE
         self.blocks: BlockTracker | None = None
+        self.fake_mode: FakeTensorMode | None = None
         self._live: dict[int, tuple[Any, int]] = {}
         # The storage of a gradient that another was just added to, and the allocation of the sum.
         self._last_sum: tuple[int, int] | None = None
