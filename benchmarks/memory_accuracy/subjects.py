@@ -51,7 +51,6 @@ LANGUAGE = {
         1024,
         shape={"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12},
     ),
-    "modernbert-base": Language("ModernBertConfig", 512, masked=True),
     "qwen3-0.6b": Language(
         "Qwen3Config",
         1024,

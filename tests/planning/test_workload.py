@@ -84,7 +84,8 @@ def tiny_folder(path: Path, name: str, **shape: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "shape"), [("BertConfig", {}), ("Qwen3Config", {"num_key_value_heads": 2, "head_dim": 16}), ("ModernBertConfig", {})]
+    ("name", "shape"),
+    [("BertConfig", {}), ("Qwen3Config", {"num_key_value_heads": 2, "head_dim": 16}), ("ModernBertConfig", {"pad_token_id": 0})],
 )
 def test_a_text_embedder_is_counted_and_traced_at_the_requested_length(name: str, shape: dict[str, Any], tmp_path: Path) -> None:
     model = tiny_folder(tmp_path, name, **shape)

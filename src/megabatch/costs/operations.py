@@ -159,8 +159,8 @@ HALF = (torch.bfloat16, torch.float16)
 # the backward of 2 × 2 averages and to the whole step of PoolFormer, whose windows overlap.
 POOLING_OUTPUT, POOLING_ELEMENT = 10.3, 0.66
 POOLING_INPUT, POOLING_WINDOW = 14.4, 4.7
-# Elements up to which a dimension is narrow: where memory runs along it in one of two layouts, all elements of a cache line are used
-# before the line is evicted, and a transposing copy is no slower than other strided ones.
+# Elements up to which a dimension is narrow: where memory runs along it in one of two layouts, all elements of a cache line are
+# used before the line is evicted, and a transposing copy is no slower than other strided ones.
 NARROW_DIM = 16
 # Operators classified by their whole name, because their names are parts of others ("min" in clamp_min, "norm" in
 # linalg_vector_norm).

@@ -30,7 +30,7 @@ PARAMETER_BYTES = 4
 SPREADS: dict[Basis, tuple[float, float]] = {
     "fitted": (0.83, 1.25),
     "measured": (0.75, 1.5),
-    "data sheet": (0.55, 1.8),
+    "data sheet": (0.5, 1.7),
     "assumed": (0.3, 3.5),
 }
 

@@ -33,7 +33,8 @@ class BlockRun:
 
     @property
     def blocks(self) -> list[nn.Module]:
-        return list(self.owner._modules.values())[self.first : self.first + self.count]  # type: ignore[arg-type]
+        members = [member for member in self.owner._modules.values() if member is not None]
+        return members[self.first : self.first + self.count]
 
     @property
     def kept(self) -> list[nn.Module]:

@@ -91,6 +91,7 @@ def _load(name: str, *, shapes_only: bool = False) -> tuple[Any, nn.Module]:
     fresh = shapes_only or (folder.is_dir() and not any(folder.glob("*.safetensors")))
     if fresh and not shapes_only and any(folder.glob("*.bin")):
         raise ValueError(f"transformers:{name} holds pickled weights, which are not read; save them as safetensors")
+    model: Any
     try:
         with _offline():
             if shapes_only:
@@ -128,7 +129,7 @@ def _config(name: str, *, shapes_only: bool) -> Any:
 
 
 def _without_values(build: Callable[[], nn.Module]) -> nn.Module:
-    """Return the model with weights that were never initialised, which takes no time whatever its size, and with zeros as buffers."""
+    """Return the model with weights that were never initialised, which takes no time whatever its size; its buffers are zeros."""
     try:
         with torch.device("meta"):
             model = build()
