@@ -153,7 +153,7 @@ def test_batch_norm_has_a_class_for_half_precision(precision: str, op_class: str
     [
         (nn.LayerNorm(8), "narrow normalisation"),
         (nn.Softmax(-1), "softmax"),
-        (nn.MaxPool2d(2, padding=1), "gather or scatter"),
+        (nn.MaxPool2d(2, padding=1), "pooling"),
         (nn.GELU(), "elementwise"),
     ],
 )

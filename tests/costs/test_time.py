@@ -86,7 +86,7 @@ def test_an_operation_takes_the_longer_of_compute_and_memory_time() -> None:
 def test_every_class_has_an_efficiency_below_one() -> None:
     assert set(BYTES_EFFICIENCY) == set(get_args(OpClass))
     assert set(FLOPS_EFFICIENCY) == {
-        name for name in BYTES_EFFICIENCY if any(part in name for part in ("matmul", "convolution", "gradient", "attention"))
+        name for name in BYTES_EFFICIENCY if any(part in name for part in ("matmul", "convolution", "gradient", "attention", "pooling"))
     }
     assert all(0 < share < 1 for share in (*FLOPS_EFFICIENCY.values(), *BYTES_EFFICIENCY.values()))
     doubled = Efficiency().scaled(2.0, 1.0)
@@ -111,8 +111,9 @@ def test_convolutions_in_fp32_use_tf32_and_matrix_products_do_not() -> None:
     assert device.flops_per_second("fp32", "convolution") == pytest.approx(0.45 * 494.7e12)
     assert device.flops_per_second("fp32", "attention in fp32") == pytest.approx(0.35 * 66.9e12)
     assert device.flops_per_second("bf16", "convolution") == pytest.approx(0.45 * 989.4e12)
-    # A V100 has no TF32.
-    assert find_device("V100").flops_per_second("fp32", "convolution") == pytest.approx(0.45 * 15.7e12)
+    # A V100 has no TF32, and its slower tensor cores are easier to feed: a larger share of its fp32 rate.
+    v100 = find_device("V100")
+    assert 0.45 * 15.7e12 < v100.flops_per_second("fp32", "convolution") == v100.flops_per_second("fp32", "matmul")
 
 
 def test_convolutions_of_few_channels_use_no_tensor_cores() -> None:

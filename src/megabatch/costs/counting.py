@@ -60,8 +60,8 @@ class Pass(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """FLOPs of matrix products, per row."""
-        return sum(call.times * call.flops for call in self.calls)
+        """FLOPs of matrix products, per row; the instructions of a pooling are none."""
+        return sum(call.times * call.flops for call in self.calls if call.op_class != "pooling")
 
     @property
     def bytes(self) -> float:
