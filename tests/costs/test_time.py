@@ -86,7 +86,9 @@ def test_an_operation_takes_the_longer_of_compute_and_memory_time() -> None:
 def test_every_class_has_an_efficiency_below_one() -> None:
     assert set(BYTES_EFFICIENCY) == set(get_args(OpClass))
     assert set(FLOPS_EFFICIENCY) == {
-        name for name in BYTES_EFFICIENCY if any(part in name for part in ("matmul", "convolution", "gradient", "attention", "pooling"))
+        name
+        for name in BYTES_EFFICIENCY
+        if any(part in name for part in ("matmul", "convolution", "gradient", "attention", "pooling"))
     }
     assert all(0 < share < 1 for share in (*FLOPS_EFFICIENCY.values(), *BYTES_EFFICIENCY.values()))
     doubled = Efficiency().scaled(2.0, 1.0)
