@@ -48,7 +48,7 @@ def test_records_are_consistent(device) -> None:
 
 
 def test_a_size_that_the_device_does_not_have_is_refused() -> None:
-    with pytest.raises(ValueError, match="did you mean.*A100-80GB"):
+    with pytest.raises(ValueError, match=r"did you mean.*A100-80GB"):
         find_device("A100 32GB")
 
 

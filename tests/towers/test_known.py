@@ -87,7 +87,7 @@ def test_a_known_model_is_built_for_its_shape_and_not_for_training(tmp_path) -> 
         shape = build_tower(tower, 384, side="x", shapes_only=True)
     assert shape.kind == "text" and shape.prepare("a text", None)["input_ids"].shape == (32,)
     assert parameters(shape.module) == pytest.approx(22.7e6, rel=0.01)
-    with pytest.raises(ValueError, match="neither a folder with a config.json nor a name in the cache"):
+    with pytest.raises(ValueError, match=r"neither a folder with a config\.json nor a name in the cache"):
         build_tower(tower, 384, side="x")
 
 
