@@ -230,7 +230,7 @@ def rate_unusual(t: TrainingFacts) -> Iterator[Violation]:
 
 def _possible(t: TrainingFacts) -> tuple[float, float]:
     """Return the rates that can be meant; with an unknown optimizer, those that can be meant with some optimizer."""
-    intervals = [possible_rates(t.optimizer)] if t.optimizer else [possible_rates(family) for family in FAMILIES]
+    intervals = [possible_rates(t.optimizer)] if t.optimizer else [possible_rates(family.name) for family in FAMILIES.values()]
     return min(low for low, _ in intervals), max(high for _, high in intervals)
 
 
