@@ -35,9 +35,12 @@ class Record(NamedTuple):
 # Where the audit names the tools whose files it reads.
 TOOLS = frozenset({"audit/tools.py", "audit/readers/open_clip.py", "audit/readers/transformers.py"})
 RECORDS = (
-    # The record, the file of the loss, its export by losses/ and by the package. Elsewhere, published.py lists what others used.
+    # The record, the file of the loss, its export by losses/ and by the package. Elsewhere, published.py lists what others used,
+    # and ms-swift's command line has a loss "infonce" too.
     *(
-        Record("loss", tuple(n for n in (name, spec.function) if n), 4, frozenset({"published.py"}))
+        Record(
+            "loss", tuple(n for n in (name, spec.function) if n), 4, frozenset({"published.py", "audit/readers/trainer_command.py"})
+        )
         for name, spec in objectives.OBJECTIVES.items()
     ),
     # OpenCLIP's command line has an optimizer "adamw" too.
