@@ -14,9 +14,11 @@ import torch
 from benchmarks.memory_accuracy.cases import Case, of_row, quick_cases
 from benchmarks.report import read_rows
 from benchmarks.time_accuracy import __main__ as program
-from benchmarks.time_accuracy import measuring, report
+from benchmarks.time_accuracy import blind, measuring, published, report
 from benchmarks.time_accuracy.cases import CALIBRATION, cases, fresh_cases, held_out
 from benchmarks.time_accuracy.predicting import predicted_rows, work_of
+from megabatch.costs.devices import find_device
+from megabatch.costs.time import interval
 
 KEPT = read_rows(Path(__file__).parents[2] / "benchmarks/results/time-cuda.jsonl")
 MACHINE = {"gpu": "a device", "torch": "2.0", "date": "2026-11-15T00:00:00"}
@@ -208,3 +210,22 @@ def test_without_a_device_nothing_is_timed(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(SystemExit, match="there is no CUDA device here"):
         program.main(["--output", str(tmp_path / "rows.jsonl")])
     assert not list(tmp_path.iterdir())
+
+
+def test_published_steps_lie_in_the_stated_intervals() -> None:
+    rows = read_rows(published.RESULTS)
+    assert [(row["gpu"], row["model"], row["rows"]) for row in rows] == [(r.gpu, r.model, r.rows) for r in published.published()]
+    for row in rows:
+        low, high = interval(row["predicted_s"], find_device(row["gpu"]))
+        assert (row["low_s"], row["high_s"]) == pytest.approx((low, high)) and row["inside"] == (low <= row["seconds"] <= high)
+    assert sum(row["inside"] for row in rows) >= 0.9 * len(rows) >= 30 * 0.9
+
+
+def test_frozen_predictions_are_of_models_that_nothing_was_fitted_on() -> None:
+    rows = read_rows(blind.FROZEN)
+    assert [of_row(row) for row in rows] == list(blind.blind_cases()) and len(rows) >= 30
+    assert not {row["model"] for row in rows} & (blind.seen_models() | set(CALIBRATION))
+    for row in rows:
+        # The prediction at the default rate of the host lies between those at the rates beside it.
+        assert blind.at_host_rate(row, 42e-6) == pytest.approx(row["predicted_s"], rel=0.02)
+        assert row["by_host_s"] == sorted(row["by_host_s"])
