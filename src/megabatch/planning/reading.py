@@ -14,8 +14,9 @@ from ..towers import BuiltTower
 
 # Seconds for which a source is read.
 MEASURED_S = 1.0
-# A usual rate of one process, per sample: a JPEG of some hundred kB decoded and resized, and a text split into tokens.
-IMAGE_S, TEXT_S = 5e-3, 1e-4
+# Seconds of one process for a sample: a JPEG of 97 kB decoded and resized with its caption (benchmarks/results/feeding-cpu.jsonl),
+# and a text split into tokens.
+IMAGE_S, TEXT_S = 4.6e-3, 1e-4
 
 
 class ReadingRate(NamedTuple):
