@@ -437,15 +437,19 @@ def on_ranks(rank: int, size: int, folder: str, gather: bool, options: dict[str,
     batch = [column[SHARDS[rank]] for column in columns()]
     value = loss(features_of(model, batch), None)
     value.backward()
-    with Collectives() as collectives:
-        loss(features_of(model, batch), None).backward()
+    counts = []
+    for size in (2, 100):
+        loss.mini_batch_size = size
+        with Collectives() as collectives:
+            loss(features_of(model, batch), None).backward()
+        counts.append(collectives.counts)
     with torch.no_grad(), Collectives() as evaluation:
         loss(features_of(model, batch), None)
     return {
         "loss": float(value.detach()),
-        "gradients": [p.grad / 2 for p in model.parameters() if p.grad is not None],
-        "scale": float(loss.norm.log_scale.grad) / 2,
-        "all-reduces of the gradients": collectives.counts["allreduce_"],
+        "gradients": [p.grad / 3 for p in model.parameters() if p.grad is not None],
+        "scale": float(loss.norm.log_scale.grad) / 3,
+        "collectives with chunks and without": counts,
         "collectives in evaluation": sum(evaluation.counts.values()),
     }
 
@@ -466,5 +470,5 @@ def test_ranks_train_as_one_process_with_one_exchange(world, model, folder, gath
         for a, b in zip(found["gradients"], want, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-9)
         assert found["collectives in evaluation"] == 0
-        # One of DDP's single bucket, one of the parameters that no rank used; the rest are the loss's sums.
-        assert found["all-reduces of the gradients"] == results[0]["all-reduces of the gradients"]
+        chunked, whole = found["collectives with chunks and without"]
+        assert chunked == whole and chunked["allreduce_"] > 0
