@@ -33,7 +33,7 @@ class Record(NamedTuple):
 
 
 # Where the audit names the tools whose files it reads.
-TOOLS = frozenset({"audit/tools.py", "audit/readers/open_clip.py", "audit/readers/transformers.py"})
+TOOLS = frozenset({"audit/tools.py", *(f"audit/readers/{name}.py" for name in ("open_clip", "run", "transformers"))})
 RECORDS = (
     # The record, the file of the loss, its export by losses/ and by the package. Elsewhere, published.py lists what others used,
     # and ms-swift's command line has a loss "infonce" too.
@@ -46,9 +46,10 @@ RECORDS = (
     # OpenCLIP's command line has an optimizer "adamw" too.
     *(Record("optimizer", (name,), 2, frozenset({"audit/readers/open_clip.py", "published.py"})) for name in optimizers.OPTIMIZERS),
     # The table and the file of the library or format. Elsewhere, config.py names the defaults, environment.py packages of a bug
-    # report, and the audit reads files of tools, two of which have the name of a library. "text" is also the kind of a sample.
+    # report, towers/known.py models of libraries, and the audit the tools whose files it reads, and towers with random weights (it
+    # does not import torch; a test compares its list with the libraries). "text" is also the kind of a sample.
     *(
-        Record("tower library", (name, f"{name}:"), 2, TOOLS | {"config.py", "environment.py"})
+        Record("tower library", (name, f"{name}:"), 2, TOOLS | {"config.py", "environment.py", "towers/known.py"})
         for name in LIBRARIES
         if name != "text"
     ),

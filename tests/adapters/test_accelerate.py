@@ -89,6 +89,7 @@ def on_two_ranks(rank: int, size: int) -> Any:
     return train(25 - 7 * rank, rank, size, starting_batch_size=32)
 
 
+@pytest.mark.slow
 def test_ranks_find_the_chunk_that_runs_on_all(world):
     [(chunk, tried, first), (other, also_tried, second)] = world.run(2, on_two_ranks)
     assert chunk == other == 17

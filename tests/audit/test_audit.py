@@ -665,7 +665,7 @@ def test_the_readers_names_of_towers_are_those_of_the_libraries():
 @pytest.mark.parametrize("samples", [2_000_000, 8_000_000, 400_000_000])
 @pytest.mark.parametrize("start", ["scratch", "locked"])
 def test_a_run_as_the_rules_advise_has_no_finding(samples, start, tmp_path):
-    task = TrainingTask("clip", start, data=samples, seen=samples)
+    task = TrainingTask("image-text", start, data=samples, seen=samples)
     size = round(advise_batch(task).value)
     values = (("size = 8192", f"size = {size}"), ("chunk = 512", "chunk = 64"), ("epochs = 30", f"samples = {samples}"))
     values += (("5e-4", str(advise_rate(task, size).value)), ("0.98", str(advise_beta2(task, size).value)))

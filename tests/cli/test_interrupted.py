@@ -122,12 +122,12 @@ class Process:
         self.process.start()
 
     def wait(self) -> tuple[int, str, list[str]]:
-        """Return the exit status, standard output, and the lines of standard error without those of the progress bar."""
+        """Return the exit status, standard output, and the lines of standard error without progress and what the batch is."""
         self.process.join(PATIENCE_S)
         status = self.process.exitcode
         self.process.kill()
         out, err = (path.read_text("utf-8") for path in self.files)
-        return status, out, [line for line in err.splitlines() if " pairs · " not in line]
+        return status, out, [line for line in err.splitlines() if " pairs · " not in line and not line.startswith("batch ")]
 
 
 def assert_one_sentence(process: Process, number: int) -> bool:

@@ -78,6 +78,7 @@ def test_blocks_that_differ_in_what_they_keep_are_traced_whole() -> None:
     assert not trace_step(build, rows_of, 8, Setup(), None).runs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=SLOW)])
 def test_work_of_a_few_equal_blocks_is_that_of_all(precision: str) -> None:
     few, whole = (count_work(Stack(), rows_of, precision, whole=whole) for whole in (False, True))

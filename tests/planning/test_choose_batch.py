@@ -34,12 +34,12 @@ def chosen(model, params=151_000_000, **asked):
 @pytest.mark.parametrize(
     ("model", "asked", "kind", "start"),
     [
-        ("ViT-B/32", {}, "clip", "scratch"),
-        ("ViT-B/32", {"start": "locked"}, "clip", "locked"),
-        ("ViT-B/32", {"objective": "finetune"}, "clip", "pretrained"),
-        ("vit + text", {}, "clip", "scratch"),
-        ("transformers:folder + transformers:folder", {"objective": "finetune"}, "embedder", "pretrained"),
-        ("transformers:folder + x", {"lora": 16}, "embedder", "pretrained"),
+        ("ViT-B/32", {}, "image-text", "scratch"),
+        ("ViT-B/32", {"start": "locked"}, "image-text", "locked"),
+        ("ViT-B/32", {"objective": "finetune"}, "image-text", "pretrained"),
+        ("vit + text", {}, "image-text", "scratch"),
+        ("transformers:bert-base-uncased + transformers:bert-base-uncased", {"objective": "finetune"}, "embedder", "pretrained"),
+        ("transformers:bert-base-uncased + x", {"lora": 16}, "embedder", "pretrained"),
         ("vit", {"objective": "supervised"}, "classifier", "scratch"),
         ("timm:resnet50", {"objective": "finetune"}, "classifier", "pretrained"),
         ("package.module:model", {"objective": "lm"}, "lm", "scratch"),

@@ -327,6 +327,7 @@ def test_a_start_from_weights_is_written_as_a_value_to_fill_in():
         assert key in tuned.comments[""]
 
 
+@pytest.mark.slow
 def test_a_runs_own_file_keeps_what_it_says_and_its_data_are_counted(tmp_path):
     (tmp_path / "pairs.csv").write_text("query,document\n" + "".join(f"q{i},d{i}\n" for i in range(600)), encoding="utf-8")
     text = {"name": "text", "options": {"width": 32, "depth": 1, "heads": 2}}

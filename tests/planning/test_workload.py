@@ -83,6 +83,7 @@ def tiny_folder(path: Path, name: str, **shape: Any) -> str:
     return f"transformers:{path}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "shape"),
     [("BertConfig", {}), ("Qwen3Config", {"num_key_value_heads": 2, "head_dim": 16}), ("ModernBertConfig", {"pad_token_id": 0})],
@@ -111,6 +112,7 @@ def test_grouped_queries_cost_as_much_attention_as_separate_ones() -> None:
     assert grouped == separate == 2 * 2 * 4 * 2 * 16 * 16 * 8
 
 
+@pytest.mark.slow
 def test_lora_trains_adapters_only_and_keeps_no_gradients_of_the_rest(tmp_path: Path) -> None:
     model = tiny_folder(tmp_path, "BertConfig", hidden_size=256, intermediate_size=1024)
     works, peaks = [], []

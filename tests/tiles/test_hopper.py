@@ -62,6 +62,7 @@ for entry in json.loads(TUNED.read_text())["pipelines"]:
 """
 
 
+@pytest.mark.slow
 def test_they_compile_for_hopper():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     ended = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, timeout=900, env=environment)

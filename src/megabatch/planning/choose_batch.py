@@ -15,14 +15,13 @@ from ..evidence import FACTS, Confidence, steps_factor
 from ..objectives import DEFAULT, OBJECTIVES
 from ..optimizers import closest
 from ..recipes import Recipe, TrainingTask, advise_batch, updates_needed
+from ..towers import find_library
 from .estimator import Estimator
 from .problem import Problem
 from .request import check_batch, check_budget
 
 # With priority "accuracy", the smallest batch within this factor of the least time is taken.
 NEARLY_FASTEST = 1.1
-# Prefixes of towers that read text. A tower "x" on side y is the tower of side x.
-TEXT_TOWERS = ("text", "transformers")
 
 
 class BatchChoice(NamedTuple):
@@ -73,8 +72,10 @@ def task_of(problem: Problem, params: int | None = None) -> TrainingTask:
 
 def _pair_kind(run: config.Run) -> Literal["image-text", "embedder"]:
     """Return "embedder" if both towers read text."""
-    names = (run.x.name, run.x.name if run.y.name == "x" else run.y.name)
-    return "embedder" if all(name.partition(":")[0] in TEXT_TOWERS for name in names) else "image-text"
+    # A tower "x" on side y is the tower of side x.
+    towers = (("x", run.x.name), ("y", run.x.name if run.y.name == "x" else run.y.name))
+    kinds = {find_library(name).kind_of(name.partition(":")[2], side) for side, name in towers}
+    return "embedder" if kinds == {"text"} else "image-text"
 
 
 def choose_batch(problem: Problem, estimator: Estimator) -> BatchChoice:

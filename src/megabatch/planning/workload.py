@@ -21,10 +21,8 @@ from ..objectives import MEAN, OBJECTIVES
 from ..optimizers import OPTIMIZERS
 from ..towers import BuiltTower, find_library, full_name, names_code
 from ..towers.model import Classifier
-from ..towers.transformers import language_model
+from ..towers.transformers import PREFIX, language_model
 from .request import Request
-
-TRANSFORMERS_PREFIX = "transformers:"
 
 
 class Workload(NamedTuple):
@@ -155,9 +153,9 @@ def _build_trainable(request: Request, run: config.Run) -> _Parts:
 def _language_model(name: str) -> nn.Module:
     """Return a language model by the name of a known one, of a folder, or of a function that builds it."""
     full = full_name(name)
-    if full.startswith(TRANSFORMERS_PREFIX):
+    if full.startswith(PREFIX):
         with SkipCompute():
-            return language_model(full.removeprefix(TRANSFORMERS_PREFIX))
+            return language_model(full.removeprefix(PREFIX))
     if not names_code(full):
         # Raises, with similar names.
         find_library(full)

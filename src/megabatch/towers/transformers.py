@@ -19,6 +19,8 @@ from .known import find_text_model, similar_names
 from .library import IMAGE_OPTIONS, TowerLibrary, TowerRequest, import_failed, normalization, split_options
 from .tower import BuiltTower, StateDict, as_tower
 
+# How the towers of this library are named.
+PREFIX = "transformers:"
 POOLS = ("pooler", "mean", "class")
 LOCAL = {"local_files_only": True, "trust_remote_code": False}
 # Attention implementations that come with transformers and PyTorch; any other name can be a kernel to download and execute.
