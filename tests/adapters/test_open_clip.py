@@ -66,6 +66,7 @@ def train(rank, size):
     ]
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_same_value_and_gradients():
     # A separate World: torch.distributed.nn, which OpenCLIP uses, keeps the first process group that it sees.
     world = World()

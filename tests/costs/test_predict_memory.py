@@ -290,6 +290,7 @@ def test_checkpointing_keeps_inputs_of_blocks_and_recomputes_one() -> None:
         predict_memory(two_matrices, lambda rows: torch.zeros(rows, 1024), 4, Setup(checkpointing=True))
 
 
+@pytest.mark.slow
 def test_ddp_adds_buckets_and_fsdp_shards_weights_and_state() -> None:
     def build() -> nn.Module:
         return Transformer(6, 256)

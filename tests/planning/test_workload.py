@@ -56,6 +56,7 @@ def test_workspaces_are_those_of_the_devices_capability(work: Workload) -> None:
     assert predicted(work, gpu="H100").peak_bytes == h200.peak_bytes and predicted(work, gpu="L4").peak_bytes == a100.peak_bytes
 
 
+@pytest.mark.slow
 def test_towers_are_counted_as_the_device_computes_them() -> None:
     run = config.build(config.EMBEDDED, ["x.name=vit", "x.options={}"])
     cpu, h200 = (workload(Request(run, data=100_000), run, "fp32", find_machine(gpu)) for gpu in ("cpu", "H200"))

@@ -202,6 +202,7 @@ def test_inputs_may_have_any_memory_layout(loss, layout):
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.slow
 @both_losses
 def test_kernels_without_tensor_descriptors_compute_the_same(loss, monkeypatch):
     case = build(loss, 21, SCALARS[loss], EVERY_OPTION[loss], width=23)
@@ -221,6 +222,7 @@ def use_blocks(monkeypatch) -> Iterator[Callable[..., None]]:
     tuned_configs.blocks_for.cache_clear()
 
 
+@pytest.mark.slow
 @both_losses
 def test_tiles_that_are_not_halved(loss, use_blocks):
     use_blocks(pieces=1)
@@ -627,6 +629,7 @@ def test_predicted_memory_saves_exponentials_where_the_kernels_do():
     assert DEFAULT_WORKSPACE["cuda"] == fused.default_workspace(CUDA) and BESIDE_KEPT == launch.PARTS_BESIDE_SAVED_EXP
 
 
+@pytest.mark.slow
 def test_a_second_backward_computes_again_what_the_first_has_overwritten():
     x, y = (t.float().requires_grad_() for t in embeddings(70, width=8))
     loss = megabatch.clip_loss(x, y, 3.0, backend="fused", workspace=40 * 64 * 4)

@@ -41,6 +41,7 @@ def test_a_run_learns_and_leaves_its_files(pairs, tmp_path):
     assert config.read(out / "run.toml").schedule.steps == 60
 
 
+@pytest.mark.slow
 def test_the_log_says_how_long_steps_wait_for_samples(pairs, tmp_path, monkeypatch):
     read, delay = JsonLines.read, 0.0
 
