@@ -57,6 +57,9 @@ def test_the_kernels_are_as_exact_as_fp32_sums_allow(options):
     options = dict(options)
     case = build_infonce(40, options.pop("extra", 11), 12.0, options, width=24).rounded(torch.float32)
     options = {k: v.float() if k in ("queue", "weights") else v for k, v in case.options.items()}
+    if len(case.x) == len(case.y):
+        # Without hard negatives there is nothing to say about them.
+        options.pop("negatives_of", None)
     found = ours(Case(case.loss, case.x, case.y, case.scalars, options), torch.float32, backend="fused", workspace=4000)
     true = formula(
         Case(case.loss, case.x, case.y, case.scalars, {k: v.double() if k == "queue" else v for k, v in options.items()})

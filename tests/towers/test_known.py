@@ -44,6 +44,7 @@ def test_a_record_has_the_published_number_of_parameters(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 def test_every_text_record_has_the_published_number_of_parameters() -> None:
     off = {record.name: parameters(built(record)) / record.parameters - 1 for record in TEXT_MODELS}
     assert len(off) > 80 and not {name: error for name, error in off.items() if abs(error) > 0.004}
