@@ -77,6 +77,10 @@ class Command:
         return text.replace("\\\n", " ")
 
 
+# Longer than any path: no program has such a name, and searching for one would take seconds.
+_LONG_WORD = re.compile(r"\S{4097,}")
+
+
 def _split(text: str) -> list[str]:
     return shlex.split(text, comments=True)
 
@@ -91,7 +95,7 @@ def find_command(text: str, pattern: str, accepts: Callable[[Command], bool] = _
         raise ValueError(f"the script is larger than {LARGEST_SCRIPT:,} characters, the limit of a script")
     variables, spans = _assignments(text)
     for match in _LOGICAL_LINE.finditer(text):
-        if not re.search(pattern, match[0]) or match[0].lstrip().startswith("#"):
+        if not re.search(pattern, _LONG_WORD.sub("", match[0])) or match[0].lstrip().startswith("#"):
             continue
         used = {reference["braced"] or reference["plain"] for reference in _REFERENCE.finditer(match[0])}
         arrays = tuple(spans[name] for name in variables if name in used and name in spans)
