@@ -186,6 +186,7 @@ def _replace_work() -> None:
         (environment, "describe", lambda: {"devices": [{"name": "cpu"}]}),
         (environment, "as_text", lambda report: ""),
         (measuring_rates, "measure_here", lambda: _RATES),
+        (measuring_rates, "quick_rates", lambda: None),
     ):
         if not hasattr(module, name):
             raise AttributeError(f"{module} has no {name}: name here what now separates checks from work")

@@ -280,12 +280,12 @@ def _hold_budget():
 
 
 def test_copies_of_the_state_do_not_count_to_the_step():
-    model = nn.Linear(2048, 4096, bias=False)
+    model = nn.Linear(8192, 8192, bias=False)
     with ResidentTracker() as idle:
         pass
     found = find_chunk(lambda rows: None, state=[model], cap=1)
-    # The copy is of 32 MiB.
-    assert abs(found.trials[0].peak_bytes - idle.bytes) < 12 * MIB
+    # The copy is of 256 MiB.
+    assert abs(found.trials[0].peak_bytes - idle.bytes) < 96 * MIB
 
 
 def test_without_a_budget_half_of_what_the_host_has_is_one():
@@ -297,15 +297,15 @@ def test_without_a_budget_half_of_what_the_host_has_is_one():
 
 def test_peaks_are_seen_also_where_the_kernels_mark_cannot_be_reset(monkeypatch):
     monkeypatch.setattr(host_memory, "reset_peak", lambda: False)
-    torch.ones(64 * MIB)
+    torch.ones(192 * MIB)
     with ResidentTracker() as seen:
         before = resident_bytes()
-        # Long enough to be sampled.
-        x = torch.ones(16 * MIB)
+        # So large that what the system pages out of this process meanwhile does not matter, and long enough to be sampled.
+        x = torch.ones(64 * MIB)
         for _ in range(5):
             x.sin_()
         del x
-    assert 56 * MIB < seen.bytes - before < 100 * MIB
+    assert 160 * MIB < seen.bytes - before < 400 * MIB
 
 
 def kept(path: Path, device: Simulated, **options: Any) -> tuple[int, int]:
