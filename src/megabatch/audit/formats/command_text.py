@@ -6,13 +6,14 @@ import re
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 # Values of an edit for a flag without a value: add the flag, or remove it.
 PRESENT, ABSENT = object(), object()
 # Shell operators that end a command on a line.
 SEPARATORS = ("|", "||", "&", "&&", ";")
-LARGEST_SCRIPT = 2**18
+LARGEST_SCRIPT = 2**17
 # Variables that are made of others are followed so far.
 DEEPEST = 3
 # NAME=value or NAME=( words ), at the beginning of a line.
@@ -65,7 +66,7 @@ class Command:
                 words = _split(text.rstrip("\"'"))
             except ValueError as error:
                 raise ValueError(f"{self.body.strip()[:80]!r}: is not valid shell syntax ({error})") from None
-        return words[: next((place for place, word in enumerate(words) if word in SEPARATORS), len(words))]
+        return list(words[: next((place for place, word in enumerate(words) if word in SEPARATORS), len(words))])
 
     def _expanded(self, text: str) -> str:
         text = re.sub(r'"(\$\{[A-Za-z_]\w*\[[@*]\]\})"', r"\1", text)
@@ -81,8 +82,10 @@ class Command:
 _LONG_WORD = re.compile(r"\S{4097,}")
 
 
-def _split(text: str) -> list[str]:
-    return shlex.split(text, comments=True)
+@lru_cache(maxsize=16)
+def _split(text: str) -> tuple[str, ...]:
+    """Split as a shell does. Every reader asks for the same words, and shlex takes long for long words."""
+    return tuple(shlex.split(text, comments=True))
 
 
 def _any_command(command: Command) -> bool:

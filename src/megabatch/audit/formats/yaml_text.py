@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from typing import Any
 
 from megabatch import packages
@@ -51,11 +52,19 @@ def _compose(text: str, name: str) -> Any:
     if len(text) > LARGEST_YAML:
         raise ValueError(f"{name}: is larger than {LARGEST_YAML:,} characters, the limit of a YAML configuration")
     try:
-        return yaml.compose(text, Loader=yaml.SafeLoader)
+        return _nodes(text)
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{name}: is not valid YAML ({' '.join(str(error).split())[:200]})") from None
     except RecursionError:
         raise ValueError(f"{name}: is nested too deeply") from None
+
+
+@lru_cache(maxsize=16)
+def _nodes(text: str) -> Any:
+    """Return the tree of a YAML text. Readers and edits ask for the same text many times."""
+    import yaml
+
+    return yaml.compose(text, Loader=yaml.SafeLoader)
 
 
 def _value(node: Any, budget: Iterator[int], depth: int) -> Any:
