@@ -215,17 +215,25 @@ class Compute:
     """How the run is computed.
 
     device: "cpu", "cuda", …; None is the accelerator if there is one. precision: of autocast; "fp32" is none.
-    sharding: "ddp" replicates the weights on every rank, "fsdp2" shards them. workspace: working memory of the loss in bytes, 64
-        KiB or more. threads: of PyTorch on a CPU.
+    sharding: "ddp" replicates the weights on every rank, "fsdp2" shards them over all ranks, "hsdp" shards them over the ranks of
+        each node and replicates them across nodes.
+    compile: compile the towers with torch.compile. channels_last: keep the weights of convolutions in that memory format, which
+        tensor cores read faster.
+    workspace: working memory of the loss in bytes, 64 KiB or more. threads: of PyTorch on a CPU.
     """
 
     device: str | None = None
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    sharding: Literal["ddp", "fsdp2"] = "ddp"
+    sharding: Literal["ddp", "fsdp2", "hsdp"] = "ddp"
     sync_batchnorm: bool = False
     compile: bool = False
+    channels_last: bool = False
     workspace: int | None = None
     threads: int | None = None
+
+    @property
+    def sharded(self) -> bool:
+        return self.sharding != "ddp"
 
 
 @dataclass(frozen=True)
@@ -675,10 +683,10 @@ def _check_noise(run: Run) -> None:
             f"{refused} and schedule.steps {run.schedule.steps}: the number of samples, and with it the learning rate, would"
             " depend on the noise; give schedule.samples or schedule.epochs"
         )
-    if run.compute.sharding == "fsdp2":
+    if run.compute.sharded:
         raise ValueError(
-            f'{refused} and compute.sharding "fsdp2": no rank holds the gradient of its own rows alone; choose sharding "ddp", '
-            "or steps, linear or exponential"
+            f'{refused} and compute.sharding "{run.compute.sharding}": no rank holds the gradient of its own rows alone; choose '
+            'sharding "ddp", or steps, linear or exponential'
         )
     if run.batch.start == 1:
         raise ValueError(f"{refused} and batch.start 1: noise is measured between samples of a batch; start with at least 2")

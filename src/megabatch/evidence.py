@@ -77,8 +77,6 @@ WARMUP_SHARE, USUAL_WARMUP, LONG_WARMUP = 0.05, 2_000, 0.01
 MOST_WARMUP = 0.2
 # Batch norm over fewer rows loses accuracy (FACTS["batch norm"]).
 BATCH_NORM_ROWS = 16
-# What the audit compares with.
-FINETUNE_PAIRS, FINETUNE_SAMPLES, PRETRAINING_RATE, EPOCHS_OF_WARMUP = 512, 32, 5e-4, 5
 # Adam's weight decay by kind of model, and whether it is trained from scratch (FACTS["usual decay"]).
 WEIGHT_DECAYS = {
     ("image-text", True): 0.2, ("image-text", False): 0.1, ("embedder", True): 0.1, ("embedder", False): 0.01,
@@ -305,13 +303,3 @@ def round_rate(rate: float) -> float:
     0.00071
     """
     return float(f"{rate:.2g}")
-
-
-def adam_warmup(beta2: float) -> float:
-    """Return the steps of warm-up for Adam (FACTS["warm-up"])."""
-    return 2 / (1 - beta2)
-
-
-def sgd_warmup(data: int, batch: int) -> float:
-    """Return the steps of warm-up for SGD (FACTS["epochs of warm-up"]). data: samples of an epoch."""
-    return EPOCHS_OF_WARMUP * data / batch

@@ -57,6 +57,7 @@ def train(limit: int, rank: int = 0, size: int = 1, **options: Any) -> Any:
     return step.chunk, tried, {name: value.clone() for name, value in tower.state_dict().items()}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*out of memory")
 def test_the_training_is_that_of_the_chunk_that_was_found():
     chunk, tried, state = train(limit=25, starting_batch_size=32)
@@ -65,6 +66,7 @@ def test_the_training_is_that_of_the_chunk_that_was_found():
     assert all(torch.equal(state[name], expected[name]) for name in expected)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*out of memory")
 def test_a_given_reduction_is_used():
     sizes = iter([16, 8])

@@ -131,6 +131,7 @@ def check(saved: str, ours: dict[str, Any], theirs: dict[str, Any], exact: dict[
         assert torch.allclose(ours["evaluation"], theirs["evaluation"], rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_one_process_ends_at_the_weights_of_sentence_transformers(saved, name):

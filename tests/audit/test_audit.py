@@ -159,6 +159,7 @@ CASES = [
     Case("duplicates-as-negatives", "warning", "train.sh", clip(("400000000", "20000000"), ("epochs 10", "epochs 200")),
          {"unique": 70_000}, has_diff=False),
     Case("scale-unclamped", "warning", "run.toml", GOOD_RUN + "[loss]\nmax_scale = 1000.0  # high\n", DATA),
+    Case("not-filled-in", "note", "run.toml", run(('"pairs.csv"', '"FILL IN: the pairs"')), DATA, has_diff=False),
     Case("too-few-updates", "warning", "run.toml", run(("epochs = 30", "samples = 8_000_000"), ("2000", "98")), DATA),
     Case("too-few-updates", "error", "run.toml", run(("epochs = 30", "samples = 400_000"), ("2000", "4")), DATA),
     Case("too-few-updates", "note", "run.toml",

@@ -132,6 +132,7 @@ def test_a_case_that_cannot_fit_is_skipped_with_the_reason(monkeypatch: pytest.M
     assert needed_bytes(peers.find("ours", "clip"), case) < 2**20
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_or_takes_too_long_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "dying.py").write_text("import os\ndef loss(*_): os.kill(os.getpid(), 9)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -163,6 +164,7 @@ def test_absent_packages_are_named_and_unknown_ones_refused() -> None:
         peers.find("nobody", "clip")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "peer", [peer for peer in peers.PEERS if not peer.by_default], ids=lambda peer: f"{peer.name}, {peer.loss}"
 )

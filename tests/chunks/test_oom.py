@@ -157,6 +157,7 @@ def test_running_statistics_are_those_of_one_attempt():
     assert close(list(tower.buffers()), found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["forward", "recomputation"])
 def test_what_cannot_shrink_raises_the_error_of_the_device(where):
     tower = model(where, limit=0)

@@ -190,6 +190,7 @@ def test_audit_compares_files(tmp_path, capsys):
     assert "same-settings-across-batches" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_plan_writes_a_file_that_train_reads(tmp_path, capsys):
     assert cli.main(["plan", "--json", "--out", str(tmp_path / "run.toml"), "--html", str(tmp_path / "plan.html")]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -84,6 +84,7 @@ def run(images):
     return out
 
 
+@pytest.mark.slow
 def test_train_writes_a_report_that_executes_nothing(run):
     page = (run / "report.html").read_text("utf-8")
     assert "&lt;script&gt;alert" in page and "<script" not in page
@@ -104,6 +105,7 @@ def test_evaluate_repeats_the_result_of_the_run(megabatch, run):
     assert "recall@10" in shown and "zero-shot accuracy, top 5: 100.0%" in shown
 
 
+@pytest.mark.slow
 def test_embed_writes_one_row_for_each_image_and_line(megabatch, run, images, tmp_path):
     from safetensors import safe_open
 

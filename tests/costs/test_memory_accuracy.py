@@ -34,6 +34,7 @@ def test_the_kept_rows_are_within_the_accepted_errors() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_kept_prediction_is_reproduced() -> None:
     pytest.importorskip("timm")
     row = next(row for row in MEASURED if row["model"] == "resnet50" and row["precision"] == "bf16")

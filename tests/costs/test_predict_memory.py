@@ -281,6 +281,7 @@ def test_parts_add_up_to_the_peak_and_its_moment_is_named() -> None:
     assert any("cuBLAS" in sentence for sentence in predicted.assumptions)
 
 
+@pytest.mark.slow
 def test_checkpointing_keeps_inputs_of_blocks_and_recomputes_one() -> None:
     plain, again = (predict_memory(lambda: Transformer(6), sequences, 256, Setup(checkpointing=c)) for c in (False, True))
     # Six blocks; the input of the first is the input of the model.
@@ -339,6 +340,7 @@ def test_each_kept_chunk_after_the_first_adds_a_graph() -> None:
     assert kept.parts["temporaries"] == pytest.approx(whole.parts["temporaries"] / 8, rel=0.01)
 
 
+@pytest.mark.slow
 def test_tiles_stay_within_the_workspace_and_a_ring_adds_buffers() -> None:
     rows = 65536
     alone = contrastive(rows, chunk=1, workspace=64 * MIB)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from small_works import RUN, TOOLS
 
+from megabatch import cli
 from megabatch.costs.counting import count_work
 from megabatch.costs.hardware import find_machine
 from megabatch.costs.rates import Rates, as_text, read_rates, write_rates
@@ -34,6 +35,28 @@ def test_rates_of_this_machine_are_plausible():
     # A launch takes at least a few hundred instructions, on a core that may be shared.
     assert measured.host is not None and 1e-7 < measured.host < 5e-3
     assert f"{1e6 * measured.host:,.3g} µs per launched operation" in as_text(measured)
+
+
+def test_a_plan_for_this_machine_measures_it_unless_another_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(rates, "QUICK_SECONDS", 0.01)
+    measured = rates.quick_rates()
+    assert measured is not None and measured.kind == "cpu" and 1e8 < measured.products["fp32"] < 1e14
+    asked = []
+
+    def planned(model=None, **options):
+        asked.append(options.get("rates"))
+        raise ValueError("enough")
+
+    monkeypatch.setattr("megabatch.planning.planner.plan", planned)
+    monkeypatch.setattr(rates, "quick_rates", lambda: measured)
+    for arguments in ([], ["--gpu", "H200"], ["--memory", "80GiB"]):
+        assert cli.main(["plan", "ViT-B/32", "--data", "1M", *arguments]) == 2
+    assert asked == [measured, None, None]
+
+
+def test_a_machine_that_cannot_be_measured_is_assumed(monkeypatch):
+    monkeypatch.setattr(rates, "device_memory", lambda device: None)
+    assert rates.quick_rates() is None
 
 
 def test_a_slow_precision_is_measured_within_the_time_limit(monkeypatch):

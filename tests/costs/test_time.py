@@ -232,6 +232,17 @@ def test_fsdp_overlaps_gathers_and_copies_weights_for_every_chunk() -> None:
     assert parts_of(sharded[0])["optimizer"] == pytest.approx(9.3625e-3 / 8)
 
 
+def test_hybrid_sharding_gathers_inside_a_node_and_adds_up_shards_across_nodes() -> None:
+    # 32 ranks in four nodes of 8: as in one node, and 2 · 3/4 of an eighth of the gradients over the network at 75 % of 50 GB/s.
+    machine = dataclasses.replace(H200, gpus=32, network=50e9)
+    one, four = (
+        step_time(TASK, Strategy(ranks, 512, 512, 0, precision="bf16", sharding="hsdp"), machine).parts["gradients' exchange"]
+        for ranks in (8, 32)
+    )
+    assert one == parts_of(Strategy(8, 512, 512, 0, precision="bf16", sharding="fsdp2"))["gradients' exchange"]
+    assert four - one == pytest.approx(2 * 3 / 4 * 4 * 428e6 / 8 / (0.75 * 50e9) + 2 * 5 * 20e-6)
+
+
 def count_towers(layers: int) -> tuple[Work, Work]:
     """Count the towers that benchmarks/encoders measures, with this many layers."""
     from benchmarks.encoders.model import VIT_L_14, Clip

@@ -75,6 +75,7 @@ def capped(pipe: Any) -> None:
     pipe.send((found, same, beyond, len(ballast)))
 
 
+@pytest.mark.slow
 def test_a_real_limit_is_found_and_training_goes_on_below_it():
     context = fresh_processes()
     here, there = context.Pipe()

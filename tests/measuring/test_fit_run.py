@@ -269,6 +269,7 @@ def on_ranks(rank: int, size: int, pairs: Path, out: Path) -> Any:
     return found.chunk, max(trial["size"] for trial in found.trials)
 
 
+@pytest.mark.slow
 def test_ranks_find_the_smallest_and_one_of_them_writes(world, pairs, tmp_path):
     assert world.run(2, on_ranks, pairs, tmp_path) == [(10, ROWS // 2)] * 2
     assert measurements.read(tmp_path / "measured.json").found.chunk == 10

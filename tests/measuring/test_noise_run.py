@@ -257,6 +257,7 @@ def test_probes_compare_gradients_of_whole_batches(pairs, tmp_path):
         assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the encoder contains batch normalisation")
 @pytest.mark.parametrize("tower", ["small_towers:text", "small_towers:normed"])
 def test_probes_do_not_change_a_contrastive_run(pairs, tmp_path, tower):

@@ -194,6 +194,7 @@ def test_chunks_vary_at_the_runs_batch_and_memory_grows_with_them(undrawn, pairs
     assert "No predictions: what comes out depends on numbers" in found.notes
 
 
+@pytest.mark.slow
 def test_a_classifier_is_profiled_too(undrawn, pairs, tmp_path):
     run = run_of(pairs, "loss.objective=classify", "data.label=label")
     found = profile(run, batches=[16, 64], steps=1, out=tmp_path).found
@@ -201,6 +202,7 @@ def test_a_classifier_is_profiled_too(undrawn, pairs, tmp_path):
     assert all(row["predicted_bytes"] > 0 for row in found.points)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["loss.objective=classify", "data.label=label"]])
 def test_a_chunk_that_does_not_fit_is_none(options, pairs, tmp_path):
     # The tower has memory for 20 rows: at 32 the step would continue in halves, which is another size.

@@ -15,11 +15,13 @@ from small_works import Stated, small_work
 from torch import nn
 
 from megabatch import config
+from megabatch.costs.counting import Call, Pass, Work
 from megabatch.costs.memory import PeakMemory
 from megabatch.costs.strategy import Strategy
 from megabatch.planning.estimator import Tools
 from megabatch.planning.plan import KEYS, Plan
 from megabatch.planning.planner import plan
+from megabatch.planning.reading import ReadingRate
 from megabatch.planning.report import as_toml, headline, plan_report, reasons, screen, write
 from megabatch.planning.sides import both_sides
 from megabatch.planning.workload import Workload, workload
@@ -36,7 +38,7 @@ def predict(request, run, work, machine):
     row = 0.4 * sum(tower.forward.bytes for tower in work.towers)
 
     def predicted(strategy):
-        state = 16 * parameters // (strategy.ranks if strategy.sharding == "fsdp2" else 1)
+        state = 16 * parameters // strategy.owners
         graph = int(row * (0.15 if strategy.checkpointing else 1) * strategy.chunk)
         kept = 0 if strategy.accumulate else max(0, min(strategy.keep, strategy.chunks) - 1) * graph
         embeddings = strategy.shard * run.loss.dim * 24
@@ -135,6 +137,34 @@ def test_changes_name_numbers(medical):
     changes = "\n".join(medical.changes)
     assert "75,000,000 samples seen: a batch of 4,096" in changes
     assert "locked" in changes and "half the memory" in changes
+
+
+def convolutional(request, run, precision, machine):
+    """Count convolutions, in the memory format of the run, beside element-wise operations."""
+    kind = "direct convolution" if run.compute.channels_last else "convolution"
+    costs = Pass((Call(kind, 5e9, 1e8, 0.0), Call("elementwise", 0.0, 5e8, 0.0)))
+    return Workload((Work(costs, costs, 10**6, 10**6),) * 2, (nn.Identity(),) * 2, (lambda rows: rows,) * 2)
+
+
+def test_changes_name_what_compiling_and_the_memory_format_would_bring():
+    asked = {"data": "10M", "gpu": "H200", "batch": 4096}
+    slow = Tools(convolutional, predict, lambda run, towers: ReadingRate(1.0, "slowly"))
+    fast = slow._replace(reading=lambda run, towers: ReadingRate(0.0, "in no time"))
+    planned = plan("cnn + text", **asked, tools=fast)
+    changes = "\n".join(planned.changes)
+    assert re.search(r"With compute.compile: at most [12]\.\d\d times as fast, .* take \d\d% of the step", changes)
+    assert re.search(r"With compute.channels_last: [12]\.\d\d times as fast", changes)
+    both = dataclasses.replace(planned.run, compute=config.Compute(compile=True, channels_last=True))
+    assert "With compute." not in "\n".join(plan(both, **asked, tools=fast).changes)
+    assert "With compute." not in "\n".join(plan("cnn + text", **asked, tools=slow).changes), "the step waits for data"
+
+
+def test_several_nodes_shard_inside_each_node():
+    # 16 bytes of state for each of 7 billion parameters do not fit on one GPU of 80 GiB, but on the eight of a node.
+    large = (small_work(16e12, 40e9, 40e9, 1000, 7_000_000_000),)
+    tools = Tools(lambda request, run, precision, machine: Workload(large, (nn.Identity(),), (lambda rows: rows,)), predict)
+    one, four = (plan("x:y", objective="lm", data="1B", gpu=f"{n}xH100", tools=tools).strategy for n in (8, 32))
+    assert (one.sharding, one.owners) == ("fsdp2", 8) and (four.sharding, four.owners) == ("hsdp", 8)
 
 
 def test_without_arguments_the_embedded_default_on_this_machine():
@@ -256,7 +286,7 @@ def test_the_page_is_whole_escaped_and_loads_nothing(tmp_path):
         ({"data": None}, "data is not given"),
         ({"colour": "blue"}, "unexpected keyword argument 'colour'"),
         ({"gpu": "V100", "precision": "bf16"}, "has fp32, fp16"),
-        ({"gpu": None, "memory": "1GiB"}, "take a larger device"),
+        ({"gpu": None, "memory": "1GiB"}, "take more or larger devices"),
         ({"base_lr": "fast"}, "base_lr is 'fast'"),
     ],
 )

@@ -20,7 +20,7 @@ WORK = small_work(175e9, 0.83e9, 2.5e9, 1100, 428_000_000)
 
 def memory(strategy: Strategy) -> int:
     """Return the memory of a model by arithmetic: state, one chunk's graph, kept graphs, embeddings."""
-    state = 7 * GIB // (strategy.ranks if strategy.sharding == "fsdp2" else 1)
+    state = 7 * GIB // strategy.owners
     graph = int((0.03 if strategy.checkpointing else 0.2) * GIB * strategy.chunk)
     return state + graph * max(1, min(strategy.keep, strategy.chunks)) + strategy.shard * 20_000
 
@@ -72,6 +72,11 @@ def test_a_model_that_does_not_fit_at_one_row_is_refused_with_the_numbers():
         search(candidate_strategies(64, 1, precisions=("bf16",)), memory, seconds, 5 * GIB)
 
 
+def test_tensor_parallelism_is_named_if_sharded_weights_do_not_fit():
+    with pytest.raises(ValueError, match=r"even with sharded weights.*tensor parallelism"):
+        search(candidate_strategies(64, 8, precisions=("bf16",)), memory, seconds, GIB // 2)
+
+
 @pytest.mark.parametrize("spare", range(9))
 def test_as_many_chunks_are_kept_as_fit(spare):
     # A graph in use takes 1,000 bytes per row, a kept one 10: 8 chunks of 128 rows, of which the first kept one is free.
@@ -86,6 +91,13 @@ def test_as_many_chunks_are_kept_as_fit(spare):
 def test_weights_that_do_not_fit_on_one_rank_are_sharded():
     result = search(candidate_strategies(64, 8, precisions=("bf16",)), memory, seconds, 5 * GIB)
     assert result.strategy.sharding == "fsdp2"
+
+
+def test_hybrid_sharding_keeps_a_copy_of_the_weights_on_every_node():
+    strategies = {
+        each.sharding: each for each in candidate_strategies(64, 32, precisions=("bf16",), shardings=("ddp", "fsdp2", "hsdp"))
+    }
+    assert {name: strategy.owners for name, strategy in strategies.items()} == {"ddp": 1, "fsdp2": 32, "hsdp": 8}
 
 
 def test_a_batch_that_is_no_multiple_of_the_ranks_and_zero_ranks_are_refused():

@@ -268,6 +268,7 @@ def set_fallback(monkeypatch, *, where: float, parts: tuple[str, ...] = ("stats"
         monkeypatch.setattr(sigmoid, "overflowed", lambda value: (value < value) if where < 0 else (value == value))
 
 
+@pytest.mark.slow
 @both_losses
 def test_ordinary_logits_need_no_fallback_which_is_right_for_them_too(loss, monkeypatch):
     # Where a row drops all of a tile the sum is zero, which looks like an underflow.

@@ -191,6 +191,7 @@ def stopped(pairs, folder, monkeypatch):
     return folder
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_at_the_first_write_of_any_file_costs_nothing(tmp_path, disk, pairs, capsys, monkeypatch):
     begin = stopped(pairs, tmp_path / "stopped", monkeypatch)
     case = Case(tmp_path, disk, pairs, capsys, begin=begin)

@@ -167,6 +167,7 @@ def check(out, steps):
     assert sum(after <= before for before, after in itertools.pairwise(order)) <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", WHO)
 def test_killed_once_it_ends_with_the_same_parameters(folder, who):
     check(killed_and_resumed(folder, who, seed=0, steps=20), steps=20)

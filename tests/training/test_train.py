@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import signal
 import sys
 import time
@@ -17,7 +18,7 @@ from world import error_of
 
 from megabatch import config
 from megabatch.data.jsonl import JsonLines
-from megabatch.training import checkpoint
+from megabatch.training import checkpoint, distributed
 from megabatch.training.signals import Stopped
 
 pytestmark = pytest.mark.sampled(3)
@@ -121,12 +122,11 @@ RANK_OPTIONS = {
     "infonce": ["loss.objective=infonce", 'loss.directions=["x_to_y", "x_to_x", "y_to_y"]', "loss.hardness=2"],
     "nt_xent": ["loss.objective=nt_xent", "y.name=x"],
 }
-SLOW = ("infonce", "nt_xent")
 
 
 @pytest.mark.parametrize(
     "options",
-    [pytest.param(o, id=name, marks=[pytest.mark.slow] * (name in SLOW)) for name, o in RANK_OPTIONS.items()],
+    [pytest.param(o, id=name, marks=[pytest.mark.slow] * (name != "ddp")) for name, o in RANK_OPTIONS.items()],
 )
 def test_any_number_of_ranks_trains_to_the_same_parameters(world, pairs, tmp_path, options):
     alone = [option for option in options if "fsdp2" not in option]
@@ -134,6 +134,29 @@ def test_any_number_of_ranks_trains_to_the_same_parameters(world, pairs, tmp_pat
     for size in (2, 3):
         world.run(size, _train_as_rank, str(pairs), str(tmp_path / str(size)), options)
         assert_close_runs(tmp_path / "1", tmp_path / str(size))
+
+
+def _train_on_node(rank, size, pairs, out, options):
+    # Two nodes of two ranks each.
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    train(run_of(pairs, out, *options))
+
+
+@pytest.mark.slow
+def test_hybrid_sharding_trains_to_the_same_parameters(world, pairs, tmp_path):
+    train(run_of(pairs, tmp_path / "1"))
+    world.run(4, _train_on_node, str(pairs), str(tmp_path / "4"), ["compute.sharding=hsdp"])
+    assert_close_runs(tmp_path / "1", tmp_path / "4")
+
+
+def test_hybrid_sharding_needs_nodes_of_equal_size(monkeypatch):
+    for local in ("", "3"):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+        with pytest.raises(ValueError, match=r'"hsdp", with 4 ranks and LOCAL_WORLD_SIZE (3|not set).*choose "fsdp2"'):
+            distributed._nodes_and_ranks(distributed.Ranks(torch.device("cpu"), None, 0, 4))
+    for local, expected in (("2", (2, 2)), ("4", (4,))):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+        assert distributed._nodes_and_ranks(distributed.Ranks(torch.device("cpu"), None, 0, 4)) == expected
 
 
 def assert_close_runs(a, b):

@@ -68,7 +68,7 @@ class TrainingFacts:
     scale_outside_ddp: whether a learnable scale is not among the parameters that DDP synchronizes.
     reduce_function: whether a function that reduces the batch is given to a decorator.
     disagreement: a sentence about two settings of the file that contradict each other.
-    random_tower: whether a tower without weights is locked.
+    random_tower: whether a tower without weights is locked. unfilled: the keys that a plan left to the user to fill in.
     """
 
     tool: ToolName | None = None
@@ -96,6 +96,7 @@ class TrainingFacts:
     reduce_function: bool | None = None
     disagreement: str | None = None
     random_tower: bool | None = None
+    unfilled: str | None = None
 
     objective: AuditName | None = None
     batch: int | None = None

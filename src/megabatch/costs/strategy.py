@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Precision = Literal["fp32", "bf16", "fp16"]
-Sharding = Literal["ddp", "fsdp2"]
+Sharding = Literal["ddp", "fsdp2", "hsdp"]
 
 
 @dataclass(frozen=True)
@@ -15,8 +15,9 @@ class Strategy:
 
     ranks: processes, one per device. shard: rows of the batch on each rank. chunk: rows that go through an encoder at once.
     keep: chunks per tower whose graphs are kept, so that backward does not recompute them. checkpointing: activation checkpointing
-    inside the encoders. accumulate: the loss is a mean over samples, so that gradients of chunks are accumulated and no chunk is
-    computed twice.
+    inside the encoders. sharding: "hsdp" shards the weights over the ranks of each computer and replicates them across computers.
+    accumulate: the loss is a mean over samples, so that gradients of chunks are accumulated and no chunk is computed twice.
+    node: ranks of each computer.
     """
 
     ranks: int
@@ -27,10 +28,16 @@ class Strategy:
     precision: Precision = "fp32"
     sharding: Sharding = "ddp"
     accumulate: bool = False
+    node: int = 8
 
     @property
     def batch(self) -> int:
         return self.ranks * self.shard
+
+    @property
+    def owners(self) -> int:
+        """The ranks that hold one copy of the weights together."""
+        return {"ddp": 1, "fsdp2": self.ranks, "hsdp": min(self.node, self.ranks)}[self.sharding]
 
     @property
     def chunks(self) -> int:

@@ -169,20 +169,32 @@ def _gradient_exchange(task: StepWork, strategy: Strategy, machine: Machine, chu
 
     DDP exchanges gradients once, after the step: a step that can be retried when memory runs out gives up the overlap. FSDP2
     gathers weights twice per chunk, overlapped with the chunk's computation, copies them, and reduce-scatters the gradients once.
+    Hybrid sharding does so inside each computer, and then adds up every rank's shard across the computers.
     """
     if strategy.ranks == 1:
         return 0.0
-    share = (strategy.ranks - 1) / strategy.ranks
-    scatter = share * PARAMETER_BYTES * task.trainable / machine.link
-    latency = 2 * math.ceil(math.log2(strategy.ranks)) * HOP_S
+    gradients = PARAMETER_BYTES * task.trainable
     if strategy.sharding == "ddp":
-        return 2 * scatter + latency
+        return 2 * (_ring_pass(gradients, machine) + _latency(machine))
+    inside = machine.with_gpus(strategy.owners)
     weights = PARAMETER_BYTES * sum(work.parameters for work in task.towers)
-    gather, copy = share * weights / machine.link, 2 * weights / machine.device.bytes_per_second("elementwise")
-    return strategy.chunks * (max(0.0, 2 * gather - chunk_s) + 2 * copy + 2 * latency) + scatter
+    gather, copy = _ring_pass(weights, inside), 2 * weights / machine.device.bytes_per_second("elementwise")
+    seconds = strategy.chunks * (max(0.0, 2 * gather - chunk_s) + 2 * copy + 4 * _latency(inside)) + _ring_pass(gradients, inside)
+    if strategy.owners < strategy.ranks:
+        copies = -(-strategy.ranks // strategy.owners)
+        seconds += 2 * (copies - 1) / copies * gradients / strategy.owners / machine.link + 2 * _latency(machine)
+    return seconds
+
+
+def _ring_pass(size: float, machine: Machine) -> float:
+    """The seconds to gather or to reduce-scatter so many bytes over the devices of a machine."""
+    return (machine.gpus - 1) / machine.gpus * size / machine.link
+
+
+def _latency(machine: Machine) -> float:
+    return math.ceil(math.log2(machine.gpus)) * HOP_S
 
 
 def _optimizer(task: StepWork, strategy: Strategy, machine: Machine) -> float:
     device = machine.device
-    owned = task.trainable / (strategy.ranks if strategy.sharding == "fsdp2" else 1)
-    return owned * optimizers.update_bytes(task.optimizer) / device.bytes_per_second("elementwise")
+    return task.trainable / strategy.owners * optimizers.update_bytes(task.optimizer) / device.bytes_per_second("elementwise")

@@ -95,11 +95,19 @@ class Calibration:
         return round(step.memory if step.strategy == strategy else predict(strategy) * step.memory / predict(step.strategy))
 
 
-def strategy_of(run: config.Run, ranks: int, batch: int, chunk: int, keep: int) -> Strategy:
+def strategy_of(run: config.Run, ranks: int, batch: int, chunk: int, keep: int, node: int = 8) -> Strategy:
     """Return the strategy with which a run takes a step at such a batch and chunk."""
     shard = -(-batch // ranks)
-    checkpointing, accumulate = run.x.checkpointing, not OBJECTIVES[run.loss.objective].contrastive
-    strategy = Strategy(ranks, shard, min(chunk, shard), 0, checkpointing, run.compute.precision, run.compute.sharding, accumulate)
+    strategy = Strategy(
+        ranks,
+        shard,
+        min(chunk, shard),
+        checkpointing=run.x.checkpointing,
+        precision=run.compute.precision,
+        sharding=run.compute.sharding,
+        accumulate=(accumulate := not OBJECTIVES[run.loss.objective].contrastive),
+        node=node,
+    )
     return replace(strategy, keep=0 if accumulate else min(keep, strategy.chunks))
 
 
@@ -166,7 +174,7 @@ def _with(
         notes.append(f"The {measured.kind} was {origin}, in {run.compute.precision}, but the plan is in {precision}.")
     match measured.found:
         case Fit(chunk=chunk) as fit if same_device:
-            calibration = replace(calibration, fit=fit, ran=strategy_of(run, 1, max(chunk, run.batch.size), chunk, 0))
+            calibration = replace(calibration, fit=fit, ran=strategy_of(run, 1, max(chunk, run.batch.size), chunk, 0, machine.node))
         case Fit():
             notes.append(f"The fit was {origin}, not on {machine.device.name}, so its chunk is not used.")
         case Profile(points=points, against=against):
@@ -211,7 +219,7 @@ def _measured_steps(
             continue
         if point.get("batch") is None or point.get("chunk") is None:
             raise ValueError(f"a point of the profile has no batch or no chunk ({dict(point)!r:.80}); measure again")
-        strategy = strategy_of(run, point.get("ranks") or 1, point["batch"], point["chunk"], _kept_chunks(point))
+        strategy = strategy_of(run, point.get("ranks") or 1, point["batch"], point["chunk"], _kept_chunks(point), machine.node)
         memory = point.get("peak_bytes" if machine.device.type == "cpu" else "reserved_bytes")
         yield MeasuredStep(strategy, seconds, memory, None if same_device else seconds / predicted, origin)
 

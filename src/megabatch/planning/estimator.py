@@ -36,12 +36,14 @@ class Tools(NamedTuple):
 
 @dataclass(frozen=True)
 class Estimator:
-    """The memory and time models of a problem. peaks: traced memory, extrapolated. task: counted work of a step."""
+    """The memory and time models of a problem. peaks: traced memory, extrapolated. task: counted work of a step. count: counts the
+    work of a step of another run of the same request."""
 
     problem: Problem
     calibration: Calibration
     task: StepWork
     peaks: PeakMemory
+    count: Callable[[config.Run], StepWork]
 
     @property
     def parameters(self) -> int:
@@ -78,6 +80,7 @@ class Estimator:
         shardings: tuple[Sharding, ...] = ("ddp",)
         if state > LARGE_SHARE:
             shardings = ("fsdp2",) if state * DDP_BYTES / STATE_BYTES > 1 else ("ddp", "fsdp2")
+            shardings += ("hsdp",) if machine.gpus > machine.node else ()
         asked = self.problem.request.checkpointing
         candidates = candidate_strategies(
             batch,
@@ -86,6 +89,7 @@ class Estimator:
             accumulate=not self.problem.request.pairs,
             checkpointing=(False, True) if asked is None else (asked,),
             shardings=shardings,
+            node=machine.node,
         )
         candidates = [each for each in candidates if self.calibration.allows(replace(each, chunk=1))] or candidates
         seconds = lambda strategy: self.seconds(strategy, machine)  # noqa: E731
@@ -132,9 +136,8 @@ def estimator_for(problem: Problem, tools: Tools | None = None) -> Estimator:
     request, base, machine = problem.request, problem.base, problem.machine
     calibration = calibrate(request.measured, base, problem.precision, machine)
     work = tools.workload(request, base, problem.precision, machine)
-    towers = both_sides(work.towers, pairs=request.pairs, negatives=request.negatives)
     task = StepWork(
-        towers,
+        both_sides(work.towers, pairs=request.pairs, negatives=request.negatives),
         problem.objective.cost_name,
         base.loss.dim,
         request.optimizer,
@@ -142,7 +145,12 @@ def estimator_for(problem: Problem, tools: Tools | None = None) -> Estimator:
         reading_s=tools.reading(base, work.built).seconds,
         workers=base.data.workers,
     )
-    return Estimator(problem, calibration, task, PeakMemory(tools.predict(request, base, work, machine)))
+
+    def count(run: config.Run) -> StepWork:
+        towers = tools.workload(request, run, problem.precision, machine).towers
+        return replace(task, towers=both_sides(towers, pairs=request.pairs, negatives=request.negatives))
+
+    return Estimator(problem, calibration, task, PeakMemory(tools.predict(request, base, work, machine)), count)
 
 
 def _with_two_chunks(strategy: Strategy) -> Strategy:

@@ -264,8 +264,12 @@ def strategy_numbers(estimate: Estimate, limit: int, machine: Machine, calibrati
         why = "faster than the smaller chunks that would be needed without it"
         rows.append(Number("checkpointing", "on", "on", why, "time model", "medium"))
     if strategy.ranks > 1:
-        sharded = "weights, gradients and optimizer state are sharded: unsharded, they do not fit or take more time"
-        why = sharded if strategy.sharding == "fsdp2" else "the weights fit unsharded"
+        why = {
+            "ddp": "the weights fit unsharded",
+            "fsdp2": "weights, gradients and optimizer state are sharded: unsharded, they do not fit or take more time",
+            "hsdp": f"sharded over the {strategy.owners} GPUs of each node and replicated across nodes, so that weights"
+            " are gathered over the fast links only",
+        }[strategy.sharding]
         rows.append(Number("sharding", strategy.sharding, strategy.sharding, why, "memory and time models", "medium"))
     return [*rows, _seconds_number(estimate, machine, calibration), _memory_number(estimate, limit, calibration)]
 

@@ -57,16 +57,23 @@ def search(
                 best = better
     if best is None:
         smallest = min(memory(dataclasses.replace(candidate, chunk=1, keep=0)) for candidate in candidates)
+        sharded = any(candidate.sharding != "ddp" for candidate in candidates)
+        remedy = (
+            "even with sharded weights; take more or larger devices, LoRA, or a smaller model, or split its layers too by tensor"
+            " parallelism (torch.distributed.tensor.parallel), which `plan` does not cover"
+            if sharded
+            else "take a larger device, more devices (the weights are then sharded), LoRA, or a smaller model"
+        )
         raise ValueError(
-            f"{limit / 2**30:.1f} GiB of memory may be used, but the model takes {smallest / 2**30:.1f} GiB at the smallest chunk;"
-            " take a larger device, more devices (the weights are then sharded), or a smaller model"
+            f"{limit / 2**30:.1f} GiB of memory may be used, but the model takes {smallest / 2**30:.1f} GiB at the smallest chunk"
+            f"{', ' if sharded else '; '}{remedy}"
         )
     return best
 
 
 def _handicap(strategy: Strategy) -> float:
     """Return the factor by which the time of a strategy counts, so that a simpler one wins if it is nearly as fast."""
-    return SIMPLER ** ((strategy.sharding == "fsdp2") + strategy.checkpointing)
+    return SIMPLER ** ((strategy.sharding != "ddp") + strategy.checkpointing)
 
 
 def best_chunk(strategy: Strategy, memory: Bytes, seconds: Seconds, limit: int, sizes: ChunkSizes | None = None) -> Estimate | None:
@@ -122,6 +129,7 @@ def candidate_strategies(
     accumulate: bool = False,
     checkpointing: Sequence[bool] = (False, True),
     shardings: Sequence[Sharding] = ("ddp", "fsdp2"),
+    node: int = 8,
 ) -> list[Strategy]:
     """Return every combination of precision, checkpointing and, with several ranks, sharding."""
     if ranks < 1:
@@ -133,7 +141,7 @@ def candidate_strategies(
     shardings = shardings if ranks > 1 else ("ddp",)
     shard = batch // ranks
     return [
-        Strategy(ranks, shard, shard, 0, recompute, precision, sharding, accumulate)
+        Strategy(ranks, shard, shard, 0, recompute, precision, sharding, accumulate, node)
         for precision in precisions
         for recompute in checkpointing
         for sharding in shardings

@@ -63,8 +63,9 @@ def traced(request: Request, run: config.Run, work: Workload, machine: Machine) 
         return Setup(
             optimizer=OPTIMIZERS[request.optimizer].state,
             precision=strategy.precision,
-            ranks=strategy.ranks,
-            sharding=strategy.sharding,
+            # With hybrid sharding a rank holds what it would hold if its computer were alone.
+            ranks=strategy.ranks if strategy.sharding == "ddp" else strategy.owners,
+            sharding="ddp" if strategy.sharding == "ddp" else "fsdp2",
             chunk=strategy.chunk,
             keep=strategy.keep,
             objective=OBJECTIVES[run.loss.objective if request.pairs else MEAN].cost_name,
@@ -129,6 +130,10 @@ class _Parts(NamedTuple):
 def _build(request: Request, run: config.Run, precision: Precision) -> _Parts:
     """Return the modules of a request, with adapters if it asks for them, and the functions that make their inputs."""
     parts = _build_trainable(request, run)
+    if run.compute.channels_last:
+        with SkipCompute():
+            for module in parts.modules:
+                module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if request.lora is not None:
         with SkipCompute():
             parts = parts._replace(modules=tuple(add_adapters(module, request.lora, precision) for module in parts.modules))

@@ -79,6 +79,9 @@ def assemble(run: Run, ranks: Ranks) -> Assembly:
     else:
         model = Classifier(x.module, run.loss.dim, len(classes), locked=run.x.locked)
     model.to(ranks.device)
+    if run.compute.channels_last:
+        # A convolution's output takes the memory format of its weights: inputs need not change.
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if run.compute.compile:
         for tower in {id(t.module): t.module for t in (x, y)}.values():
             tower.compile()

@@ -80,8 +80,10 @@ def ranks(compute: Compute) -> Iterator[Ranks]:
     launcher = os.getppid()
     if is_ours:
         _join(device)
-    elif compute.sharding == "fsdp2" and not dist.is_initialized():
-        raise ValueError('compute.sharding is "fsdp2": it shards over ranks; start the run with torchrun -m megabatch train …')
+    elif compute.sharded and not dist.is_initialized():
+        raise ValueError(
+            f'compute.sharding is "{compute.sharding}": it shards over ranks; start the run with torchrun -m megabatch train …'
+        )
     threads = torch.get_num_threads()
     if compute.threads is not None:
         torch.set_num_threads(compute.threads)
@@ -164,26 +166,39 @@ def share(module: nn.Module, compute: Compute, ranks: Ranks) -> nn.Module:
         module = nn.SyncBatchNorm.convert_sync_batchnorm(module, ranks.group)
     if ranks.group is None or not any(p.requires_grad for p in module.parameters()):
         return module
-    if compute.sharding == "fsdp2":
+    if compute.sharded:
         return module
     devices = None if ranks.device.type == "cpu" else [ranks.device]
     return DistributedDataParallel(module, device_ids=devices, process_group=ranks.group)
 
 
 def shard(module: nn.Module, compute: Compute, ranks: Ranks) -> None:
-    """Shard the weights of a module over the ranks in place, with compute.sharding "fsdp2".
+    """Shard the weights of a module over the ranks in place, with compute.sharding "fsdp2" or "hsdp".
 
     Each block is sharded by itself, so that one block at a time is gathered; then the rest of the module.
     """
-    if ranks.group is None or compute.sharding != "fsdp2":
+    if ranks.group is None or not compute.sharded:
         return
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh(ranks.device.type, (ranks.size,))
+    sizes = (ranks.size,) if compute.sharding == "fsdp2" else _nodes_and_ranks(ranks)
+    mesh = init_device_mesh(ranks.device.type, sizes, mesh_dim_names=("nodes", "ranks")[-len(sizes) :])
     for block in _blocks(module):
         fully_shard(block, mesh=mesh)
     fully_shard(module, mesh=mesh)
+
+
+def _nodes_and_ranks(ranks: Ranks) -> tuple[int, ...]:
+    """Return the number of nodes and of the ranks on each; only the ranks of a single node."""
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if not local.isdigit() or ranks.size % int(local):
+        raise ValueError(
+            f'compute.sharding is "hsdp", with {ranks.size} ranks and LOCAL_WORLD_SIZE {local or "not set"}: every node must have '
+            'equally many ranks, and torchrun must have started them; choose "fsdp2" otherwise'
+        )
+    nodes = ranks.size // int(local)
+    return (nodes, int(local)) if nodes > 1 else (ranks.size,)
 
 
 def autocast(compute: Compute, device: torch.device) -> Callable[[], torch.autocast]:

@@ -63,7 +63,7 @@ class Contrastive:
 
     def step_with_oom_retry(self, optimizer: torch.optim.Optimizer) -> Any:
         """Return `step`, retried with smaller chunks when memory runs out unless ranks communicate inside the encoders."""
-        meeting = self.ranks.group is not None and (self.run.compute.sharding == "fsdp2" or self.run.compute.sync_batchnorm)
+        meeting = self.ranks.group is not None and (self.run.compute.sharded or self.run.compute.sync_batchnorm)
         return self.step if meeting else retry_on_oom(self.step, optimizer, group=self.ranks.group)
 
     def step(self, batch: RankBatch) -> Outcome:
@@ -160,7 +160,7 @@ class Classification:
         return (self._accumulate,)
 
     def step_with_oom_retry(self, optimizer: torch.optim.Optimizer) -> Any:
-        meeting = self.ranks.group is not None and (self.run.compute.sharding == "fsdp2" or self.run.compute.sync_batchnorm)
+        meeting = self.ranks.group is not None and (self.run.compute.sharded or self.run.compute.sync_batchnorm)
         return self.step if meeting else retry_on_oom(self.step, optimizer, group=self.ranks.group)
 
     def measure_noise(self, window: int = WINDOW) -> NoiseScale:

@@ -32,6 +32,7 @@ KEYS = {
     "rate_follows": "batch.lr_rule",
     "precision": "compute.precision",
     "random_tower": "x.weights",
+    "unfilled": "data.source",
     "finetuning": "x.weights",
 }
 # Libraries whose towers start from random weights unless `weights` names a file; a folder of transformers may hold weights, and a
@@ -64,6 +65,7 @@ def _facts(run: config.Run, ranks: int | None, data: int | None) -> TrainingFact
     return TrainingFacts(
         tool="megabatch",
         random_tower=_locked_at_random(run) is not None,
+        unfilled=", ".join(config.unfilled(run)) or None,
         locked=_locked_at_random(run) is None and (run.x.locked or run.y.locked),
         objective=objective.cost_name,
         batch=run.batch.size,

@@ -33,8 +33,8 @@ def too_few_updates(t: TrainingFacts) -> Iterator[Violation]:
     """Too few updates.
 
     The samples seen are divided between the size of a batch and the number of updates. Below about 2,000 to 15,000 updates quality
-    falls steeply, more so for towers trained from scratch, and more negatives do not make up for it. At a batch of 4,096 or less
-    the budget is small, which may be intended; above, a smaller batch is better.
+    falls steeply, more so for towers trained from scratch, and more negatives do not make up for it. At the batch that `plan` would
+    take, or below it, the budget is small, which may be intended; above, a smaller batch is better.
     """
     updates, size = t.updates, t.size
     if not t.contrastive or t.finetuning or updates is None or size is None or updates >= ENOUGH_UPDATES:
@@ -51,7 +51,9 @@ def too_few_updates(t: TrainingFacts) -> Iterator[Violation]:
         return
     # What a plan would choose, or the largest that leaves enough updates.
     advice = advise_batch(t.tasks()[0])
-    if severity == "note" and advice is not None and size <= advice.value:
+    if advice is not None and size <= advice.value and severity != "error":
+        if severity == "warning":
+            yield Violation("note", "batch", text, {}, "The batch suits this budget: only a longer run makes more updates.")
         return
     batches = [None if advice is None else round(advice.value), t.affordable_batch]
     smaller = [t.at_batch(batch) for batch in batches if batch is not None and SMALLEST_BATCH <= batch < size]

@@ -43,4 +43,19 @@ def rate_for_pretrained_weights(t: TrainingFacts) -> Iterator[Violation]:
     yield Violation("error", "finetuning", text, {"lr": wanted}, "If weights were meant, name them instead.")
 
 
-RULES = (locked_random_tower, rate_for_pretrained_weights)
+@rule(
+    "not-filled-in",
+    "note",
+    source="`megabatch train` refuses such a file",
+    remedy="Fill in the values that begin with FILL IN.",
+)
+def not_filled_in(t: TrainingFacts) -> Iterator[Violation]:
+    """A planned run whose files are still to be named.
+
+    A plan knows neither where the data is nor where pretrained weights are, and leaves these values to the user.
+    """
+    if t.unfilled:
+        yield Violation("note", "unfilled", f"Still to be filled in: {t.unfilled}.")
+
+
+RULES = (locked_random_tower, rate_for_pretrained_weights, not_filled_in)

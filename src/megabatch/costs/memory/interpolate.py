@@ -191,6 +191,7 @@ def _fit_phase(small: int, large: int, longer: int, kept: int) -> PhaseMemory:
 
 
 def _without_sizes(strategy: Strategy) -> Strategy:
-    # With DDP, what a rank holds does not depend on the number of other ranks.
-    ranks = strategy.ranks if strategy.sharding == "fsdp2" else min(strategy.ranks, 2)
-    return replace(strategy, ranks=ranks, shard=1, chunk=1, keep=0)
+    if strategy.sharding == "ddp":
+        # What a rank holds does not depend on the number of other ranks.
+        return replace(strategy, ranks=min(strategy.ranks, 2), shard=1, chunk=1, keep=0)
+    return replace(strategy, ranks=strategy.owners, sharding="fsdp2", shard=1, chunk=1, keep=0)

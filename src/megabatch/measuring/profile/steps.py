@@ -103,7 +103,7 @@ class ProfileBench:
         """Return the run at another size, with a new optimizer."""
         batch = replace(self.run.batch, size=size.batch, chunk=size.chunk, schedule="constant", start=None)
         run = replace(self.run, batch=batch)
-        if self.ranks.group is not None and run.compute.sharding == "fsdp2":
+        if self.ranks.group is not None and run.compute.sharded:
             # Weights can be sharded only once.
             self.parts = assemble(run, self.ranks)
             self.parts.model.train()
