@@ -170,7 +170,12 @@ def _go_through(
             number, _, end = child.range
             report, at = child.look()
             if report is not None:
-                reports[pool.targets[number].name].add(report)
+                whole = reports[pool.targets[number].name]
+                known = {failure.key for failure in whole.failures}
+                whole.add(report)
+                for failure in report.failures:
+                    if failure.key not in known:
+                        say(f"{failure.target}/{failure.index}: {failure.kind} at {failure.where}")
             if at is not None and at < end:
                 work.append((number, at, end))
         now = time.monotonic()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -38,6 +38,17 @@ class Strategy:
     def owners(self) -> int:
         """The ranks that hold one copy of the weights together."""
         return {"ddp": 1, "fsdp2": self.ranks, "hsdp": min(self.node, self.ranks)}[self.sharding]
+
+    @property
+    def on_fewest_ranks(self) -> Strategy:
+        """A strategy with the same memory on each rank and the fewest ranks, so that one trace serves both.
+
+        With DDP what a rank holds does not depend on the number of other ranks; with hybrid sharding it is what it would hold if its
+        node were alone.
+        """
+        if self.sharding == "ddp":
+            return replace(self, ranks=min(self.ranks, 2))
+        return replace(self, ranks=self.owners, sharding="fsdp2")
 
     @property
     def chunks(self) -> int:

@@ -63,8 +63,7 @@ def traced(request: Request, run: config.Run, work: Workload, machine: Machine) 
         return Setup(
             optimizer=OPTIMIZERS[request.optimizer].state,
             precision=strategy.precision,
-            # With hybrid sharding a rank holds what it would hold if its computer were alone.
-            ranks=strategy.ranks if strategy.sharding == "ddp" else strategy.owners,
+            ranks=strategy.ranks,
             sharding="ddp" if strategy.sharding == "ddp" else "fsdp2",
             chunk=strategy.chunk,
             keep=strategy.keep,
@@ -97,6 +96,7 @@ def traced(request: Request, run: config.Run, work: Workload, machine: Machine) 
         )
 
     def predict(strategy: Strategy) -> Prediction:
+        strategy = strategy.on_fewest_ranks
         if request.pairs:
             return chunked(replace(strategy, shard=strategy.chunk, keep=0)).peak(strategy.shard, strategy.keep)
         # Memory does not change after the second chunk.

@@ -191,7 +191,4 @@ def _fit_phase(small: int, large: int, longer: int, kept: int) -> PhaseMemory:
 
 
 def _without_sizes(strategy: Strategy) -> Strategy:
-    if strategy.sharding == "ddp":
-        # What a rank holds does not depend on the number of other ranks.
-        return replace(strategy, ranks=min(strategy.ranks, 2), shard=1, chunk=1, keep=0)
-    return replace(strategy, ranks=strategy.owners, sharding="fsdp2", shard=1, chunk=1, keep=0)
+    return replace(strategy.on_fewest_ranks, shard=1, chunk=1, keep=0)
