@@ -43,8 +43,8 @@ class Strategy:
     def on_fewest_ranks(self) -> Strategy:
         """A strategy with the same memory on each rank and the fewest ranks, so that one trace serves both.
 
-        With DDP what a rank holds does not depend on the number of other ranks; with hybrid sharding it is what it would hold if its
-        node were alone.
+        With DDP what a rank holds does not depend on the number of other ranks; with hybrid sharding it is what it would hold if
+        its node were alone.
         """
         if self.sharding == "ddp":
             return replace(self, ranks=min(self.ranks, 2))

@@ -78,10 +78,6 @@ class Command:
         return text.replace("\\\n", " ")
 
 
-# Longer than any path: no program has such a name, and searching for one would take seconds.
-_LONG_WORD = re.compile(r"\S{4097,}")
-
-
 @lru_cache(maxsize=16)
 def _split(text: str) -> tuple[str, ...]:
     """Split as a shell does. Every reader asks for the same words, and shlex takes long for long words."""
@@ -98,7 +94,7 @@ def find_command(text: str, pattern: str, accepts: Callable[[Command], bool] = _
         raise ValueError(f"the script is larger than {LARGEST_SCRIPT:,} characters, the limit of a script")
     variables, spans = _assignments(text)
     for match in _LOGICAL_LINE.finditer(text):
-        if not re.search(pattern, _LONG_WORD.sub("", match[0])) or match[0].lstrip().startswith("#"):
+        if not re.search(pattern, match[0]) or match[0].lstrip().startswith("#"):
             continue
         used = {reference["braced"] or reference["plain"] for reference in _REFERENCE.finditer(match[0])}
         arrays = tuple(spans[name] for name in variables if name in used and name in spans)
@@ -156,7 +152,7 @@ def edit_flags(text: str, edits: Mapping[str, Any], pattern: str, accepts: Calla
             if value is PRESENT:
                 body = re.sub(rf"({present}[= \t]+)[Ff]alse(?!\S)", r"\1True", body)
             elif value is ABSENT:
-                body = re.sub(rf"[ \t]*{present}(?:=\S+|[ \t]+(?:[Tt]rue|[Ff]alse)(?!\S))?", "", body)
+                body = re.sub(rf"(?<![ \t])[ \t]*{present}(?:=\S+|[ \t]+(?:[Tt]rue|[Ff]alse)(?!\S))?", "", body)
             elif re.search(with_value, body):
                 body = re.sub(with_value, lambda match, value=value: f"{match[1]}{value}", body)  # type: ignore[misc]
             else:

@@ -13,11 +13,14 @@ from ..model_names import parameters_of
 from . import transformers
 from .launcher import launch_of
 
-# A script, a module (but not the launcher's), or a command of ms-swift or LLaMA-Factory.
+# A script, a module (but not the launcher's), or a command of ms-swift or LLaMA-Factory. A script is looked for only where a word
+# begins: from every character of a long word, the search would take a time that is quadratic in its length.
 MAIN = (
-    r"[\w./-]+\.py\b|(?:(?<=-m )|(?<=--module ))(?!torch\.distributed|accelerate)[\w.]+"
+    r"(?<![\w./-])[\w./-]+\.py\b|(?:(?<=-m )|(?<=--module ))(?!torch\.distributed|accelerate)[\w.]+"
     r"|\b(?:swift\s+(?:sft|pt)|llamafactory-cli\s+train)\b"
 )
+# Characters of a path that Linux accepts.
+LONGEST_PATH = 4096
 # Arguments of the Trainer that are no keys of DEFAULTS, with the type of their values.
 OTHERS: dict[str, type] = {
     "eval_strategy": str,
@@ -244,4 +247,5 @@ PROGRAMS = (
 def _program(command: Command) -> Program:
     match = re.search(MAIN, command.body)
     assert match is not None
-    return next(program for program in PROGRAMS if re.search(program.pattern, match[0]))
+    name = match[0][-LONGEST_PATH:]
+    return next(program for program in PROGRAMS if re.search(program.pattern, name))
