@@ -25,6 +25,7 @@ from megabatch.recipes import (
     plausible_rates,
     possible_rates,
     updates_needed,
+    usual_epochs,
     warnings_for,
 )
 
@@ -63,6 +64,21 @@ def test_advice_agrees_with_published_trainings_as_often_as_it_should():
         assert line["agree"] > line["nearest other"]
     assert {case.quantity for case in asked} == set(practice.WITHIN)
     assert all(line["why"] != "no reason known" for line in practice.misses(asked))
+
+
+def test_usual_epochs_are_those_of_published_trainings_and_few_for_text():
+    ratios = {
+        recipe.name: usual_epochs(task.kind, task.start, task.data) * task.data / task.seen
+        for recipe in RECIPES
+        if (task := recipe.task).data and task.seen
+    }
+    near = [name for name, ratio in ratios.items() if 1 / 4 <= ratio <= 4]
+    assert len(near) >= 0.7 * len(ratios), sorted(ratios.items() - {(name, ratios[name]) for name in near})
+    for data in (10_000, 500_000, 10**6, 10**9):
+        assert 1 <= usual_epochs("embedder", "pretrained", data) <= 3
+        # Larger data is never repeated more often.
+        for kind, start in itertools.product(KINDS, STARTS):
+            assert usual_epochs(kind, start, 2 * data) <= usual_epochs(kind, start, data)
 
 
 def test_the_kept_result_is_that_of_these_rules():

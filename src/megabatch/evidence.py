@@ -75,6 +75,13 @@ RATE_RANGE = 16
 WARMUP_SHARE, USUAL_WARMUP, LONG_WARMUP = 0.05, 2_000, 0.01
 # The largest share of a run that a sweep spends on warm-up.
 MOST_WARMUP = 0.2
+# Epochs if none are given, by kind of model and whether it is trained from scratch (FACTS["epochs"]); the samples that a CLIP from
+# scratch sees at most, and the pairs below which a text embedder sees them three times.
+EPOCHS = {
+    ("image-text", True): 30.0, ("image-text", False): 10.0, ("embedder", True): 1.0, ("embedder", False): 1.0,
+    ("lm", True): 1.0, ("lm", False): 3.0, ("classifier", True): 90.0, ("classifier", False): 10.0,
+}  # fmt: skip
+MOST_SEEN, FEW_PAIRS, EPOCHS_OF_FEW_PAIRS = 13_000_000_000, 1_000_000, 3.0
 # Batch norm over fewer rows loses accuracy (FACTS["batch norm"]).
 BATCH_NORM_ROWS = 16
 # Adam's weight decay by kind of model, and whether it is trained from scratch (FACTS["usual decay"]).
@@ -154,7 +161,13 @@ FACTS = {
         "arXiv 2205.10287, 2405.14578",
         "medium",
     ),
-    "warm-up": Fact("Adam: 2/(1 − β2) steps", "arXiv 1910.04209", "medium"),
+    "epochs": Fact(
+        "CLIPs from scratch see up to 13 B samples, and their data at most 30 times; fine-tuned ones 6 to 20 times; text embedders"
+        " once, below a million pairs three times; language models once, fine-tuned three times; classifiers 90 times, fine-tuned"
+        " 3 to 30 times",
+        "arXiv 2103.00020, 2212.00638, 2308.03281, 2104.08821, 1512.03385, 1810.04805",
+        "medium",
+    ),
     "epochs of warm-up": Fact("SGD: 5 epochs", "Goyal et al., arXiv 1706.02677", "high"),
     "beta2": Fact("CLIP's β2 is 0.98; large contrastive batches need 0.95 to be stable", "arXiv 2103.00020, 2303.15343", "high"),
     "decay": Fact(

@@ -32,6 +32,7 @@ __all__ = [
     "plausible_rates",
     "possible_rates",
     "updates_needed",
+    "usual_epochs",
     "warnings_for",
 ]
 
@@ -293,7 +294,21 @@ def possible_rates(optimizer: FamilyName) -> tuple[float, float]:
     return (1e-6, 100.0) if FAMILIES[optimizer].lr_rule == "linear" else (1e-8, 0.1)
 
 
-# --- Warm-up, β2, weight decay ---
+# --- Epochs, warm-up, β2, weight decay ---
+
+
+def usual_epochs(kind: Kind, start: Start, data: int) -> float:
+    """Return how often a training of this kind usually sees its data, of so many samples (FACTS["epochs"]).
+
+    >>> usual_epochs("image-text", "scratch", 12_000_000), usual_epochs("embedder", "pretrained", 200_000)
+    (30.0, 3.0)
+    """
+    if kind == "embedder" and data < evidence.FEW_PAIRS:
+        return evidence.EPOCHS_OF_FEW_PAIRS
+    epochs = evidence.EPOCHS[kind, start != "pretrained"]
+    if kind == "image-text" and start != "pretrained":
+        return max(1.0, min(epochs, round(evidence.MOST_SEEN / data, 1)))
+    return epochs
 
 
 def advise_warmup(task: TrainingTask, batch: int) -> Advice:

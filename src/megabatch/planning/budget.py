@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from .choose_batch import choose_batch
+from ..recipes import usual_epochs
+from .choose_batch import choose_batch, task_of
 from .estimator import Estimator
 from .problem import Problem
-from .request import USUAL_EPOCHS
 
 # Repetitions of "seen → batch → time → seen". Time per sample hardly depends on the batch, so that two or three are enough.
 MOST_ROUNDS = 12
@@ -46,7 +46,8 @@ def within_budget(problem: Problem, estimator: Estimator) -> Spending:
     if hours is None or request.seen is not None or request.epochs is not None:
         return Spending(problem, estimator)
     data = problem.budget.data
-    usual = USUAL_EPOCHS[request.objective]
+    task = task_of(problem)
+    usual = usual_epochs(task.kind, task.start, data)
 
     def at(seen: int) -> tuple[Problem, Estimator]:
         changed = replace(problem, budget=problem.budget._replace(seen=max(1, seen)))

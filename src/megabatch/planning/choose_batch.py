@@ -10,14 +10,13 @@ import math
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-from .. import config, evidence, recipes
+from .. import evidence, recipes
 from ..evidence import FACTS, Confidence, steps_factor
 from ..objectives import DEFAULT, OBJECTIVES
 from ..optimizers import closest
 from ..recipes import Recipe, TrainingTask, advise_batch, updates_needed
-from ..towers import find_library
 from .estimator import Estimator
-from .problem import Problem
+from .problem import Problem, kind_of
 from .request import check_batch, check_budget
 
 # With priority "accuracy", the smallest batch within this factor of the least time is taken.
@@ -56,7 +55,7 @@ def task_of(problem: Problem, params: int | None = None) -> TrainingTask:
     request, (data, unique, seen) = problem.request, problem.budget
     finetuned = request.objective == "finetune" or request.lora is not None
     return TrainingTask(
-        kind="lm" if request.objective == "lm" else _pair_kind(problem.base) if request.pairs else "classifier",
+        kind=kind_of(request, problem.base),
         start="pretrained" if finetuned and request.start == "scratch" else request.start,
         data=data,
         seen=seen,
@@ -68,14 +67,6 @@ def task_of(problem: Problem, params: int | None = None) -> TrainingTask:
         lora=request.lora,
         length=request.length,
     )
-
-
-def _pair_kind(run: config.Run) -> Literal["image-text", "embedder"]:
-    """Return "embedder" if both towers read text."""
-    # A tower "x" on side y is the tower of side x.
-    towers = (("x", run.x.name), ("y", run.x.name if run.y.name == "x" else run.y.name))
-    kinds = {find_library(name).kind_of(name.partition(":")[2], side) for side, name in towers}
-    return "embedder" if kinds == {"text"} else "image-text"
 
 
 def choose_batch(problem: Problem, estimator: Estimator) -> BatchChoice:

@@ -122,7 +122,8 @@ def _run_numbers(problem: Problem, run: config.Run | None, spent: str) -> list[N
     elif request.seen is not None or request.epochs is not None:
         why, source = "as requested", "given"
     else:
-        why, source = f"{seen / data:.3g} epochs, the usual number for this kind of training", "common practice"
+        fact = FACTS["epochs"]
+        why, source = f"{seen / data:.3g} epochs, the usual number: {fact.says}", fact.source
     numbers = [Number("samples seen", seen, f"{seen:,}", f"{why}; the data has {data:,} {unit}", source, "high")]
     if run is not None and isinstance(request.model, str):
         why = "as requested" if request.dim else "the width of the model's own embeddings, or a usual one if it has none"

@@ -12,6 +12,8 @@ from ..costs.strategy import Precision
 from ..data import open_source
 from ..data.sampler import split
 from ..objectives import MEAN, OBJECTIVES, ObjectiveSpec
+from ..recipes import Kind, usual_epochs
+from ..towers import find_library
 from .request import Budget, Request, base_run, check_batch, parse_count, sample_budget
 
 # Worker processes of each rank that read data for an accelerator.
@@ -57,12 +59,25 @@ def problem_of(request: Request) -> Problem:
         request = replace(request, start="locked" if base.x.locked else "pretrained")
     if base.data.workers == 0 and machine.device.type != "cpu" and isinstance(request.model, str):
         base = replace(base, data=replace(base.data, workers=WORKERS))
-    budget = sample_budget(request, base, count_samples)
+    kind = kind_of(request, base)
+    budget = sample_budget(request, base, count_samples, lambda data: usual_epochs(kind, request.start, data))
     given = parse_count(request.batch, "batch") if request.per_gpu is None else request.per_gpu * machine.gpus
     if given is not None:
         check_batch(given, budget.data)
     precision = choose_precision(request.precision, machine)
     return Problem(request, machine, base, budget, given, precision, limit=int(request.share * machine.device.memory))
+
+
+def kind_of(request: Request, base: config.Run) -> Kind:
+    """Return what is trained, as the rules see it."""
+    if request.objective == "lm":
+        return "lm"
+    if not request.pairs:
+        return "classifier"
+    # A tower "x" on side y is the tower of side x.
+    towers = (("x", base.x.name), ("y", base.x.name if base.y.name == "x" else base.y.name))
+    kinds = {find_library(name).kind_of(name.partition(":")[2], side) for side, name in towers}
+    return "embedder" if kinds == {"text"} else "image-text"
 
 
 def _with_nodes(machine: Machine, request: Request) -> Machine:

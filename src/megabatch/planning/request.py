@@ -22,8 +22,6 @@ COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 OBJECTIVES = ("contrastive", "supervised", "lm", "finetune")
 # Training pairs of the embedded default, images of characters, after a tenth is held out.
 GLYPHS = 42_276
-# Epochs if neither `epochs` nor `seen` is given: CLIP models on tens of millions of pairs are trained for 30.
-USUAL_EPOCHS = {"finetune": 3.0, "lm": 1.0, "supervised": 90.0, "contrastive": 30.0}
 # The text tower for an image tower from a library that has none.
 TEXTS = config.Tower("text", {"width": 512, "depth": 8, "heads": 8, "length": 256})
 # The name of a tower that is shared with side x, and what a plan writes where only the user knows the data.
@@ -244,10 +242,13 @@ class Budget(NamedTuple):
     seen: int
 
 
-def sample_budget(request: Request, base: config.Run, count: Callable[[config.Run], int]) -> Budget:
+def sample_budget(
+    request: Request, base: config.Run, count: Callable[[config.Run], int], usual_epochs: Callable[[int], float]
+) -> Budget:
     """Return the samples of a request, those of the data that its run names, or those of the embedded default.
 
-    count: returns the training samples of a run's source; it may raise ValueError.
+    count: returns the training samples of a run's source; it may raise ValueError. usual_epochs: of so many samples, if the request
+    says neither epochs nor samples seen.
     """
     data = parse_count(request.data, "data")
     if data is None:
@@ -258,7 +259,7 @@ def sample_budget(request: Request, base: config.Run, count: Callable[[config.Ru
         if epochs is None and request.model is None and base.schedule.samples is not None:
             seen = base.schedule.samples
         else:
-            seen = round(data * (epochs or USUAL_EPOCHS[request.objective]))
+            seen = round(data * (epochs or usual_epochs(data)))
             if not 1 <= seen <= config.INT64:
                 raise ValueError(
                     f"epochs is {epochs}: with {data:,} samples, training would see fewer than 1 or more than 2^63 samples"
