@@ -238,7 +238,7 @@ FACTS = {
         "medium",
     ),
     "lm rate": Fact(
-        "6e-4 at 124 M parameters, falling with their fourth root (GPT-3: 6e-4 at 125 M to 6e-5 at 175 B; LLaMA: 3e-4 at 7 B to"
+        "6e-4 at 124 M parameters, falling with their fourth root (GPT-3: 6e-4 at 125 M to 6e-5 at 175 B, LLaMA: 3e-4 at 7 B to"
         " 1.5e-4 at 65 B)",
         "arXiv 2005.14165, table 2.1; 2302.13971",
         "high",

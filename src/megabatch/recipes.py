@@ -180,7 +180,7 @@ def _token_batch(task: TrainingTask, seen: int) -> Advice:
     tokens = power_near(critical_tokens(seen * task.length))
     value = max(1, round(tokens / task.length))
     fact = FACTS["lm batch"]
-    why = f"{tokens / 1e6:.2g} M tokens ({value:,} × {task.length:,}) for {seen * task.length / 1e9:.3g} B tokens seen; {fact.says}"
+    why = f"{_short(tokens)} tokens ({value:,} × {task.length:,}) for {_short(seen * task.length)} tokens seen; {fact.says}"
     return Advice(value, max(1, value / 4), value * 4, why, fact.source, fact.confidence)
 
 
@@ -271,9 +271,9 @@ def advise_rate(task: TrainingTask, batch: int) -> Advice:
     why += "" if growth == 1 else f", times √({round(growth * rule.batch):,}/{rule.batch:,})"
     if rule.params is not None and task.params is not None:
         lr *= (rule.params / task.params) ** evidence.RATE_SIZE
-        why += f", times ({_millions(rule.params)}/{_millions(task.params)})^{evidence.RATE_SIZE:g}"
+        why += f", times ({_short(rule.params)}/{_short(task.params)})^{evidence.RATE_SIZE:g}"
     elif task.kind == "image-text" and task.start == "scratch" and (task.params or evidence.LARGE_MODEL) < evidence.LARGE_MODEL:
-        lr, why = lr * 2, f"{why}, twice for towers below {_millions(evidence.LARGE_MODEL)} parameters"
+        lr, why = lr * 2, f"{why}, twice for towers below {_short(evidence.LARGE_MODEL)} parameters"
     lr = round_rate(lr)
     confidence = "low" if task.optimizer != "adam" or not 1 / 4 <= growth <= evidence.RATE_RANGE**2 else fact.confidence
     return Advice(lr, lr / 3, lr * 3, f"{why}; {fact.says}", fact.source, confidence)
@@ -397,12 +397,12 @@ def warnings_for(task: TrainingTask, batch: int | None = None) -> list[str]:
         if tokens < evidence.LEAST_TOKENS * task.params:
             fact = FACTS["tokens per parameter"]
             lines.append(
-                f"{tokens / 1e9:.3g} B tokens are {tokens / task.params:.2g} for each of {_millions(task.params)} parameters;"
+                f"{_short(tokens)} tokens are {tokens / task.params:.2g} for each of {_short(task.params)} parameters;"
                 f" {fact.says} ({fact.source}). Train a smaller model, or fine-tune pretrained weights."
             )
     if task.kind == "classifier" and task.start == "scratch" and large and (task.data or math.inf) < evidence.CLASSIFIER_LEAST:
         lines.append(
-            f"{task.data:,} images are few for {_millions(task.params or evidence.LARGE_MODEL)} parameters from scratch: start from"
+            f"{task.data:,} images are few for {_short(task.params or evidence.LARGE_MODEL)} parameters from scratch: start from"
             " pretrained weights (start=pretrained)."
         )
     if batch is not None and task.pairs and task.seen is not None and math.ceil(task.seen / batch) < evidence.HOPELESS_UPDATES:
@@ -427,8 +427,9 @@ def power_below(number: float) -> int:
     return 1 << (max(1, int(number)).bit_length() - 1)
 
 
-def _millions(count: int) -> str:
-    return f"{count / 1e9:.3g} B" if count >= 10**9 else f"{count / 1e6:.3g} M"
+def _short(count: int) -> str:
+    size, unit = next((each for each in ((1e12, "T"), (1e9, "B")) if count >= each[0]), (1e6, "M"))
+    return f"{count / size:.3g} {unit}"
 
 
 def _sources(facts: list[Fact] | tuple[Fact, ...]) -> str:
