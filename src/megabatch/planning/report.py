@@ -39,10 +39,11 @@ def answer(plan: Plan) -> list[str]:
     if plan.device_type != "cpu":
         spent += f", {_gpu_hours(plan.hours * plan.strategy.ranks)} GPU-hours"
     cost = f", cost {money_text(plan.alternatives[0].cost)}" if plan.price is not None else ""
+    epochs = f"{plan.seen / max(1, plan.data):.3g}"
     return [
         headline(plan),
         f"learning rate {rate.value:g}, warm-up {warmup.value:,} of {updates:,} updates, {samples_text(plan.seen)} {samples} seen"
-        f" ({plan.seen / max(1, plan.data):.3g} epochs)",
+        f" ({epochs} epoch{'' if epochs == '1' else 's'})",
         f"{spent}{cost}; {bytes_text(plan.peak_bytes)} of {bytes_text(plan.device_bytes)} per {_device(plan)}",
     ]
 
