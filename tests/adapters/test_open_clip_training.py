@@ -190,8 +190,13 @@ def training_script(monkeypatch, tmp_path):
     (tmp_path / "pairs.csv").write_text("\n".join(["filepath\ttitle", *rows]))
     vision = {"image_size": 16, "patch_size": 8, "width": 16, "layers": 1, "head_width": 8}
     text = {"context_length": CONTEXT, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 1}
-    (tmp_path / "tiny-test.json").write_text(json.dumps({"embed_dim": 16, "vision_cfg": vision, "text_cfg": text}))
-    open_clip().add_model_config(tmp_path / "tiny-test.json")
+    tiny = {"embed_dim": 16, "vision_cfg": vision, "text_cfg": text}
+    tokens = {"output_tokens": True, "attentional_pool": True, "attn_pooler_heads": 2}
+    coca = {"embed_dim": 16, "vision_cfg": vision | tokens, "text_cfg": text | {"embed_cls": True, "output_tokens": True}}
+    coca |= {"multimodal_cfg": text, "custom_text": True}
+    for name, config in (("tiny-test", tiny), ("coca_tiny-test", coca)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(config))
+        open_clip().add_model_config(tmp_path / f"{name}.json")
     words = f"--model tiny-test --train-data {tmp_path}/pairs.csv --dataset-type csv --epochs 2 --workers 0 --device cpu --warmup 1"
     words += f" --lr 0.001 --eps 0.001 --wd 0 --logs {tmp_path}/logs --aug-cfg scale=(1,1) --precision fp32"
     return script, tmp_path, words.split()
@@ -202,13 +207,44 @@ def training_script(monkeypatch, tmp_path):
 def test_the_training_script_takes_accumulation_as_chunks(training_script):
     """--batch-size 2 --accum-freq 4 of our command ends at the weights of --batch-size 8 of OpenCLIP's."""
     script, folder, words = training_script
-
-    def weights(name):
-        return torch.load(folder / "logs" / name / "checkpoints" / "epoch_2.pt", weights_only=False)["state_dict"]
-
     script.main([*words, "--name", "theirs", "--batch-size", "8"])
     adapter.main([*words, "--name", "ours", "--batch-size", "2", "--accum-freq", "4"])
-    assert largest_difference(weights("ours"), weights("theirs")) < 1e-6
+    assert largest_difference(saved_weights(folder, "ours"), saved_weights(folder, "theirs")) < 1e-6
+
+
+def saved_weights(folder: Any, name: str) -> dict[str, torch.Tensor]:
+    return torch.load(folder / "logs" / name / "checkpoints" / "epoch_2.pt", weights_only=False)["state_dict"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.pin_memory. argument")
+@pytest.mark.parametrize(
+    "words, accumulated",
+    [
+        ("", ""),
+        ("--siglip", ""),
+        ("--model coca_tiny-test", ""),
+        ("--lock-image --lock-image-unlocked-groups 1 --batch-size 8", "--batch-size 4 --accum-freq 2"),
+    ],
+)
+def test_the_training_script_ends_at_the_weights_of_openclip(training_script, monkeypatch, words, accumulated):
+    script, folder, shared = training_script
+    create = script.create_model_and_transforms
+
+    def create_with_values(*names: Any, **options: Any) -> Any:
+        # OpenCLIP leaves some parameters of CoCa as the memory was.
+        model, *transforms = create(*names, **options)
+        torch.manual_seed(0)
+        for parameter in model.parameters():
+            if parameter.ndim and "coca" in words:
+                nn.init.normal_(parameter, std=0.1)
+        return model, *transforms
+
+    monkeypatch.setattr(script, "create_model_and_transforms", create_with_values)
+    shared = [*shared, "--batch-size", "4", *words.split()]
+    script.main([*shared, "--name", "theirs"])
+    adapter.main([*shared, *accumulated.split(), "--name", "ours"])
+    assert largest_difference(saved_weights(folder, "ours"), saved_weights(folder, "theirs")) < 1e-6
 
 
 @pytest.mark.slow
