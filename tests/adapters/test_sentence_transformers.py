@@ -3,13 +3,17 @@
 Cases of Sentence Transformers 6.2 (tests/sentence_transformer/losses) that are rewritten here for a model without a download:
 
 - test_cmnrl.py: same_grad (also with a scaled loss), matryoshka, token_budget_matches_mnrl, attributes_and_config,
-  hyperparameters_stay_assignable, gather_across_devices_offset (with two real processes). Left out: rand_context*, the import of
-  RandContext and the mini-batches of mixed modalities, which are about classes and functions of theirs.
+  hyperparameters_stay_assignable, gather_across_devices_offset (with two real processes), the mini-batches of mixed modalities (by
+  the gradient of a model with images). Left out: rand_context*, which is about a class of theirs, and similarities that are a
+  partial or a Module, which are refused.
 - test_gradcache.py: matches_mnrl, replays_dropout, two_forwards_before_one_backward, scales_with_the_outer_backward, under_no_grad,
-  under_autocast, adaptive_layer_warns, replays_through_prompt_exclusion, backward_releases_the_hook_state, the token budget's
-  versions of these, non_positive_budget. Left out: names_the_unused_column (our loss uses every column), TestMinibatchRanges,
-  create_minibatch* and TestFlattenedMinibatchSlicing, which are about functions of theirs.
-- test_matryoshka.py: only weights and dimensions, with our loss inside. Left out: the rest, about arguments of MatryoshkaLoss.
+  under_autocast, adaptive_layer_warns, names_the_unused_column, replays_through_prompt_exclusion, backward_releases_the_hook_state,
+  the token budget's versions of these, non_positive_budget; of TestMinibatchRanges, create_minibatch* and
+  TestFlattenedMinibatchSlicing what a loss shows: texts longer than the budget, missing token counts, padding on the left, packed
+  texts. Left out: the boundaries of their mini-batches, since ours are other ones, and query expansion, which only multi-vector
+  models have.
+- test_matryoshka.py: weights and dimensions, in any order, with our loss inside. Left out: the rest, about arguments that
+  MatryoshkaLoss refuses, and MSELoss.
 """
 
 from __future__ import annotations
@@ -113,7 +117,7 @@ def test_the_gradient_is_scaled_with_the_loss(model, factor):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dims, weights", [([16, 8, 4], None), ([16, 12], [1.0, 0.25])])
+@pytest.mark.parametrize("dims, weights", [([16, 8, 4], None), ([4, 16, 8], [0.5, 1.0, 0.25])])
 @pytest.mark.parametrize("learnable", [False, True])
 def test_matryoshka_weights_every_width(model, dims, weights, learnable):
     features = features_of(model, columns(2))
@@ -201,6 +205,18 @@ def test_adaptive_layers_warn_of_gradient_caching(model):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("chunks", [{"mini_batch_size": 3}, {"mini_batch_num_tokens": 40}, {"mini_batch_num_tokens": 5}])
+def test_padding_on_the_left_and_texts_longer_than_the_budget(tmp_path, chunks):
+    """The model has a position for each column, so that padding in front of a text must stay where it is."""
+    model = in_sentence_transformer(str(tmp_path), bert()).double().train()
+    model.tokenizer.padding_side = "left"
+    features = features_of(model, columns())
+    assert features[0]["attention_mask"][:, 0].min() == 0 and features[0]["attention_mask"][:, -1].min() == 1
+    want = value_and_gradients(losses.MultipleNegativesRankingLoss(model), model, features)
+    assert_close(value_and_gradients(MultipleNegativesRankingLoss(model, keep=0, **chunks), model, features), want)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", [{"mini_batch_size": 3}, {"mini_batch_num_tokens": 40}])
 def test_prompts_that_pooling_leaves_out(tmp_path, chunks):
     model = in_sentence_transformer(str(tmp_path), bert(), include_prompt=False).double().train()
@@ -253,6 +269,27 @@ def test_options_have_the_names_and_order_of_sentence_transformers(model):
 def test_options_that_are_refused(model, options):
     with pytest.raises(ValueError):
         MultipleNegativesRankingLoss(model, **options)
+
+
+def test_hyperparameters_stay_assignable(model):
+    changes = {"scale": 5.0, "similarity_fct": dot_score, "directions": ALL, "hardness_mode": "all_negatives"}
+    changes |= {"hardness_strength": 2.0, "mini_batch_size": 2}
+    assigned, batch = MultipleNegativesRankingLoss(model), columns(rows=4)
+    before = value_of(assigned, model, batch)
+    for name, value in changes.items():
+        setattr(assigned, name, value)
+    constructed = MultipleNegativesRankingLoss(model, **changes)
+    assert assigned.get_config_dict() == constructed.get_config_dict()
+    assert before != pytest.approx(value_of(constructed, model, batch)) == value_of(assigned, model, batch)
+
+
+def test_a_column_without_influence_is_named(model):
+    class FirstColumns(MultipleNegativesRankingLoss):
+        def calculate_loss(self, reps: Any, *args: Any, **options: Any) -> Any:
+            return super().calculate_loss(reps[:2], *args, **options)
+
+    with pytest.raises(ValueError, match="column 2"):
+        FirstColumns(model)(features_of(model, columns(3, rows=4)), None)
 
 
 def test_models_without_one_embedding_are_refused(model):
@@ -361,6 +398,53 @@ def test_packed_inputs_are_divided_between_texts(chunks):
     want.backward()
     assert loss._cached[1].chunks > 4
     assert torch.allclose(found, want) and torch.allclose(gradient, model.words.weight.grad)
+
+
+class ModelWithImages(nn.Module):
+    """Texts with any number of images each: the mean of the words, and the sum of the images' patches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.patches = nn.Embedding(64, 8).double(), nn.Linear(5, 8).double()
+
+    def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
+        images = []
+        # A chunk of texts alone comes without these inputs.
+        if "pixel_values" in features:
+            sizes = features["image_grid_thw"].prod(1).tolist()
+            images = [part.sum(0) for part in self.patches(features["pixel_values"]).split(sizes)]
+        groups = iter(images)
+        sums = [sum((next(groups) for _ in range(count)), torch.zeros(8)) for count in features["num_images_per_sample"].tolist()]
+        features["sentence_embedding"] = self.words(features["input_ids"]).mean(1) + torch.stack(sums)
+        return features
+
+
+@pytest.mark.slow
+# In the second case there are as many images as texts, in the third as many patches too.
+@pytest.mark.parametrize("images, patches", [([2, 1, 0, 0, 3], 4), ([2, 1, 0, 1, 1], 4), ([2, 1, 0, 1, 1], 2)])
+@pytest.mark.parametrize("chunks", [{"mini_batch_size": 1}, {"mini_batch_size": 2}, {"mini_batch_num_tokens": 12}])
+def test_images_go_with_their_texts(images, patches, chunks):
+    model, generator = ModelWithImages(), torch.Generator().manual_seed(1)
+    features = []
+    for counts in (images, images[::-1]):
+        grid = torch.randint(1, patches, (sum(counts), 3), generator=generator)
+        ids = torch.randint(0, 64, (len(counts), 6), generator=generator)
+        pixels = torch.randn(int(grid.prod(1).sum()), 5, generator=generator).double()
+        features.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels})
+        features[-1] |= {"image_grid_thw": grid, "num_images_per_sample": torch.tensor(counts)}
+    loss = MultipleNegativesRankingLoss(model, keep=0, **chunks)
+    found = value_and_gradients(loss, model, features)
+    want = value_and_gradients(losses.MultipleNegativesRankingLoss(model), model, features)
+    assert loss._cached[1].chunks > 4
+    torch.testing.assert_close(found, want)
+
+
+@pytest.mark.slow
+def test_a_budget_of_tokens_needs_their_numbers():
+    features = [{"pixel_values": torch.ones(4, 3), "sentence_embedding": torch.ones(4, 2)}] * 2
+    with pytest.raises(ValueError, match="attention_mask"):
+        MultipleNegativesRankingLoss(ModelWithImages(), mini_batch_num_tokens=8)(features, None)
 
 
 @pytest.mark.slow
@@ -472,3 +556,24 @@ def test_ranks_train_as_one_process_with_one_exchange(world, model, folder, gath
         assert found["collectives in evaluation"] == 0
         chunked, whole = found["collectives with chunks and without"]
         assert chunked == whole and chunked["allreduce_"] > 0
+
+
+def with_different_losses(rank: int, size: int, folder: str, learnable: bool) -> str:
+    """Return what is raised if each rank computes another loss, as they may with a dict of losses."""
+    model = load(folder).double().train()
+    every = [MultipleNegativesRankingLoss(model, learnable_scale=learnable) for _ in range(size)]
+    wrapped = DDP(model, find_unused_parameters=True)
+    for loss in every:
+        loss.model = wrapped
+    try:
+        every[rank](features_of(model, columns(rows=4)), None).backward()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.slow
+def test_learnable_scales_of_different_losses_in_one_step_are_refused(world, model, folder):
+    """Without negatives of other ranks, only the ranks' agreement on the loss keeps their scales equal."""
+    assert world.run(2, with_different_losses, folder, False) == ["", ""]
+    assert all("learnable_scale=False" in message for message in world.run(2, with_different_losses, folder, True))
