@@ -4,9 +4,8 @@ Tevatron and FlagEmbedding interleave passages: with G passages for each query, 
 negatives follow. ms-swift interleaves queries too. Our losses take [positives; negatives]. None of these packages is imported here;
 docs/trainers.md shows where each class goes.
 
-The gradient after DDP's average is that of the mean over the queries of all ranks. FlagEmbedding's and ms-swift's own is 1/W of it
-    on W
-ranks: with an optimizer that follows the gradient's scale (SGD), divide the learning rate by W to train as before.
+The gradient after DDP's average is that of the mean over the queries of all ranks. FlagEmbedding's own, and ms-swift's before 4.6, is
+1/W of it on W ranks: with an optimizer that follows the gradient's scale (SGD), divide the learning rate by W to train as before.
 """
 
 from __future__ import annotations
@@ -117,9 +116,8 @@ def _check_call(target: Tensor | None, reduction: str) -> None:
 class InBatchLossMixin:
     """Replaces the losses with in-batch negatives of a FlagEmbedding model; put it before the model's class.
 
-    A teacher, scores by a function (BGE-M3) and lists of embeddings (Matryoshka) are left to FlagEmbedding. The scores are
-        returned as
-    None: nothing but BGE-M3 reads them.
+    A teacher and scores by a function (BGE-M3) are left to FlagEmbedding. The scores are returned as None: nothing but BGE-M3
+    reads them.
     """
 
     temperature: float

@@ -47,10 +47,11 @@ def find_ddp(encoder: Callable[..., Any]) -> DistributedDataParallel | None:
     """Return the encoder if it is a DDP model, else None; raise a ValueError if it contains a wrapper that cannot run in chunks."""
     for module in submodules(modules_in(encoder)):
         package, name = type(module).__module__.partition(".")[0], type(module).__name__
-        if package == "deepspeed" or any(hasattr(p, "ds_id") for p in module.parameters(recurse=False)):
+        if package == "deepspeed":
             raise ValueError(
-                f"the encoder contains a {name} of DeepSpeed: its ZeRO stages split weights and gradients in hooks that expect "
-                "one forward per step; shard with torch.distributed.fsdp.fully_shard or replicate with DDP instead"
+                f"the encoder contains a {name} of DeepSpeed, whose forward prepares the exchange of gradients and would run once "
+                'for every chunk; with ZeRO-1 and -2, let the module that the engine wraps call cached(…, sync="none") encoders '
+                "in its forward; otherwise shard with torch.distributed.fsdp.fully_shard or replicate with DDP"
             )
         if name == "FullyShardedDataParallel":
             raise ValueError(
@@ -63,7 +64,17 @@ def find_ddp(encoder: Callable[..., Any]) -> DistributedDataParallel | None:
                 "gradients each time; pass the DDP model itself, cached(ddp, chunk=…), or let DDP wrap the module that calls the "
                 "cached encoder"
             )
+    refuse_zero_3(modules_in(encoder))
     return encoder if isinstance(encoder, DistributedDataParallel) else None
+
+
+def refuse_zero_3(modules: list[nn.Module]) -> None:
+    """Raise a ValueError if DeepSpeed's ZeRO-3 has split the weights."""
+    if any(hasattr(p, "ds_id") for module in modules for p in module.parameters()):
+        raise ValueError(
+            "the weights of the encoder are split by ZeRO-3 of DeepSpeed, which gathers them in hooks that expect one forward and "
+            "one backward per step; use ZeRO-1 or -2, or shard with torch.distributed.fsdp.fully_shard"
+        )
 
 
 def _is_replicated(module: nn.Module) -> bool:
@@ -76,6 +87,7 @@ def meeting_rings(modules: list[nn.Module]) -> list[Ring]:
 
     These are the meshes of sharded parameters and the groups of synchronised batch normalisations.
     """
+    refuse_zero_3(modules)
     if not (dist.is_available() and dist.is_initialized()):
         return []
     from torch.distributed.tensor import DTensor
