@@ -145,12 +145,14 @@ class Task(nn.Module):
 @pytest.mark.parametrize("kind", ["clip", "siglip"])
 def test_an_adapted_task_has_the_gradients_of_openclip(kind):
     tasks = [Task(model_for(kind), losses(kind)[1]) for _ in range(2)]
-    assert adapter.adapt(tasks[0], chunk=3) is tasks[0]
+    assert adapter.adapt(tasks[0], chunk=3, accum_freq=1) is tasks[0]
     for task in tasks:
         task(*batches(1, ROWS)[0]).backward()
+    encoders = tasks[0].trainable_module.encode_image, tasks[0].trainable_module.encode_text
+    assert [encode.chunks for encode in encoders] == [3, 3]
+    assert adapter.adapt(tasks[1], accum_freq=4).loss.accum_freq == 4
     for found, true in zip(tasks[0].parameters(), tasks[1].parameters(), strict=True):
         assert torch.allclose(found.grad, true.grad, rtol=1e-4, atol=1e-7)
-    assert type(tasks[0].loss) is not type(tasks[1].loss)
 
 
 def test_losses_without_a_counterpart_stay_openclips():
@@ -161,6 +163,9 @@ def test_losses_without_a_counterpart_stay_openclips():
     assert adapter.convert(theirs) is theirs
     own = nn.CrossEntropyLoss()
     assert adapter.convert(own) is own
+    horovod = open_clip().ClipLoss()
+    horovod.use_horovod = True
+    assert adapter.convert(horovod) is horovod
 
 
 def test_a_scale_with_one_dimension_is_one_number():
@@ -210,6 +215,16 @@ def test_the_training_script_takes_accumulation_as_chunks(training_script):
     script.main([*words, "--name", "theirs", "--batch-size", "8"])
     adapter.main([*words, "--name", "ours", "--batch-size", "2", "--accum-freq", "4"])
     assert largest_difference(saved_weights(folder, "ours"), saved_weights(folder, "theirs")) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model, expected", [("tiny-test", (8, 1)), ("coca_tiny-test", (2, 4))])
+def test_the_accumulation_of_coca_stays_openclips(training_script, monkeypatch, model, expected):
+    script, _, words = training_script
+    parsed = []
+    monkeypatch.setattr(script, "main", lambda rest: parsed.append(script.parse_args(rest)))
+    adapter.main([*words, "--model", model, "--batch-size", "2", "--accum-freq", "4"])
+    assert (parsed[0].batch_size, parsed[0].accum_freq) == expected
 
 
 def saved_weights(folder: Any, name: str) -> dict[str, torch.Tensor]:

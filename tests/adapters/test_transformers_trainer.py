@@ -181,6 +181,23 @@ def test_equal_ids_are_no_negatives():
     assert loss(ids=torch.zeros(ROWS, dtype=torch.long)) == pytest.approx(0, abs=1e-6) != pytest.approx(loss())
 
 
+def test_settings_reach_the_encoder_and_the_loss():
+    from transformers import TrainingArguments
+
+    model, batch = OwnPair(), pairs(ROWS)
+    inputs = {name: torch.stack([row[name] for row in batch]) for name in batch[0]}
+    settings = ContrastiveSettings(outputs=("q", "d"), tokens=40, keep=2, options={"label_smoothing": 0.1})
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = ContrastiveTrainer(model, TrainingArguments(folder, report_to=[], use_cpu=True), contrastive=settings)
+    encoder = trainer._encoder(model)
+    assert (encoder.unit, encoder.chunk, encoder._keep.requested) == ("tokens", 40, 2)
+    assert trainer._encoder(model) is encoder is not trainer._encoder(OwnPair())
+    trainer.contrastive = settings._replace(tokens=None)
+    loss, outputs = trainer.compute_loss(model, {**inputs, "return_loss": True}, return_outputs=True)
+    expected = megabatch.reference.clip_loss(outputs["q"], outputs["d"], model.logit_scale.exp(), label_smoothing=0.1)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+
+
 def test_a_model_with_a_bias_may_train_with_the_softmax_loss():
     from transformers import TrainingArguments
 
@@ -216,7 +233,18 @@ def on_two_ranks(rank: int, size: int) -> dict[str, Any]:
         for chunk in (None, 3):
             found[kind, chunk] = train(tiny_model(kind), rows=ROWS // 2, settings=ContrastiveSettings(chunk=chunk))
     found["unused"] = train(tiny_model(), rows=ROWS // 2, settings=ContrastiveSettings(chunk=3), ddp_find_unused_parameters=False)
+    found["evaluation"] = evaluation(samples(ROWS)[rank :: size + 1])
     return found
+
+
+def evaluation(rows: list[dict[str, torch.Tensor]]) -> tuple[float, float]:
+    """Return the loss of a batch in evaluation, and that of the model itself."""
+    from transformers import TrainingArguments
+
+    model, inputs = tiny_model().eval(), {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = ContrastiveTrainer(model, TrainingArguments(folder, report_to=[], use_cpu=True))
+    return trainer.compute_loss(model, inputs).item(), model(**inputs, return_loss=True).loss.item()
 
 
 @pytest.mark.slow
@@ -227,6 +255,9 @@ def test_two_ranks_end_at_the_weights_of_one_with_the_whole_batch():
     world.close()
     expected = {kind: train(tiny_model(kind)) for kind in ("clip", "siglip")}
     for found in results:
+        # Each rank has its own negatives in evaluation, where ranks may have different numbers of batches.
+        ours, theirs = found.pop("evaluation")
+        assert ours == pytest.approx(theirs, rel=1e-5)
         for case, weights in found.items():
             assert largest_difference(weights, expected["siglip" if case[0] == "siglip" else "clip"]) < 1e-6, case
 
