@@ -1,6 +1,7 @@
 """The layouts of retrieval trainers: our losses give the values and gradients of theirs on interleaved passages.
 
-Tevatron, FlagEmbedding and ms-swift do not install beside the other packages of these tests, so their layouts are written out here.
+Tevatron, FlagEmbedding and ms-swift are not installed with the other packages of these tests, so their layouts stand here;
+test_retrieval_trainers.py runs their trainers where they are.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@ Tevatron and FlagEmbedding interleave passages: with G passages for each query, 
 negatives follow. ms-swift interleaves queries too. Our losses take [positives; negatives]. None of these packages is imported here;
 docs/trainers.md shows where each class goes.
 
-The gradient after DDP's average is that of the mean over the queries of all ranks. FlagEmbedding's own, and ms-swift's before 4.6, is
-1/W of it on W ranks: with an optimizer that follows the gradient's scale (SGD), divide the learning rate by W to train as before.
+The gradient after DDP's average is that of the mean over the queries of all ranks. FlagEmbedding's own, and ms-swift's before 4.6,
+is 1/W of it on W ranks: with an optimizer that follows the gradient's scale (SGD), divide the learning rate by W to train as
+before.
 """
 
 from __future__ import annotations
