@@ -10,6 +10,7 @@ from cases import KINDS, Case, embeddings
 
 import megabatch
 from megabatch.losses.directions import CROSS, DIRECTIONS
+from megabatch.objectives import contains_positives
 
 ALL = DIRECTIONS
 
@@ -23,6 +24,8 @@ def draw_options(rng: random.Random, rows: int, extra: int, norm: float) -> dict
     crosses = set(directions) <= set(CROSS)
     if crosses and rng.random() < 0.5:
         options["partition"] = "separate"
+    elif contains_positives(directions, "by_anchor") and rng.random() < 0.5:
+        options["partition"] = "by_anchor"
     if "x_to_y" in directions and rng.random() < 0.4:
         options |= {"hardness": rng.choice((2.0, 9.0)) / norm**2, "hardness_on": rng.choice(("all", "hard", "in_batch"))}
     elif rng.random() < 0.3:

@@ -146,7 +146,7 @@ class Loss:
     dims: tuple[int, ...] = ()
     spread_out: float = 0.0
     directions: tuple[str, ...] = ()
-    partition: Literal["joint", "separate"] | None = None
+    partition: Literal["joint", "separate", "by_anchor"] | None = None
     drop_ratio: float | None = None
     hardness: float = 0.0
     hardness_on: Literal["all", "hard", "in_batch"] = "all"
@@ -485,8 +485,8 @@ def _rules(run: Run) -> list[tuple[str, Any, bool, str]]:
          len(set(run.loss.directions)) == len(run.loss.directions) and set(run.loss.directions) <= set(objectives.DIRECTIONS),
          f"must be different names among {', '.join(objectives.DIRECTIONS)}"),
         ("loss.partition", run.loss.partition,
-         run.loss.partition != "separate" or set(run.loss.directions) <= set(objectives.CROSS_DIRECTIONS),
-         "must be joint where loss.directions compare a side with itself, a softmax without the positive"),
+         objectives.contains_positives(run.loss.directions, run.loss.partition),
+         "must be joint where a softmax over loss.directions would not contain the positive"),
         ("loss.drop_ratio", run.loss.drop_ratio, run.loss.drop_ratio is None or 0 < run.loss.drop_ratio <= 2,
          "must lie in (0, 2]: it multiplies the similarity of the positive; usual is 0.95"),
         ("loss.hardness", run.loss.hardness, 0 <= run.loss.hardness <= 1000 and not run.loss.hardness * run.loss.label_smoothing,

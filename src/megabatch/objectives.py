@@ -208,6 +208,19 @@ def users_of_keys() -> dict[str, tuple[str, ...]]:
     return {key: tuple(name for name, spec in OBJECTIVES.items() if key in spec.keys) for key in keys}
 
 
+def contains_positives(directions: tuple[str, ...], partition: str | None) -> bool:
+    """Return whether each softmax of a loss over directions has a direction that contains the positive.
+
+    >>> contains_positives(("x_to_y", "x_to_x"), "separate"), contains_positives(("x_to_y", "x_to_x"), "by_anchor")
+    (False, True)
+    """
+    cross = {"x_to_x": "x_to_y", "y_to_y": "y_to_x"}
+    same_side = [direction for direction in directions if direction in cross]
+    if partition == "by_anchor":
+        return all(cross[direction] in directions for direction in same_side)
+    return partition != "separate" or not same_side
+
+
 def saturation_of(cost_name: str) -> int:
     """Return the pairs of a batch above which more negatives bought nothing with a contrastive loss."""
     saturation = BY_COST_NAME[cost_name].saturation

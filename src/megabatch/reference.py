@@ -85,7 +85,8 @@ def infonce_loss(
     weights: Tensor | None = None,
 ) -> Tensor:
     """Return the weighted mean over samples of the cross-entropy of a softmax over the candidates of all directions
-    (`partition="joint"`), or averaged over one softmax for each direction (`partition="separate"`).
+    (`partition="joint"`), or averaged over one softmax for each direction (`partition="separate"`) or for each side's directions
+    (`partition="by_anchor"`).
 
     Sample i has in each direction the candidates
 
@@ -120,10 +121,11 @@ def infonce_loss(
         positive = scale * (x * y[: len(x)]).sum(1, keepdim=True)
         ones = torch.ones_like(positive, dtype=torch.bool)
         tables.append((positive, ones, ones))
-    if partition == "joint":
-        logits, is_positive, counts = (torch.cat(parts, 1) for parts in zip(*tables, strict=True))
-        tables = [(logits, is_positive, counts)]
-    losses = [_softmax_loss(*table, label_smoothing) for table in tables]
+    by_direction = dict(zip((*directions, "positive"), tables, strict=False))
+    losses = []
+    for part in _softmaxes(list(by_direction), partition):
+        logits, is_positive, counts = (torch.cat(parts, 1) for parts in zip(*(by_direction[d] for d in part), strict=True))
+        losses.append(_softmax_loss(logits, is_positive, counts, label_smoothing))
     loss = torch.stack(losses).mean(0)
     return loss.mean() if weights is None else (weights * loss).sum() / weights.sum()
 
@@ -174,7 +176,7 @@ def dcl_loss(
     """
     positive = scale * (x * y[: len(x)]).sum(1)
     losses = []
-    for part in [directions] if partition == "joint" else [(direction,) for direction in directions]:
+    for part in _softmaxes(directions, partition):
         tables = _candidates(x, y, scale, part, **options)
         logits, is_positive, counts = (torch.cat(parts, 1) for parts in zip(*tables, strict=True))
         negatives = logits.masked_fill(is_positive | ~counts, -torch.inf)
@@ -383,6 +385,12 @@ def _softmax_loss(logits: Tensor, positive: Tensor, counts: Tensor, label_smooth
     hard = (log_p * positive).sum(1) / positive.sum(1)
     soft = log_p.sum(1) / counts.sum(1)
     return -(1 - label_smoothing) * hard - label_smoothing * soft
+
+
+def _softmaxes(directions: Sequence[str], partition: str) -> list[list[str]]:
+    """Return the directions of each softmax."""
+    part = {direction: {"joint": "", "separate": direction, "by_anchor": direction[0]}[partition] for direction in directions}
+    return [[direction for direction in directions if part[direction] == each] for each in dict.fromkeys(part.values())]
 
 
 def _candidates(

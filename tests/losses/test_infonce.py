@@ -128,6 +128,7 @@ CONTRADICTIONS = {
     "unknown direction": {"directions": ("x_to_z",)},
     "direction twice": {"directions": ("x_to_y", "x_to_y")},
     "separate without the positive": {"directions": ("x_to_y", "x_to_x"), "partition": "separate"},
+    "an anchor without the positive": {"directions": ("x_to_y", "y_to_y"), "partition": "by_anchor"},
     "partition": {"partition": "both"},
     "positives on the same side": {"directions": ("x_to_y", "y_to_y"), "duplicates": "positive"},
     "positives with hardness": {"duplicates": "positive", "hardness": 1.0},
@@ -267,6 +268,7 @@ def test_nt_xent_supcon_and_dcl_are_their_formulas(kind):
         ("supcon_loss", [z, torch.arange(20) // 2 * (torch.arange(20) > 4)], {"weights": weights}),
         ("supcon_loss", [z, torch.arange(20).clamp(min=12)], {}),  # rows without a positive
         ("dcl_loss", [x, y], {}),
+        ("dcl_loss", [x, y], {"directions": ALL, "partition": "by_anchor"}),
         ("dcl_loss", [x, y], {"directions": ALL, "partition": "joint", "ids": labels, "drop_above": 0.1, "weights": weights}),
     ):
         pairs = zip(named_loss(megabatch, name, inputs, **options), named_loss(reference, name, inputs, **options), strict=True)
@@ -281,6 +283,8 @@ def test_the_formulas_of_nt_xent_and_supcon_are_those_of_their_papers():
     other_view = torch.arange(14).roll(7)
     expected = -(exponentials[torch.arange(14), other_view] / exponentials.sum(1)).log().mean()
     assert torch.allclose(reference.nt_xent_loss(a, b, 4.0), expected)
+    # It is InfoNCE with one softmax for the anchors of each view.
+    assert torch.allclose(reference.infonce_loss(a, b, 4.0, directions=ALL, partition="by_anchor"), expected)
     # Two views of each sample are two rows with one label: SupCon is then NT-Xent.
     assert torch.allclose(reference.supcon_loss(z, torch.arange(7).repeat(2), 4.0), expected)
     labels = torch.tensor([0, 0, 0, 1, 1, 2, 0, 1, 1, 1, 2, 2, 0, 1])

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     # torch depends on typing_extensions; typing has Unpack from Python 3.11 on.
     from typing_extensions import Unpack
 
-PARTITIONS = ("joint", "separate")
+PARTITIONS = ("joint", "separate", "by_anchor")
 HARDNESS_ON = ("all", "hard", "in_batch")
 MARGIN_KINDS = ("absolute", "relative")
 
@@ -161,7 +161,8 @@ def infonce_loss(
             with every other row of x. "y_to_y": y_i with every other row of y, except the hard negatives of its own sample.
         partition: "joint": one softmax over the candidates of all directions (GTE, Qwen3-Embedding); the positive is in its
             denominator once for each of "x_to_y" and "y_to_x". "separate": one softmax for each direction, averaged; for "x_to_y"
-            and "y_to_x" only, since the others do not contain the positive.
+            and "y_to_x" only, since the others do not contain the positive. "by_anchor": one softmax for the directions from x
+            and one for those from y, averaged (SimCLR); each has to contain the positive.
         duplicates: what pairs with equal ids are, apart from the positive itself. "mask": left out. "positive": further positives,
             which share the target equally; for "x_to_y" and "y_to_x" only.
         label_smoothing: in [0, 1], as in torch.nn.functional.cross_entropy, over the candidates that count.
@@ -289,11 +290,11 @@ class InfoNCERules:
             raise ValueError(f"directions={self.directions!r}: must be one or more of {known}, each once")
         if self.partition not in PARTITIONS:
             raise ValueError(f"partition={self.partition!r}: must be one of {', '.join(map(repr, PARTITIONS))}")
-        without = sorted(set(self.directions) - set(CROSS))
-        if self.partition == "separate" and without:
+        without = [directions for directions in self.softmaxes if not set(directions) & set(CROSS)]
+        if self.partition != "joint" and without:
             raise ValueError(
-                f"partition='separate' with {without[0]!r}, a softmax that does not contain the positive: use partition='joint', "
-                "or 'x_to_y' and 'y_to_x' only"
+                f"partition={self.partition!r} with {without[0][0]!r} in directions={self.directions}, a softmax that does not "
+                "contain the positive: use partition='joint', or other directions"
             )
 
     def _check_margins(self, name: str, margins: Any) -> None:
@@ -325,11 +326,21 @@ class InfoNCERules:
             )
 
     @property
+    def softmaxes(self) -> tuple[tuple[Direction, ...], ...]:
+        """The directions of each softmax."""
+        ordered = [direction for direction in DIRECTIONS if direction in self.directions]
+        if self.partition == "separate":
+            return tuple((direction,) for direction in ordered)
+        if self.partition == "joint":
+            return (tuple(ordered),)
+        sides = [tuple(direction for direction in ordered if direction.startswith(side)) for side in ("x", "y")]
+        return tuple(side for side in sides if side)
+
+    @property
     def terms(self) -> Terms:
         """What the loss consists of."""
-        ordered: tuple[Direction, ...] = tuple(direction for direction in DIRECTIONS if direction in self.directions)
         return Terms(
-            softmaxes=(ordered,) if self.partition == "joint" else tuple((direction,) for direction in ordered),
+            softmaxes=self.softmaxes,
             multi_positive=self.duplicates == "positive",
             label_smoothing=self.label_smoothing,
             drop_above=_by_direction(self.drop_above, self.directions),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, TypedDict, overload
 
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from ..ring import Group
 from .autograd import outside_graphs
 from .batch import Diagnostics, Execution, Inputs
-from .directions import DIRECTIONS, Terms
+from .directions import DIRECTIONS
 from .infonce import FurtherInputs, InfoNCERules, directions_loss
 
 if TYPE_CHECKING:
@@ -24,10 +24,6 @@ class NTXentRules(InfoNCERules):
 
     loss_name: ClassVar[str] = "nt_xent_loss"
     same_rows: ClassVar[bool] = True
-
-    @property
-    def terms(self) -> Terms:
-        return replace(super().terms, softmaxes=(("x_to_y", "x_to_x"), ("y_to_x", "y_to_y")))
 
 
 class NTXentOptions(TypedDict, total=False):
@@ -90,6 +86,6 @@ def nt_xent_loss(
     >>> a, b = torch.nn.functional.normalize(torch.randn(2, 512, 64), dim=-1).unbind()
     >>> loss = megabatch.nt_xent_loss(a, b, scale=10.0)
     """
-    rules = NTXentRules(directions=DIRECTIONS, duplicates=duplicates, diagnostics=diagnostics)
+    rules = NTXentRules(directions=DIRECTIONS, partition="by_anchor", duplicates=duplicates, diagnostics=diagnostics)
     execution = Execution(group, equal_shards, backend, workspace, precision)
     return directions_loss(Inputs(a, b, {"scale": scale}, ids, weights), rules, execution, FurtherInputs())
