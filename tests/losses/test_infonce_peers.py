@@ -1,4 +1,4 @@
-"""The same values and gradients as other libraries' losses, on the same embeddings; skipped where they are not installed."""
+"""The same values and gradients as the losses of Sentence Transformers, on the same embeddings; skipped if it is not installed."""
 
 from __future__ import annotations
 
@@ -90,18 +90,3 @@ def test_sentence_transformers_gist(kind, margin, contrast, negatives):
     guide = megabatch.Guide(guide_x, guide_y, margin, kind)
     found = megabatch.infonce_loss(unit_x, unit_y, 10.0, directions=directions, guide=guide)
     assert_equal(gradients(found, x, y), gradients(expected, x, y))
-
-
-def test_pytorch_metric_learning():
-    losses = pytest.importorskip("pytorch_metric_learning.losses")
-    a, b = (t.requires_grad_() for t in embeddings(12, width=6))
-    labels = torch.arange(12) % 4
-
-    def unit(t: Tensor) -> Tensor:
-        """Return normalised embeddings: the library normalises them itself."""
-        return torch.nn.functional.normalize(t, dim=-1)
-
-    expected = losses.NTXentLoss(temperature=0.1)(torch.cat([a, b]), torch.arange(12).repeat(2))
-    assert_equal(gradients(megabatch.nt_xent_loss(unit(a), unit(b), 10.0), a, b), gradients(expected, a, b))
-    expected = losses.SupConLoss(temperature=0.1)(a, labels)
-    assert_equal(gradients(megabatch.supcon_loss(unit(a), labels, 10.0), a), gradients(expected, a))
