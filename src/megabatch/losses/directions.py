@@ -364,6 +364,8 @@ def direction_products(
                 # Each logit is in this sum twice: as one of row i, and as one of column i.
                 slope = slope + slope_of(c.a, gradient, batch) / 2
                 gradients[c.a_is] = merge(gradients.get(c.a_is), gradient if needs[c.a_is[1]] else None)
+                # Freed before that of the other side is computed.
+                del gradient
                 continue
             ga, gb = batch.tiles.softmax_grads(
                 c.a,
@@ -414,11 +416,13 @@ def finish_directions(
     dx = dy = None
     if batch.needs_grad.x:
         gx_MD = _zeros(x, batch) if products.gx_MD is None else products.gx_MD
-        dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+        # In place where the dtypes agree.
+        dx = gx_MD if gx_MD.dtype == x.dtype else torch.empty_like(x, memory_format=torch.contiguous_format)
         batch.tiles.finish(gx_MD, batch.read(x), batch.read(y[:rows]), saved_state.dpos_M, factor, dx)
     if batch.needs_grad.y:
         gy_MD = _zeros(y[:rows], batch) if products.gy_MD is None else products.gy_MD
-        dy = torch.empty_like(y, memory_format=torch.contiguous_format)
+        in_place = gy_MD.dtype == y.dtype and rows == len(y)
+        dy = gy_MD if in_place else torch.empty_like(y, memory_format=torch.contiguous_format)
         batch.tiles.finish(gy_MD, batch.read(y[:rows]), batch.read(x), saved_state.dpos_M, factor, dy[:rows])
         if products.gy_KD is None:
             dy[rows:].zero_()

@@ -21,6 +21,11 @@ from ..tiles.contract import accumulator
 from .autograd import first_derivative_only, outside_graphs
 from .checks import check_number, check_tensor
 
+# Elements of embeddings whose gradients pass through the norms at once.
+PIECE = 2**20
+# Smaller norms count as this one, the default of torch.nn.functional.normalize.
+NORM_EPS = 1e-12
+
 
 def matryoshka(
     loss: Callable[..., Any],
@@ -129,52 +134,86 @@ class Widths:
     ) -> tuple[Tensor, tuple[Any, ...] | None, list[Tensor | None]]:
         """Return the value, what else the loss returns, and the gradients of all tensors (None for those without)."""
         tensors = (*embeddings, *others)
-        totals = [torch.zeros_like(t, dtype=accumulator(t.dtype)) if with_gradients and t.requires_grad else None for t in tensors]
+        totals: list[Tensor | None] = [None] * len(tensors)
         value: Tensor | None = None
         rest = None
         for width, weight in self.widths:
+            leaves = [self._prefix(t.detach()[..., :width]) for t in embeddings] + [t.detach() for t in others]
+            for leaf, t in zip(leaves, tensors, strict=True):
+                leaf.requires_grad_(t.requires_grad and with_gradients)
             with torch.set_grad_enabled(with_gradients):
-                leaves = [t[..., :width].detach().requires_grad_(t.requires_grad and with_gradients) for t in embeddings]
-                leaves += [t.detach().requires_grad_(with_gradients) for t in others]
                 result = self._at_width(leaves, width)
             term, *more = result if isinstance(result, tuple) else (result,)
             if value is None:
                 rest = tuple(more) if more else None
             value = weight * term.detach() if value is None else value + weight * term.detach()
             if term.requires_grad and with_gradients:
-                _add_gradients(term, leaves, totals, width, weight, len(embeddings))
+                gradients = _gradients(term, leaves)
+                # The prefixes are freed before the totals are allocated.
+                del leaves, term, result
+                self._add(gradients, tensors, totals, width, weight)
         assert value is not None
+        for index, t in enumerate(tensors):
+            if with_gradients and t.requires_grad and totals[index] is None:
+                totals[index] = torch.zeros_like(t, dtype=accumulator(t.dtype))
         return value, rest, totals
 
     def _at_width(self, leaves: Sequence[Tensor], width: int) -> Any:
-        prefixes = [self._prefix(t) for t in leaves[: self.cut]]
         replaced = {id(t): leaf for t, leaf in zip(self.others, leaves[self.cut :], strict=True)}
         inputs = [replaced.get(id(t), t) for t in self.inputs[self.cut :]]
         options = {name: replaced.get(id(t), t) for name, t in self.options.items()}
         for name in self.also:
             if isinstance(options.get(name), Tensor):
                 options[name] = self._prefix(options[name].detach()[..., :width])
-        return self.loss(*prefixes, *inputs, **options)
+        return self.loss(*leaves[: self.cut], *inputs, **options)
 
     def _prefix(self, t: Tensor) -> Tensor:
+        """Return the embeddings of one width as the loss reads them."""
         # Norms are sums: in the dtype of sums, and the result is rounded once.
         return F.normalize(t.to(accumulator(t.dtype)), dim=-1).to(t.dtype) if self.normalize else t
 
+    def _add(
+        self,
+        gradients: list[Tensor | None],
+        tensors: Sequence[Tensor],
+        totals: list[Tensor | None],
+        width: int,
+        weight: float,
+    ) -> None:
+        """Add the weighted gradients of one width to the totals."""
+        for index, t in enumerate(tensors):
+            gradient, gradients[index] = gradients[index], None
+            if gradient is None:
+                continue
+            total = totals[index]
+            if total is None:
+                total = totals[index] = torch.zeros_like(t, dtype=accumulator(t.dtype))
+            if index >= self.cut or not self.normalize:
+                (total if index >= self.cut else total[..., :width]).add_(gradient, alpha=weight)
+                continue
+            rows = max(1, PIECE // (t[0].numel() or 1)) if len(t) else 1
+            for piece, x, g in zip(*(each.split(rows) for each in (total, t.detach(), gradient)), strict=True):
+                piece[..., :width].add_(_through_norm(x[..., :width].to(total.dtype), g.to(total.dtype)), alpha=weight)
 
-def _add_gradients(
-    term: Tensor, leaves: Sequence[Tensor], totals: Sequence[Tensor | None], width: int, weight: float, cut: int
-) -> None:
-    """Add the weighted gradients of one width to the totals."""
+
+def _gradients(term: Tensor, leaves: Sequence[Tensor]) -> list[Tensor | None]:
+    """Return the gradient of each leaf, None where it has none."""
     wanted = [t for t in leaves if t.requires_grad]
     if not wanted:
         # Other ranks wait in the backward pass of this width.
         term.backward()
-        return
-    gradients = iter(torch.autograd.grad(term, wanted, allow_unused=True))
-    for index, (leaf, total) in enumerate(zip(leaves, totals, strict=True)):
-        gradient = next(gradients) if leaf.requires_grad else None
-        if gradient is not None and total is not None:
-            (total[..., :width] if index < cut else total).add_(gradient, alpha=weight)
+        return [None] * len(leaves)
+    found = iter(torch.autograd.grad(term, wanted, allow_unused=True))
+    return [next(found) if t.requires_grad else None for t in leaves]
+
+
+def _through_norm(x: Tensor, gradient: Tensor) -> Tensor:
+    """Return the gradient in x from that in x / max(|x|, NORM_EPS), as torch.nn.functional.normalize has it."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    clamped = norm.clamp_min(NORM_EPS)
+    unit = x / clamped
+    along = torch.linalg.vecdot(unit, gradient)[..., None].masked_fill_(norm < NORM_EPS, 0)
+    return torch.addcmul(gradient, unit, along, value=-1).div_(clamped)
 
 
 class _Matryoshka(torch.autograd.Function):

@@ -62,6 +62,8 @@ def symmetric_grads(batch: LossBatch, a_MD: Tensor, scale: Tensor, pairs: Pairs,
             gradient[rows] += ga
             if gb is not None:
                 gradient[columns] += gb
+            # Freed before those of the next piece are allocated.
+            del ga, gb
     return gradient
 
 
