@@ -29,8 +29,32 @@ CROSS_DIRECTIONS = DIRECTIONS[:2]
 # Operations for each pair of rows and each dimension of the embeddings: the logits twice and two products for the gradients of a
 # product of x with y. A product of a side with itself is symmetric, and needs half.
 CROSS_FLOPS, SAME_SIDE_FLOPS = 8.0, 4.0
+# Operations of the spread-out regulariser for each row and pair of dimensions: the Gram matrix of each side and a product with it.
+SPREAD_OUT_FLOPS = 8.0
 # Where the learnable bias of the sigmoid loss starts (arXiv 2303.15343).
 SIGMOID_BIAS = -10.0
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """The options of a contrastive loss that change what it costs.
+
+    directions: of a loss over directions; empty: its default. dims: widths of the prefixes (Matryoshka); empty: the whole width.
+    spread_out: whether the spread-out regulariser of both sides is added. negatives: hard negatives for each row of x.
+    in_batch: whether rows of other samples are negatives. hardened: whether hardness weights negatives that other samples share,
+    so that directions between x and y need a product each. masked: whether pairs with equal ids are told apart.
+    """
+
+    directions: tuple[str, ...] = ()
+    dims: tuple[int, ...] = ()
+    spread_out: bool = False
+    negatives: int = 0
+    in_batch: bool = True
+    hardened: bool = False
+    masked: bool = True
+
+
+PLAIN_LOSS = LossOptions()
 
 
 @dataclass(frozen=True)
@@ -76,12 +100,20 @@ class ObjectiveSpec:
     saturation: int | None = None
     open_clip_flag: str | None = None
 
-    def flops_of(self, directions: tuple[str, ...] = ()) -> float:
-        """Return the operations of forward and backward, for each pair of rows and each dimension of the embeddings."""
-        chosen = directions or self.directions
-        if not chosen:
-            return self.flops
-        return CROSS_FLOPS * any(d in CROSS_DIRECTIONS for d in chosen) + SAME_SIDE_FLOPS * self.same_sides(directions)
+    def flops_of(self, shard: int, batch: int, width: int, options: LossOptions = PLAIN_LOSS) -> float:
+        """Return the operations of forward and backward of one rank: its `shard` rows with the `batch` rows of all ranks."""
+        chosen = options.directions or self.directions
+        if chosen:
+            cross = sum(direction in CROSS_DIRECTIONS for direction in chosen)
+            products = cross if options.hardened else min(cross, 1)
+            # Hard negatives are compared with the rows of x and of y.
+            products += options.negatives * sum(direction in chosen for direction in ("x_to_y", "y_to_y"))
+            per_pair = CROSS_FLOPS * products + SAME_SIDE_FLOPS * self.same_sides(options.directions)
+        else:
+            per_pair = self.flops * (1 + options.negatives)
+        pairs = shard * batch if options.in_batch else shard
+        spread_out = SPREAD_OUT_FLOPS * shard * width**2 if options.spread_out else 0.0
+        return per_pair * pairs * sum(options.dims or (width,)) + spread_out
 
     def same_sides(self, directions: tuple[str, ...] = ()) -> int:
         """Return how many sides the loss compares with themselves."""

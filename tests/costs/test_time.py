@@ -20,6 +20,7 @@ from megabatch.costs.models import SkipCompute
 from megabatch.costs.operations import BYTES_EFFICIENCY, FLOPS_EFFICIENCY, OpClass
 from megabatch.costs.strategy import Strategy
 from megabatch.costs.time import StepWork, seconds_of, step_time
+from megabatch.objectives import LossOptions
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 WORK = small_work(175e9, 0.83e9, 2.5e9, 1100, 428_000_000, inputs=150_000)
@@ -180,7 +181,7 @@ def test_siglip_takes_three_quarters_of_the_flops_of_clip() -> None:
 
 def test_a_side_compared_with_itself_takes_half_the_flops_of_a_product() -> None:
     def seconds(*directions: str) -> float:
-        return parts_of(Strategy(8, 4096, 256), StepWork((WORK,), "infonce", 768, directions=directions))["loss"]
+        return parts_of(Strategy(8, 4096, 256), StepWork((WORK,), "infonce", 768, loss_options=LossOptions(directions)))["loss"]
 
     assert seconds() == seconds("x_to_y") == seconds("x_to_y", "y_to_x")
     assert seconds("x_to_y", "x_to_x") == pytest.approx(1.5 * seconds())

@@ -37,7 +37,7 @@ SPREADS: dict[Basis, tuple[float, float]] = {
 
 @dataclass(frozen=True)
 class StepWork:
-    """What every step computes: the towers, the loss over embeddings of width `dim` and its directions, the optimizer.
+    """What every step computes: the towers, the loss over embeddings of width `dim` with its options, the optimizer.
 
     reading_s: seconds that one process needs to read and prepare a sample. workers: processes of each rank that read while the
     device computes; 0: the training process itself reads, between steps.
@@ -47,7 +47,7 @@ class StepWork:
     loss: objectives.CostName = objectives.DEFAULT
     dim: int = 512
     optimizer: str = optimizers.DEFAULT
-    directions: tuple[str, ...] = ()
+    loss_options: objectives.LossOptions = objectives.PLAIN_LOSS
     reading_s: float = 0.0
     workers: int = 0
 
@@ -151,16 +151,20 @@ def _accumulation(task: StepWork, strategy: Strategy, machine: Machine) -> float
 
 
 def _loss(task: StepWork, strategy: Strategy, machine: Machine) -> float:
-    flops = objectives.BY_COST_NAME[task.loss].flops_of(task.directions) * strategy.shard * strategy.batch * task.dim
+    objective = objectives.BY_COST_NAME[task.loss]
+    flops = objective.flops_of(strategy.shard, strategy.batch, task.dim, task.loss_options)
     return flops / machine.device.flops_per_second("fp32")
 
 
 def _ring(task: StepWork, strategy: Strategy, machine: Machine) -> float:
     """The time that the loss waits for blocks; a block is sent while the one before it is computed."""
     hops = strategy.ranks - 1
-    if not objectives.is_contrastive(task.loss) or not hops:
+    options = task.loss_options
+    if not objectives.is_contrastive(task.loss) or not hops or not options.in_batch:
         return 0.0
-    sending = hops * RING_BYTES * strategy.shard * task.dim / machine.link
+    # Where a side is compared with itself, x travels too.
+    sides = 1 + options.negatives + (objectives.BY_COST_NAME[task.loss].same_sides(options.directions) > 0)
+    sending = hops * RING_BYTES * strategy.shard * sides * sum(options.dims or (task.dim,)) / machine.link
     return max(0.0, sending - _loss(task, strategy, machine)) + 2 * hops * HOP_S
 
 

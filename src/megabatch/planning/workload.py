@@ -17,7 +17,7 @@ from ..costs.lora import add_adapters
 from ..costs.memory import ChunkedMemoryCurve, MemoryCurve, MemoryPredictor, Prediction, Setup, memory_curve, predict_memory
 from ..costs.models import EncoderWithInputs, SkipCompute, copy_modules, encoders_of, module_from_function
 from ..costs.strategy import Precision, Strategy
-from ..objectives import MEAN, OBJECTIVES
+from ..objectives import MEAN, OBJECTIVES, LossOptions
 from ..optimizers import OPTIMIZERS
 from ..towers import BuiltTower, find_library, full_name, names_code
 from ..towers.model import Classifier
@@ -48,6 +48,20 @@ def workload(request: Request, run: config.Run, precision: Precision, machine: M
     return Workload(work, modules, inputs, precision, built)
 
 
+def loss_options(run: config.Run, negatives: int) -> LossOptions:
+    """Return the options of a run's loss that change its cost. negatives: hard negatives per query."""
+    loss = run.loss
+    return LossOptions(
+        directions=loss.directions,
+        dims=loss.dims,
+        spread_out=loss.spread_out > 0,
+        negatives=negatives,
+        in_batch=loss.in_batch or not negatives,
+        hardened=loss.hardness != 0 and loss.hardness_on != "hard",
+        masked=loss.duplicates != "negative",
+    )
+
+
 def traced(request: Request, run: config.Run, work: Workload, machine: Machine) -> MemoryPredictor:
     """Return a function that predicts the memory of a strategy.
 
@@ -68,7 +82,7 @@ def traced(request: Request, run: config.Run, work: Workload, machine: Machine) 
             chunk=strategy.chunk,
             keep=strategy.keep,
             objective=OBJECTIVES[run.loss.objective if request.pairs else MEAN].cost_name,
-            directions=run.loss.directions,
+            loss_options=loss_options(run, request.negatives),
             workspace=run.compute.workspace,
             ema=request.ema is not None,
             capability=machine.device.capability,

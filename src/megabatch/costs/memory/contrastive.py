@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .loss import LossMemory
 from .setup import Setup
-from .step import Inputs, TracedStep, recording_again
+from .step import TracedStep, recording_again
 from .trace import Event, Recorder, Trace
 
 # Allocations of the traced chunk that exist now, and the allocations of the composed step that represent them.
@@ -27,7 +27,8 @@ Live = dict[int, int]
 class TowerTrace:
     """What one chunk of a tower allocates in forward and in backward.
 
-    chunk: its rows. sides: 2 if the tower encodes both sides of the pairs, else 1. width, element_bytes: of its embeddings.
+    chunk: its rows. sides: rows that it encodes for each row of x: of x, of y, and of the hard negatives.
+    width, element_bytes: of its embeddings.
     gradient_bytes: of each trainable parameter.
     """
 
@@ -72,8 +73,13 @@ class ContrastiveStep(TracedStep):
     def _trace_towers(self, rows: int) -> list[TowerTrace]:
         chunk = min(self.setup.chunk or rows, rows)
         # With a shared tower and no chunks, both sides go through in one pass: the larger of the two inputs decides.
-        whole = len(self.inputs) == 1 and self.setup.chunk is None
-        return [self._trace_tower(name, inputs, 2 * rows if whole else chunk) for name, inputs in self.inputs.items()]
+        whole = self.setup.chunk is None
+        return [self._trace_tower(name, self._sides(name) * rows if whole else chunk) for name in self.inputs]
+
+    def _sides(self, name: str) -> int:
+        """Return the rows that a tower encodes for each row of x."""
+        shared = len(self.inputs) == 1
+        return shared + 1 + (self.setup.loss_options.negatives if shared or name == "y" else 0)
 
     def _completed_towers(self, traced: list[TowerTrace], update_events: list[Event]) -> tuple[list[TowerTrace], list[Event]]:
         """Return the traces and the optimizer's events with those of blocks that did not run."""
@@ -85,8 +91,8 @@ class ContrastiveStep(TracedStep):
         ]
         return towers, update
 
-    def _trace_tower(self, name: str, inputs: list[Inputs], rows: int) -> TowerTrace:
-        recorder = self.recorder
+    def _trace_tower(self, name: str, rows: int) -> TowerTrace:
+        recorder, inputs = self.recorder, self.inputs[name]
         module = self.modules[name]
         with recorder.separate_events() as forward:
             with recorder.during("forward", "inputs"):
@@ -117,7 +123,7 @@ class ContrastiveStep(TracedStep):
                 parameter.grad = torch.empty_like(parameter)
                 self.do_not_count(parameter.grad)
         sizes = [p.numel() * p.element_size() for p in trainable]
-        return TowerTrace(name, rows, len(inputs), forward, backward, width, size, sizes)
+        return TowerTrace(name, rows, self._sides(name), forward, backward, width, size, sizes)
 
 
 def _argument_bytes(arguments: Any) -> int:

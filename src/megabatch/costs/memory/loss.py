@@ -1,26 +1,33 @@
-"""The memory of the contrastive losses: what `clip_loss`, `siglip_loss` and `infonce_loss` allocate, in order.
+"""The memory of the contrastive losses of a run: what they allocate, in order.
 
-x and y have M rows each, of width D; the similarity matrix exists one tile at a time, within the workspace.
+x has M rows of width D and y has M, and more with hard negatives; the similarity matrix exists one tile at a time, within the
+workspace. `PairLoss` is a loss of one width; `LossMemory` adds Matryoshka and the spread-out regulariser.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
-from ...objectives import BY_COST_NAME
+from ...objectives import BY_COST_NAME, CROSS_DIRECTIONS
 from .setup import Setup
 
 # The default workspace of the backends.
 DEFAULT_WORKSPACE = {"cuda": 512 * 2**20, "cpu": 32 * 2**20}
 # A tile has 128 rows or more. Its sums are two fp32 numbers per row or column, twice: a run also counts the rank of each positive.
 PARTIAL_BYTES, TILE_SIDE, PARTIALS = 8, 128, 2
-FP32, INT64 = 4, 8
-# Matrices per tile that exist at once: kernels keep one; PyTorch's operations similarities, exponentials and masks besides.
-TILE_MATRICES = {"cuda": 1, "cpu": 4}
+FP32, INT64, BOOL = 4, 8, 1
 # The embedding width, by bytes per element, from which on kernels save exponentials for the gradient.
 KEPT_WIDTH = {2: 384, 4: 64}
 # The sums then have the workspace divided by this.
 BESIDE_KEPT = 4
+# PyTorch's operations on a CPU. A tile has two matrices; with masks or ranks it is cut as if it had four. Ranks compare its
+# elements and count them as 64-bit numbers.
+MATRICES, MATRICES_WITH_MASKS, RANK_BYTES = 2, 4, BOOL + INT64
+# Rows that are computed at once: when the positives' part is added to a gradient, when a gradient is multiplied with its
+# embeddings for the scale, when hard negatives are compared with their own row, and of a side compared with itself.
+FINISHED_ROWS, SLOPE_ROWS, OWN_ROWS = 4096, 8192, 8192
+SYMMETRIC_ROWS = {"cpu": 1024, "cuda": 16384}
 
 
 class MemoryLedger(Protocol):
@@ -31,78 +38,217 @@ class MemoryLedger(Protocol):
     def free(self, index: int) -> None: ...
 
 
-class LossMemory:
-    """Allocates and frees in a ledger what the loss does; the embeddings are already there."""
+class PairLoss:
+    """Allocates and frees in a ledger what a loss of one width does; the embeddings are already there."""
 
     def __init__(self, ledger: MemoryLedger, setup: Setup, rows: int, width: int, element_bytes: int) -> None:
-        self.ledger, self.setup = ledger, setup
-        self.rows, self.element_bytes = rows, element_bytes
-        self.block_bytes = rows * width * element_bytes
-        self.gradient_bytes = rows * width * FP32
+        self.ledger, self.setup, self.options = ledger, setup, setup.loss_options
+        self.rows, self.documents = rows, rows * (1 + self.options.negatives)
+        self.width, self.element_bytes = width, element_bytes
         self.workspace = setup.workspace if setup.workspace is not None else DEFAULT_WORKSPACE[setup.device]
         self.saves_exponentials = setup.device == "cuda" and width >= KEPT_WIDTH.get(element_bytes, width + 1)
         objective = BY_COST_NAME[setup.objective]
         self.gradients_in_forward = objective.gradients_in_forward
-        self.compares_sides = objective.same_sides(setup.directions) > 0
+        self.has_directions = bool(objective.directions)
+        # A loss over directions compares the positives and the hard negatives one after the other.
+        self.columns = max(rows, self.documents - rows) if self.has_directions else self.documents
+        self.two_products = set(CROSS_DIRECTIONS) <= set(self.options.directions or objective.directions)
+        self.compares_sides = objective.same_sides(self.options.directions) > 0
         self._saved: list[int] = []
         self._saved_exponentials: list[int] = []
 
     def forward(self) -> None:
         """The sums over the other pairs; the sigmoid loss computes its gradients in the same pass."""
-        sums = [self.ledger.allocate(PARTIALS * self.rows * (2 * FP32 + INT64), "embeddings") for _ in ("rows", "columns")]
+        sums = [self._allocate(PARTIALS * rows * (2 * FP32 + INT64)) for rows in (self.rows, self.documents)]
         if self.gradients_in_forward:
-            self._saved = [*self._gradients(), self.ledger.allocate(self.rows * FP32, "embeddings")]
+            self._saved = [*self._gradients(ranked=True), self._allocate(self.rows * FP32)]
         else:
-            ring = self._ring(2 * self.block_bytes)
+            ring = self._ring(2 * self.documents * self.width * self.element_bytes)
             workspace = self.workspace
             if self.saves_exponentials:
                 # The first tile of the gradient is allocated here, for its exponentials, and the sums have less workspace.
-                self._saved_exponentials = [self.ledger.allocate(self._gradient_tile(), "loss tiles")]
+                self._saved_exponentials = [self._allocate(self._gradient_tile(), "loss tiles")]
                 workspace //= BESIDE_KEPT
-            partials = self._within(workspace, 2 * PARTIALS * PARTIAL_BYTES * self.rows * self.rows // TILE_SIDE)
-            self.ledger.free(self.ledger.allocate(partials, "loss tiles"))
+            self._touch(self._sums_tile(workspace), "loss tiles")
+            if self.compares_sides:
+                self._touch(self._side_tile(), "loss tiles")
             self._free_all(ring)
             # Losses, gradients with respect to the positives' logits, and four vectors for each side's softmax.
-            self._saved = [self.ledger.allocate(10 * self.rows * FP32, "embeddings")]
+            self._saved = [self._allocate(5 * (self.rows + self.documents) * FP32)]
         self._free_all(sums)
 
     def backward(self) -> list[int]:
         """Return the allocations of the embeddings' gradients."""
         gradients = [] if self.gradients_in_forward else self._gradients()
-        # Half-precision embeddings get their gradients in fp32 first; the sigmoid loss keeps its gradients for another backward.
-        if self.gradients_in_forward or self.element_bytes != FP32:
-            results = [self.ledger.allocate(self.block_bytes, "embeddings") for _ in ("x", "y")]
-            self._free_all(gradients)
-            gradients = results
+        results = []
+        for side, rows in enumerate((self.rows, self.documents)):
+            # Gradients are finished in place, except for those that are in fp32 first, that another backward needs, or that are
+            # computed apart for the hard negatives.
+            in_place = self.element_bytes == FP32 and not self.gradients_in_forward
+            in_place &= not self.has_directions or rows == self.rows
+            results.append(gradients[side] if in_place else self._allocate(rows * self.width * self.element_bytes))
+            if self.setup.device == "cpu":
+                matrices = 2 if self.element_bytes == FP32 else 3
+                finished = self.rows if self.has_directions else rows
+                self._touch(matrices * min(finished, FINISHED_ROWS) * self.width * FP32)
+            if gradients and not in_place and not self.has_directions:
+                self.ledger.free(gradients[side])
+        if self.has_directions:
+            self._free_all([gradient for gradient in gradients if gradient not in results])
         self._free_all(self._saved)
-        return gradients
+        return results
 
-    def _gradients(self) -> list[int]:
+    def _gradients(self, *, ranked: bool = False) -> list[int]:
         """Return the allocations of the gradients in fp32, computed from tiles of the gradient with respect to the logits."""
-        gradients = [self.ledger.allocate(self.gradient_bytes, "embeddings") for _ in ("x", "y")]
+        row_bytes = self.width * FP32
+        gradients = [self._allocate(rows * row_bytes) for rows in (self.rows, self.documents)]
         # The visited block and the arriving one; the gradients of both and of x's rows, computed here and in flight. Where a side
         # is compared with itself, x travels too.
-        ring = self._ring((2 * self.block_bytes + 3 * self.gradient_bytes) * (2 if self.compares_sides else 1))
-        self._free_all(self._saved_exponentials or [self.ledger.allocate(self._gradient_tile(), "loss tiles")])
-        self._saved_exponentials = []
+        block, gradient = self.documents * self.width * self.element_bytes, self.documents * row_bytes
+        in_flight = 2 * block + 2 * gradient + self.rows * row_bytes
+        ring = self._ring(in_flight * (2 if self.compares_sides else 1))
+        if self._saved_exponentials:
+            self._free_all(self._saved_exponentials)
+            self._saved_exponentials = []
+        else:
+            self._touch(self._gradient_tile(ranked=ranked), "loss tiles")
+        if self.has_directions:
+            copies = 1 if self.element_bytes == FP32 else 2
+            # Hardness weights one direction between x and y, and the gradients of the other are computed apart.
+            slope = copies * min(self.rows, SLOPE_ROWS) * row_bytes
+            if self.options.hardened and self.two_products:
+                slope = 2 * self.rows * row_bytes + max(slope, self._gradient_tile())
+            self._touch(slope)
         if self.compares_sides:
-            # The gradient of a side compared with itself is computed apart, and then added.
-            apart = [
-                self.ledger.allocate(self.gradient_bytes, "embeddings"),
-                self.ledger.allocate(self._gradient_tile(), "loss tiles"),
-            ]
+            # The gradient of a side compared with itself is computed apart, piece by piece, and then added.
+            pieces = max(1, self.rows // SYMMETRIC_ROWS[self.setup.device])
+            piece = 2 * -(-self.rows // pieces) * row_bytes if pieces > 1 else 0
+            apart = [self._allocate(self.rows * row_bytes + piece), self._allocate(self._side_tile(), "loss tiles")]
             self._free_all(apart)
         self._free_all(ring)
         return gradients
 
-    def _gradient_tile(self) -> int:
-        return self._within(self.workspace, min(self.element_bytes, FP32) * self.rows * self.rows)
+    def _sums_tile(self, workspace: int) -> int:
+        """Return the bytes of a tile whose sums and ranks are computed."""
+        if self.setup.device == "cpu":
+            return self._cpu_tile(self.columns, ranked=True)
+        return min(workspace, 2 * PARTIALS * PARTIAL_BYTES * self.rows * self.columns // TILE_SIDE)
 
-    def _within(self, workspace: int, needed: int) -> int:
-        return min(workspace, TILE_MATRICES[self.setup.device] * needed)
+    def _gradient_tile(self, *, ranked: bool = False) -> int:
+        """Return the bytes of a tile of the gradient. ranked: the ranks come from the same pass."""
+        if self.setup.device == "cpu":
+            return self._cpu_tile(self.columns, ranked=ranked)
+        return min(self.workspace, min(self.element_bytes, FP32) * self.rows * self.columns)
+
+    def _side_tile(self) -> int:
+        """Return the bytes of a tile of a side compared with itself, which is not ranked."""
+        if self.setup.device == "cpu":
+            piece = min(self.rows, 2 * SYMMETRIC_ROWS["cpu"])
+            return self._cpu_tile(piece, ranked=False, matrices=MATRICES_WITH_MASKS if self.options.masked else MATRICES)
+        return min(self.workspace, min(self.element_bytes, FP32) * self.rows * self.rows)
+
+    def _cpu_tile(self, columns: int, *, ranked: bool, matrices: int = MATRICES_WITH_MASKS) -> int:
+        """Return the bytes of PyTorch's operations on a tile, with a transposed copy of its columns."""
+        if not self.options.in_batch:
+            # Instead of tiles, some hard negatives' rows of x and their gradients; those of the positives are not there yet.
+            own_rows = (2 if self.element_bytes == FP32 else 3) * min(self.documents - self.rows, OWN_ROWS)
+            return max(0, own_rows - self.rows) * self.width * FP32
+        cells = max(1, self.workspace // (matrices * FP32))
+        height = min(self.rows, columns, math.isqrt(cells))
+        breadth = min(columns, cells // height)
+        # While a mask is computed, that of the tile before it exists.
+        masks = BOOL * self.options.masked
+        bytes_per_cell = MATRICES * FP32 + masks + max(masks, RANK_BYTES * ranked)
+        panel = breadth * self.width * FP32
+        copies = 0 if self.element_bytes == FP32 else panel + height * self.width * FP32
+        # Two panels exist while the next one is copied, when nothing is ranked.
+        matrices = height * breadth * MATRICES * FP32
+        return copies + max(height * breadth * bytes_per_cell + panel, matrices + (2 * panel if breadth < columns else 0))
+
+    def _allocate(self, size: int, part: str = "embeddings") -> int:
+        return self.ledger.allocate(size, part)
+
+    def _touch(self, size: int, part: str = "embeddings") -> None:
+        """Allocate and free at once."""
+        self.ledger.free(self._allocate(size, part))
 
     def _ring(self, in_flight: int) -> list[int]:
-        return [self.ledger.allocate(in_flight, "ring buffers")] if self.setup.ranks > 1 else []
+        meets = self.setup.ranks > 1 and self.options.in_batch
+        return [self._allocate(in_flight, "ring buffers")] if meets else []
+
+    def _free_all(self, indices: list[int]) -> None:
+        for index in indices:
+            self.ledger.free(index)
+
+
+class LossMemory:
+    """Allocates and frees in a ledger what a run's loss does; the embeddings are already there."""
+
+    def __init__(self, ledger: MemoryLedger, setup: Setup, rows: int, width: int, element_bytes: int) -> None:
+        self.ledger, self.setup, self.options = ledger, setup, setup.loss_options
+        self.rows, self.width, self.element_bytes = rows, width, element_bytes
+        # Of x and y.
+        self.elements = [count * width for count in (rows, rows * (1 + self.options.negatives))]
+        self.loss = PairLoss(ledger, setup, rows, width, element_bytes)
+        # The gradients that Matryoshka computes in forward, and what the regulariser saves.
+        self._totals: list[int] = []
+        self._grams: list[int] = []
+
+    def forward(self) -> None:
+        """Forward of the loss, and the gradients of all widths if there are several."""
+        if self.options.dims:
+            self._matryoshka()
+        else:
+            self.loss.forward()
+        if self.options.spread_out:
+            gram = self.width**2 * FP32
+            copy = 0 if self.element_bytes == FP32 else self.rows * self.width * FP32
+            for _ in ("x", "y"):
+                self._grams.append(self._allocate(gram + self.rows * FP32))
+                self._touch(gram + max(copy, self.rows * self.width * FP32))
+
+    def backward(self) -> list[int]:
+        """Return the allocations of the embeddings' gradients."""
+        spread_out = self._spread_out_gradients() if self.options.spread_out else []
+        if not self.options.dims:
+            gradients = self.loss.backward()
+        else:
+            gradients = [self._allocate(count * self.element_bytes) for count in self.elements]
+            if self.element_bytes != FP32:
+                self._touch(max(self.elements) * FP32)
+            self._free_all(self._totals)
+        # They are added to the first ones in place.
+        self._free_all([*spread_out, *self._grams])
+        return gradients
+
+    def _matryoshka(self) -> None:
+        """Value and gradients width by width; after the second widest, no width takes more."""
+        for dim in sorted(self.options.dims, reverse=True)[:2]:
+            shares = [count * dim // self.width for count in self.elements]
+            prefixes = [self._allocate(share * self.element_bytes) for share in shares]
+            if self.element_bytes != FP32:
+                self._touch(2 * max(shares) * FP32)
+            loss = PairLoss(self.ledger, self.setup, self.rows, dim, self.element_bytes)
+            loss.forward()
+            gradients = loss.backward()
+            self._free_all(prefixes)
+            if not self._totals:
+                self._totals = [self._allocate(count * FP32) for count in self.elements]
+            self._free_all(gradients)
+
+    def _spread_out_gradients(self) -> list[int]:
+        gradients = []
+        for count in self.elements[::-1]:
+            matrix = self.rows * self.width * FP32
+            self._touch((2 if self.element_bytes == FP32 else 3) * matrix)
+            gradients.append(self._allocate(count * self.element_bytes))
+        return gradients
+
+    def _allocate(self, size: int) -> int:
+        return self.ledger.allocate(size, "embeddings")
+
+    def _touch(self, size: int) -> None:
+        self.ledger.free(self._allocate(size))
 
     def _free_all(self, indices: list[int]) -> None:
         for index in indices:

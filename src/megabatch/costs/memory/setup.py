@@ -26,7 +26,7 @@ class Setup:
     keep: chunks per tower whose graphs are kept for backward instead of recomputed (contrastive objectives).
     objective: contrastive ones, such as "clip", take two towers, which encode in chunks; "supervised" takes one model and a loss
         that is a mean over samples, so that gradients of chunks are accumulated.
-    directions: of a loss over directions; empty: its default.
+    loss_options: of a contrastive loss.
     workspace: working memory of the contrastive loss in bytes; None: the loss's default for the device.
     ema: whether a moving average of the weights is kept.
     inputs_on_device: whether the inputs of the whole shard are on the device while chunks are computed; None: no.
@@ -47,7 +47,7 @@ class Setup:
     inputs_on_device: bool | None = None
     device: Literal["cuda", "cpu"] = "cuda"
     capability: tuple[int, int] = (9, 0)
-    directions: tuple[str, ...] = ()
+    loss_options: objectives.LossOptions = objectives.PLAIN_LOSS
 
     def __post_init__(self) -> None:
         choices = [
