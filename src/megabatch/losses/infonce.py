@@ -262,7 +262,7 @@ class InfoNCERules:
             raise ValueError(f"hardness_on={self.hardness_on!r}: must be one of {', '.join(map(repr, HARDNESS_ON))}")
         if self.hardness and "x_to_y" not in self.directions:
             raise ValueError(
-                f"hardness={self.hardness} without the direction 'x_to_y', whose negatives it weights: add the direction"
+                f"hardness={self.hardness} without 'x_to_y' in directions={self.directions}, whose negatives it weights: add it"
             )
         if self.hardness and self.label_smoothing:
             raise ValueError(
@@ -311,8 +311,8 @@ class InfoNCERules:
         same = sorted(set(self.directions) - set(CROSS))
         if same:
             raise ValueError(
-                f"duplicates='positive' with {same[0]!r}: the positive of a row is on the other side, so a duplicate on its own "
-                "side is none; pass duplicates='mask'"
+                f"duplicates='positive' with {same[0]!r} in directions={self.directions}: the positive of a row is on the other "
+                "side, so a duplicate on its own side is none; pass duplicates='mask'"
             )
         if self.hardness:
             raise ValueError(
