@@ -206,3 +206,18 @@ def test_the_spread_is_the_formula(rows, width, norm, kind):
     assert abs(found[0] - true[0]) < 1e-12 * size[0]
     assert (found[1][0] - true[1][0]).norm() < 1e-12 * size[1]
     assert abs(megabatch.spread_out_loss(x[:1])) < 1e-12 * size[0]
+
+
+def test_rows_of_tiny_norms_have_the_gradient_of_the_plain_loop():
+    x, y = embeddings(6, width=5)
+    x[1] *= 1e-14
+    x[2, :3] = 0
+    found, true = (
+        gradients(functools.partial(loss, dims=(5, 3)), (x, y, torch.tensor(2.0, dtype=torch.float64)))
+        for loss in (
+            lambda *inputs, dims: megabatch.matryoshka(megabatch.clip_loss, dims)(*inputs),
+            functools.partial(reference.matryoshka_loss, reference.clip_loss),
+        )
+    )
+    assert true[1][0][1].abs().max() > 1e9
+    assert_close([found[0], *found[1]], [true[0], *true[1]])
