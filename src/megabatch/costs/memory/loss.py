@@ -1,7 +1,7 @@
 """The memory of the contrastive losses of a run: what they allocate, in order.
 
 x has M rows of width D and y has M, and more with hard negatives; the similarity matrix exists one tile at a time, within the
-workspace. `PairLoss` is a loss of one width; `LossMemory` adds Matryoshka and the spread-out regulariser.
+workspace. `OneWidthLoss` is a loss of one width; `LossMemory` adds Matryoshka and the spread-out regulariser.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class MemoryLedger(Protocol):
     def free(self, index: int) -> None: ...
 
 
-class PairLoss:
+class OneWidthLoss:
     """Allocates and frees in a ledger what a loss of one width does; the embeddings are already there."""
 
     def __init__(self, ledger: MemoryLedger, setup: Setup, rows: int, width: int, element_bytes: int) -> None:
@@ -46,7 +46,9 @@ class PairLoss:
         self.rows, self.documents = rows, rows * (1 + self.options.negatives)
         self.width, self.element_bytes = width, element_bytes
         self.workspace = setup.workspace if setup.workspace is not None else DEFAULT_WORKSPACE[setup.device]
-        self.saves_exponentials = setup.device == "cuda" and width >= KEPT_WIDTH.get(element_bytes, width + 1)
+        self.saves_exponentials = (
+            setup.device == "cuda" and self.options.in_batch and width >= KEPT_WIDTH.get(element_bytes, width + 1)
+        )
         objective = BY_COST_NAME[setup.objective]
         self.gradients_in_forward = objective.gradients_in_forward
         self.has_directions = bool(objective.directions)
@@ -128,14 +130,23 @@ class PairLoss:
         self._free_all(ring)
         return gradients
 
+    def _own_negatives(self) -> int:
+        """Return the bytes of some hard negatives' rows of x and their gradients, less those of the positives, which follow."""
+        own_rows = (2 if self.element_bytes == FP32 else 3) * min(self.documents - self.rows, OWN_ROWS)
+        return max(0, own_rows - self.rows) * self.width * FP32
+
     def _sums_tile(self, workspace: int) -> int:
         """Return the bytes of a tile whose sums and ranks are computed."""
+        if not self.options.in_batch:
+            return self._own_negatives()
         if self.setup.device == "cpu":
             return self._cpu_tile(self.columns, ranked=True)
         return min(workspace, 2 * PARTIALS * PARTIAL_BYTES * self.rows * self.columns // TILE_SIDE)
 
     def _gradient_tile(self, *, ranked: bool = False) -> int:
         """Return the bytes of a tile of the gradient. ranked: the ranks come from the same pass."""
+        if not self.options.in_batch:
+            return self._own_negatives()
         if self.setup.device == "cpu":
             return self._cpu_tile(self.columns, ranked=ranked)
         return min(self.workspace, min(self.element_bytes, FP32) * self.rows * self.columns)
@@ -149,10 +160,6 @@ class PairLoss:
 
     def _cpu_tile(self, columns: int, *, ranked: bool, matrices: int = MATRICES_WITH_MASKS) -> int:
         """Return the bytes of PyTorch's operations on a tile, with a transposed copy of its columns."""
-        if not self.options.in_batch:
-            # Instead of tiles, some hard negatives' rows of x and their gradients; those of the positives are not there yet.
-            own_rows = (2 if self.element_bytes == FP32 else 3) * min(self.documents - self.rows, OWN_ROWS)
-            return max(0, own_rows - self.rows) * self.width * FP32
         cells = max(1, self.workspace // (matrices * FP32))
         height = min(self.rows, columns, math.isqrt(cells))
         breadth = min(columns, cells // height)
@@ -189,7 +196,7 @@ class LossMemory:
         self.rows, self.width, self.element_bytes = rows, width, element_bytes
         # Of x and y.
         self.elements = [count * width for count in (rows, rows * (1 + self.options.negatives))]
-        self.loss = PairLoss(ledger, setup, rows, width, element_bytes)
+        self.loss = OneWidthLoss(ledger, setup, rows, width, element_bytes)
         # The gradients that Matryoshka computes in forward, and what the regulariser saves.
         self._totals: list[int] = []
         self._grams: list[int] = []
@@ -202,10 +209,9 @@ class LossMemory:
             self.loss.forward()
         if self.options.spread_out:
             gram = self.width**2 * FP32
-            copy = 0 if self.element_bytes == FP32 else self.rows * self.width * FP32
             for _ in ("x", "y"):
                 self._grams.append(self._allocate(gram + self.rows * FP32))
-                self._touch(gram + max(copy, self.rows * self.width * FP32))
+                self._touch(gram + self.rows * self.width * FP32)
 
     def backward(self) -> list[int]:
         """Return the allocations of the embeddings' gradients."""
@@ -228,7 +234,7 @@ class LossMemory:
             prefixes = [self._allocate(share * self.element_bytes) for share in shares]
             if self.element_bytes != FP32:
                 self._touch(2 * max(shares) * FP32)
-            loss = PairLoss(self.ledger, self.setup, self.rows, dim, self.element_bytes)
+            loss = OneWidthLoss(self.ledger, self.setup, self.rows, dim, self.element_bytes)
             loss.forward()
             gradients = loss.backward()
             self._free_all(prefixes)
