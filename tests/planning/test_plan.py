@@ -167,6 +167,18 @@ def test_several_nodes_shard_inside_each_node():
     assert (one.sharding, one.owners) == ("fsdp2", 8) and (four.sharding, four.owners) == ("hsdp", 8)
 
 
+def test_a_model_whose_weights_do_not_fit_is_refused_before_its_step_is_traced():
+    large = (small_work(16e12, 40e9, 40e9, 1000, 70_000_000_000),)
+
+    def untraced(request, run, work, machine):
+        return lambda strategy: pytest.fail("a step was traced")
+
+    tools = Tools(lambda request, run, precision, machine: Workload(large, (nn.Identity(),), (lambda rows: rows,)), untraced)
+    for gpu, remedy in (("H100", "more devices"), ("4xH100", "tensor parallelism")):
+        with pytest.raises(ValueError, match=rf"the model takes at least \d+\.\d GiB.*{remedy}"):
+            plan("x:y", objective="lm", data="1B", gpu=gpu, tools=tools)
+
+
 def test_without_arguments_the_embedded_default_on_this_machine():
     result = plan(tools=SMALL)
     # The run is short: its samples allow a few hundred updates of several hundred samples, not of 4,096.

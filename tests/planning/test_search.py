@@ -68,7 +68,7 @@ def test_more_memory_never_means_a_smaller_chunk_and_never_more_time(gib, more, 
 
 
 def test_a_model_that_does_not_fit_at_one_row_is_refused_with_the_numbers():
-    with pytest.raises(ValueError, match=r"5.0 GiB of memory may be used, but the model takes 7.0 GiB"):
+    with pytest.raises(ValueError, match=r"5.0 GiB of memory may be used, but the model takes at least 7.0 GiB"):
         search(candidate_strategies(64, 1, precisions=("bf16",)), memory, seconds, 5 * GIB)
 
 

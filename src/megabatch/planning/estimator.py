@@ -16,14 +16,15 @@ from .calibration import Calibration, calibrate
 from .problem import Problem
 from .reading import ReadingRate, reading_rate
 from .request import Request
-from .search import ChunkSizes, Estimate, candidate_strategies, chunk_sizes, search
+from .search import ChunkSizes, Estimate, candidate_strategies, chunk_sizes, nothing_fits, search
 from .sides import both_sides
 from .workload import Workload, loss_options, traced, workload
 
 # Bytes per parameter with gradient and Adam's state in fp32. Sharding is tried if these take more than this share of the limit.
 STATE_BYTES, LARGE_SHARE = 16, 0.25
-# Of these, what every optimizer needs with DDP: weights, gradients and their buckets. Frozen weights are in half precision.
-DDP_BYTES, FROZEN_BYTES = 12, 2
+# Of these, what every optimizer needs with DDP: weights, gradients and their buckets; and what it needs in any case, weights and
+# gradients. Frozen weights are in half precision.
+DDP_BYTES, LEAST_BYTES, FROZEN_BYTES = 12, 8, 2
 
 
 class Tools(NamedTuple):
@@ -74,6 +75,10 @@ class Estimator:
     def fastest(self, batch: int, machine: Machine | None = None) -> Estimate:
         """Return the fastest strategy that reaches the batch. Raises ValueError if none fits."""
         machine = machine or self.problem.machine
+        least = (LEAST_BYTES * self.task.trainable + FROZEN_BYTES * (self.parameters - self.task.trainable)) // machine.gpus
+        if least > self.problem.limit:
+            # Tracing a step of such a model would take minutes.
+            raise nothing_fits(self.problem.limit, least, sharded=machine.gpus > 1)
         # Sharding saves weights, gradients and optimizer state only, so it is tried if these take a large part of the memory. If
         # weights, gradients and DDP's buckets alone take more than there is, nothing else can work.
         state = self.state_bytes / self.problem.limit

@@ -57,18 +57,21 @@ def search(
                 best = better
     if best is None:
         smallest = min(memory(dataclasses.replace(candidate, chunk=1, keep=0)) for candidate in candidates)
-        sharded = any(candidate.sharding != "ddp" for candidate in candidates)
-        remedy = (
-            "even with sharded weights; take more or larger devices, LoRA, or a smaller model, or split its layers too by tensor"
-            " parallelism (torch.distributed.tensor.parallel), which `plan` does not cover"
-            if sharded
-            else "take a larger device, more devices (the weights are then sharded), LoRA, or a smaller model"
-        )
-        raise ValueError(
-            f"{limit / 2**30:.1f} GiB of memory may be used, but the model takes {smallest / 2**30:.1f} GiB at the smallest chunk"
-            f"{', ' if sharded else '; '}{remedy}"
-        )
+        raise nothing_fits(limit, smallest, sharded=any(candidate.sharding != "ddp" for candidate in candidates))
     return best
+
+
+def nothing_fits(limit: int, smallest: int, *, sharded: bool) -> ValueError:
+    """Return the error for a model that takes more memory than may be used. sharded: whether sharding its weights was tried."""
+    remedy = (
+        ", even with sharded weights; take more or larger devices, LoRA, or a smaller model, or split its layers too by tensor"
+        " parallelism (torch.distributed.tensor.parallel), which `plan` does not cover"
+        if sharded
+        else "; take a larger device, more devices (the weights are then sharded), LoRA, or a smaller model"
+    )
+    return ValueError(
+        f"{limit / 2**30:.1f} GiB of memory may be used, but the model takes at least {smallest / 2**30:.1f} GiB{remedy}"
+    )
 
 
 def _handicap(strategy: Strategy) -> float:
