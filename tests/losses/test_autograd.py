@@ -53,10 +53,10 @@ def test_backward_twice_through_a_retained_graph_adds_up(loss):
 def test_without_gradients_their_work_is_skipped(loss, mode, monkeypatch):
     x, y = embeddings(6)
     x.requires_grad_()
-    expected = loss(x, y).detach()
+    expected = loss(x, y, workspace=64).detach()
     monkeypatch.setattr(products, "_add_product", lambda *_: pytest.fail("a gradient was computed"))
     with mode():
-        value = loss(x, y)
+        value = loss(x, y, workspace=64)
     assert torch.equal(value, expected) and not value.requires_grad
     x.requires_grad_(False)
     assert not loss(x, y).requires_grad
@@ -67,8 +67,9 @@ def test_a_frozen_side_costs_no_product(monkeypatch):
     x.requires_grad_()
     calls, add_product = [], products._add_product
     monkeypatch.setattr(products, "_add_product", lambda *args: calls.append(1) or add_product(*args))
-    megabatch.clip_loss(x, y, 5.0).backward()
-    assert len(calls) == 1
+    # Four tiles.
+    megabatch.clip_loss(x, y, 5.0, workspace=2 * 18 * 8).backward()
+    assert len(calls) == 4
 
 
 def test_similarities_are_computed_once_forward_and_once_backward(monkeypatch):

@@ -132,10 +132,10 @@ def first_derivative_only(backward: Callable[..., tuple[Any, ...]]) -> Callable[
                 "the backward pass of megabatch's losses takes one plain gradient, not a batch of them (is_grads_batched, vmap, a "
                 "vectorized Jacobian) nor a dual tensor: call it once for each, or use the formula in megabatch.reference"
             )
+        if not torch.is_grad_enabled():
+            return backward(ctx, *grads)
         with torch.no_grad():
             results = backward(ctx, *grads)
-        if not torch.is_grad_enabled():
-            return results
         tensors = [t for t in results if isinstance(t, Tensor)]
         sealed = iter(_NoSecondDerivative.apply(len(tensors), *tensors, *ctx.saved_tensors, *grads))
         return tuple(next(sealed) if isinstance(t, Tensor) else t for t in results)

@@ -125,12 +125,16 @@ class LossBatch:
 
     def read(self, embeddings: Tensor) -> Tensor:
         """Return the embeddings as the tiles read them: detached, contiguous and in `dtype`."""
+        if embeddings.dtype == self.dtype and embeddings.is_contiguous() and not embeddings.is_neg():
+            return embeddings.detach()
         # Kernels read memory as it is, so a lazy negation (a view such as torch.imag(z.conj())) has to be carried out.
         return embeddings.detach().to(self.dtype).resolve_neg().contiguous()
 
     def scalar(self, value: Tensor | float, x: Tensor) -> Tensor:
         """Return the scale or bias as a 0-dimensional tensor on x's device, connected to the caller's tensor in autograd."""
         if isinstance(value, Tensor):
+            if value.ndim == 0 and value.dtype == self.acc and value.device == x.device:
+                return value
             return value.to(x.device, self.acc).reshape(())
         return x.new_full((), value, dtype=self.acc)
 
@@ -294,8 +298,13 @@ def refused_while_accumulating() -> Iterator[None]:
         _accumulating.reset(token)
 
 
+def is_accumulating() -> bool:
+    """Return whether this is inside `refused_while_accumulating`."""
+    return _accumulating.get()
+
+
 def _check_not_accumulating() -> None:
-    if _accumulating.get():
+    if is_accumulating():
         raise ValueError(
             "a contrastive loss inside accumulate(): every sample would be compared with its own chunk instead of the whole batch, "
             "since accumulation adds no negatives; encode with cached(encoder, chunk=…) and compute the loss of all embeddings"

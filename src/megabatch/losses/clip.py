@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..ring import Group
 from ..tiles.contract import Pairs, Softmax, merge
+from ..tiles.one_piece import row_softmax_loss, softmax_loss
 from .autograd import (
     LossModule,
     LossResult,
@@ -28,6 +29,7 @@ from .autograd import (
 )
 from .batch import Diagnostics, Execution, Inputs, LossBatch, diagnose, prepare
 from .checks import check_duplicates, check_number
+from .one_piece import accept, loss_in_one_piece, one_piece_of
 
 if TYPE_CHECKING:
     # torch depends on typing_extensions; typing has Unpack from Python 3.11 on.
@@ -154,10 +156,18 @@ def clip_loss(
     >>> loss, diagnostics = megabatch.clip_loss(x, y, scale=20.0, diagnostics=True)
     >>> image_to_text, text_to_image = diagnostics.recall(k=1)
     """
+    options = (duplicates, label_smoothing, drop_above, precision, int8_backward, diagnostics)
+    if ids is None and weights is None and options == ("mask", 0.0, None, "ieee", False, False):
+        call = accept(x, y, (scale,), group, backend, workspace)
+        if call is not None:
+            return loss_in_one_piece(x, y, call, softmax_loss if symmetric else row_softmax_loss)
     rules = ClipRules(symmetric, duplicates, label_smoothing, drop_above, diagnostics)
     execution = Execution(group, equal_shards, backend, workspace, precision, int8_backward)
     batch = prepare(Inputs(x, y, {"scale": scale}, ids, weights), rules, execution)
     scale = batch.scalar(scale, x)
+    call = one_piece_of(batch, x, y, scale) if rules.all_pairs_alike else None
+    if call is not None:
+        return loss_in_one_piece(x, y, call, softmax_loss if symmetric else row_softmax_loss)
     if batch.needs_grad is None:
         loss, ranking, _ = _forward(batch.read(x), batch.read(y), scale, batch, rules)
     else:
@@ -207,6 +217,11 @@ class ClipRules:
     @property
     def same_rows(self) -> bool:
         return self.symmetric
+
+    @property
+    def all_pairs_alike(self) -> bool:
+        """Whether no option makes a difference between pairs; ids and weights may."""
+        return not (self.label_smoothing or self.diagnostics) and self.drop_above is None
 
     def check(self) -> None:
         check_duplicates(self.duplicates)

@@ -14,6 +14,7 @@ from torch.nn.functional import softplus
 
 from ..ring import Group
 from ..tiles.contract import Pairs, merge
+from ..tiles.one_piece import sigmoid_loss
 from .autograd import (
     LossModule,
     LossResult,
@@ -27,6 +28,7 @@ from .autograd import (
 )
 from .batch import Diagnostics, Execution, Inputs, LossBatch, diagnose, prepare
 from .checks import check_duplicates
+from .one_piece import accept, loss_in_one_piece, one_piece_of
 
 if TYPE_CHECKING:
     # torch depends on typing_extensions; typing has Unpack from Python 3.11 on.
@@ -131,10 +133,17 @@ def siglip_loss(
     >>> loss = megabatch.siglip_loss(x.requires_grad_(), y, scale=10.0, bias=-10.0)
     >>> loss.backward()
     """
+    if ids is None and weights is None and (duplicates, precision, diagnostics) == ("mask", "ieee", False):
+        call = accept(x, y, (scale, bias), group, backend, workspace)
+        if call is not None:
+            return loss_in_one_piece(x, y, call, sigmoid_loss)
     rules = SigLipRules(duplicates, diagnostics)
     execution = Execution(group, equal_shards, backend, workspace, precision)
     batch = prepare(Inputs(x, y, {"scale": scale, "bias": bias}, ids, weights), rules, execution)
     scale, bias = batch.scalar(scale, x), batch.scalar(bias, x)
+    call = None if diagnostics else one_piece_of(batch, x, y, scale, bias)
+    if call is not None:
+        return loss_in_one_piece(x, y, call, sigmoid_loss)
     if batch.needs_grad is None:
         loss, ranking, _ = _forward(batch.read(x), batch.read(y), scale, bias, batch, rules)
     else:

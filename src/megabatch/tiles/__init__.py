@@ -36,6 +36,11 @@ def backend_for(device: torch.device, dtype: torch.dtype, backend: str | None = 
     return fused
 
 
+def computes_in_one_piece(tiles: Tiles, device: torch.device) -> bool:
+    """Return whether a backend is faster with the whole similarity matrix (one_piece.py) where that fits the workspace."""
+    return tiles is eager and device.type == "cpu"
+
+
 def distillation_for(device: torch.device, dtype: torch.dtype, backend: str | None = None) -> DistillTiles:
     """Return the backend of distillation for tensors on `device`: the eager one unless the fused one is requested.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -39,11 +39,11 @@ def walk(x_MD: Tensor, y_ND: Tensor, pairs: Pairs, compute: ComputeOptions) -> I
     width = max(1, min(len(y_ND), cells // height))
     z, work = x_MD.new_empty(2, height * width, dtype=acc)
     for columns in slices(len(y_ND), width):
-        y_CD = _operand(y_ND[columns])
+        y_CD = operand(y_ND[columns])
         # Transposed once per panel, because CPUs multiply faster with it.
         y_DC = y_CD.T.contiguous()
         for rows in slices(len(x_MD), height):
-            x_RD = _operand(x_MD[rows])
+            x_RD = operand(x_MD[rows])
             shape = len(x_RD), len(y_CD)
             z_RC, work_RC = (buffer[: math.prod(shape)].view(shape) for buffer in (z, work))
             if x_RD.dtype == acc:
@@ -54,7 +54,7 @@ def walk(x_MD: Tensor, y_ND: Tensor, pairs: Pairs, compute: ComputeOptions) -> I
             yield Tile(rows, columns, x_RD, y_CD, z_RC, work_RC)
 
 
-def _operand(t: Tensor) -> Tensor:
+def operand(t: Tensor) -> Tensor:
     """Return the operand of a product, in a dtype whose products are not rounded before they are accumulated."""
     reads_as_is = t.device.type == "cuda" and t.dtype in (torch.bfloat16, torch.float16)
     return t if reads_as_is else t.to(accumulator(t.dtype))
@@ -67,18 +67,27 @@ def similarities(x_RD: Tensor, y_CD: Tensor) -> Tensor:
         return x_RD.to(acc) @ y_CD.to(acc).T
 
 
-@contextmanager
-def units(embeddings: Tensor, precision: str) -> Iterator[None]:
+_NO_SWITCH = nullcontext()
+
+
+def units(embeddings: Tensor, precision: str) -> AbstractContextManager[None]:
     """Choose the matrix units for fp32 products by the arguments, whatever the settings of the process.
 
     On CUDA, tf32 if the precision is "tf32". On a CPU with bf16 units (AMX), those for bf16 embeddings: the products read fp32
     copies, which bf16 represents exactly, and accumulate in fp32, so no logit is rounded. The settings belong to the process, so
     they are changed only during the product.
     """
+    if embeddings.device.type == "cpu" and embeddings.dtype != torch.bfloat16:
+        return _NO_SWITCH
+    return _switched(embeddings, precision)
+
+
+@contextmanager
+def _switched(embeddings: Tensor, precision: str) -> Iterator[None]:
     switch: Any = None
     if embeddings.device.type == "cuda":
         switch = torch.backends.cuda.matmul
-    elif embeddings.device.type == "cpu" and embeddings.dtype == torch.bfloat16:
+    elif embeddings.device.type == "cpu":
         switch, precision = getattr(torch.backends.mkldnn, "matmul", None), "bf16"
     if switch is None:
         yield
