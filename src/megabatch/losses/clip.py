@@ -29,11 +29,16 @@ from .autograd import (
 )
 from .batch import Diagnostics, Execution, Inputs, LossBatch, diagnose, prepare
 from .checks import check_duplicates, check_number
-from .one_piece import accept, loss_in_one_piece, one_piece_of
+from .one_piece import accept, compute, loss_in_one_piece, one_piece_of
+from .operators import ValueAndGradients, declare, is_operator_call, scaled
 
 if TYPE_CHECKING:
     # torch depends on typing_extensions; typing has Unpack from Python 3.11 on.
     from typing_extensions import Unpack
+
+
+# The values of options 1 to 4 and of `precision` and `int8_backward` with which all pairs count alike.
+USUAL_OPTIONS, USUAL_PRECISION = ("mask", 0.0, None, False), ("ieee", False)
 
 
 class ClipOptions(TypedDict, total=False):
@@ -90,7 +95,6 @@ def clip_loss(
 ) -> Tensor | tuple[Tensor, Diagnostics]: ...
 
 
-@outside_graphs
 def clip_loss(
     x: Tensor,
     y: Tensor,
@@ -156,23 +160,45 @@ def clip_loss(
     >>> loss, diagnostics = megabatch.clip_loss(x, y, scale=20.0, diagnostics=True)
     >>> image_to_text, text_to_image = diagnostics.recall(k=1)
     """
-    options = (duplicates, label_smoothing, drop_above, precision, int8_backward, diagnostics)
-    if ids is None and weights is None and options == ("mask", 0.0, None, "ieee", False, False):
+    rules = (symmetric, duplicates, label_smoothing, drop_above, diagnostics)
+    execution = (group, equal_shards, backend, workspace, precision, int8_backward)
+    if torch.compiler.is_compiling():
+        if is_operator_call(x, group, diagnostics):
+            return _operator(x, y, scale, None, ids, weights, *rules, group is None, *execution[1:])
+        return _outside_graphs(x, y, scale, ids, weights, rules, execution)
+    return _clip_loss(x, y, scale, ids, weights, rules, execution)
+
+
+def _clip_loss(
+    x: Tensor,
+    y: Tensor,
+    scale: Tensor | float,
+    ids: Tensor | None,
+    weights: Tensor | None,
+    options: tuple[bool, str, float, float | None, bool],
+    how: tuple[Group, bool, str | None, int | None, str, bool],
+) -> Tensor | tuple[Tensor, Diagnostics]:
+    """Return the loss. options: the fields of ClipRules; how: those of Execution."""
+    if ids is None and weights is None and options[1:] == USUAL_OPTIONS and how[4:] == USUAL_PRECISION:
+        group, _, backend, workspace, *_ = how
         call = accept(x, y, (scale,), group, backend, workspace)
         if call is not None:
-            return loss_in_one_piece(x, y, call, softmax_loss if symmetric else row_softmax_loss)
-    rules = ClipRules(symmetric, duplicates, label_smoothing, drop_above, diagnostics)
-    execution = Execution(group, equal_shards, backend, workspace, precision, int8_backward)
-    batch = prepare(Inputs(x, y, {"scale": scale}, ids, weights), rules, execution)
+            return loss_in_one_piece(x, y, call, softmax_loss if options[0] else row_softmax_loss)
+    rules = ClipRules(*options)
+    batch = prepare(Inputs(x, y, {"scale": scale}, ids, weights), rules, Execution(*how))
     scale = batch.scalar(scale, x)
     call = one_piece_of(batch, x, y, scale) if rules.all_pairs_alike else None
     if call is not None:
-        return loss_in_one_piece(x, y, call, softmax_loss if symmetric else row_softmax_loss)
+        return loss_in_one_piece(x, y, call, softmax_loss if rules.symmetric else row_softmax_loss)
     if batch.needs_grad is None:
         loss, ranking, _ = _forward(batch.read(x), batch.read(y), scale, batch, rules)
     else:
         loss, ranking = _ClipLoss.apply(batch.join_backward(x, y, scale), y, scale, batch, rules)
     return loss if ranking is None else (loss, ranking)
+
+
+# What torch.compile does with calls that cannot be an operator.
+_outside_graphs = outside_graphs(_clip_loss)
 
 
 class ClipLoss(LossModule[LossResult]):
@@ -361,3 +387,28 @@ def _pairs(block: ClipBlock, owner: int, batch: LossBatch, rules: ClipRules, com
         smoothed=rules.label_smoothing > 0,
         ranked=rules.diagnostics,
     )
+
+
+def _value_and_gradients(
+    x: Tensor, y: Tensor, scale: Tensor, bias: Tensor | None, batch: LossBatch, rules: ClipRules
+) -> ValueAndGradients:
+    assert bias is None
+    call = one_piece_of(batch, x, y, scale) if rules.all_pairs_alike else None
+    if call is not None:
+        return scaled(compute(x, y, call, softmax_loss if rules.symmetric else row_softmax_loss), scale)
+    x_MD, y_ND = batch.read(x), batch.read(y)
+    loss, _, state = _forward(x_MD, y_ND, scale, batch, rules)
+    if batch.needs_grad is None:
+        return ValueAndGradients(loss, None, None, None, None)
+    partial = PartialGradients(_products(x_MD, y_ND, scale, batch, rules, state), state.dpos_M, state.share)
+    # The gradients get the dtype of the embeddings that they are finished with.
+    dx, dy, dscale, _ = finish(torch.ones_like(loss), x.to(batch.acc), y.to(batch.acc), scale, batch, partial, reuse=True)
+    return ValueAndGradients(loss, dx, dy, dscale, None)
+
+
+_operator = declare(
+    "clip_loss",
+    ClipRules,
+    "bool symmetric, str duplicates, float label_smoothing, float? drop_above, bool diagnostics",
+    _value_and_gradients,
+)

@@ -63,7 +63,7 @@ def accept(
         workspace = backend_for(x.device, dtype, backend).default_workspace(x.device)
     if type(workspace) is not int or not one_piece.fits(shape[0], shape[0], dtype, workspace):
         return None
-    compute = ComputeOptions(workspace)
+    options = ComputeOptions(workspace)
     acc = accumulator(dtype)
     for scalar in scalars:
         if not _is_dense(scalar) or scalar.ndim or scalar.dtype != acc:  # type: ignore[union-attr]
@@ -72,13 +72,13 @@ def accept(
     if not tensors[0].item() >= 1:
         return None
     if not torch.is_grad_enabled():
-        return OnePieceCall(dtype, tensors, None, compute)
+        return OnePieceCall(dtype, tensors, None, options)
     needs_x, needs_y = x.requires_grad, y.requires_grad
     if not (needs_x or needs_y or any([t.requires_grad for t in tensors])):
-        return OnePieceCall(dtype, tensors, None, compute)
+        return OnePieceCall(dtype, tensors, None, options)
     if x.is_inference() or y.is_inference() or any([t.is_inference() for t in tensors]):
         return None
-    return OnePieceCall(dtype, tensors, NeedsGrad(needs_x or not needs_y, needs_y), compute)
+    return OnePieceCall(dtype, tensors, NeedsGrad(needs_x or not needs_y, needs_y), options)
 
 
 def _is_dense(t: object) -> bool:
@@ -101,12 +101,13 @@ def loss_in_one_piece(x: Tensor, y: Tensor, call: OnePieceCall, loss: OnePieceLo
     """Return the loss, connected to x, y and the scalars in autograd."""
     if call.needs_grad is None:
         with torch.no_grad():
-            return _compute(x, y, call, loss).loss
+            return compute(x, y, call, loss).loss
     return cast(Tensor, _OnePieceLoss.apply(x, y, call, loss, *call.scalars))
 
 
 @outside_autocast
-def _compute(x: Tensor, y: Tensor, call: OnePieceCall, loss: OnePieceLoss) -> OnePiece:
+def compute(x: Tensor, y: Tensor, call: OnePieceCall, loss: OnePieceLoss) -> OnePiece:
+    """Return the loss and its gradients, without autograd."""
     return loss(_read(x, call), _read(y, call), *call.scalars, needs_grad=call.needs_grad, compute=call.compute)
 
 
@@ -119,7 +120,7 @@ def _read(embeddings: Tensor, call: OnePieceCall) -> Tensor:
 class _OnePieceLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, call: OnePieceCall, loss: OnePieceLoss, *scalars: Tensor) -> Tensor:
-        ctx.result, ctx.call, ctx.loss = result, _, _ = _compute(x, y, call, loss), call, loss
+        ctx.result, ctx.call, ctx.loss = result, _, _ = compute(x, y, call, loss), call, loss
         save(ctx, x=x, y=y, **dict(zip(("scale", "bias"), scalars, strict=False)))
         return result.loss
 
@@ -130,7 +131,7 @@ class _OnePieceLoss(torch.autograd.Function):
         # The first backward overwrites the gradients; a further one through a retained graph computes them again.
         result, ctx.result = ctx.result, None
         if result is None:
-            result = _compute(x, y, ctx.call, ctx.loss)
+            result = compute(x, y, ctx.call, ctx.loss)
         need_x, need_y, _call, _loss, need_scale, *need_bias = ctx.needs_input_grad
         factor = g * scale
         return (

@@ -28,7 +28,8 @@ from .autograd import (
 )
 from .batch import Diagnostics, Execution, Inputs, LossBatch, diagnose, prepare
 from .checks import check_duplicates
-from .one_piece import accept, loss_in_one_piece, one_piece_of
+from .one_piece import accept, compute, loss_in_one_piece, one_piece_of
+from .operators import ValueAndGradients, declare, is_operator_call, scaled
 
 if TYPE_CHECKING:
     # torch depends on typing_extensions; typing has Unpack from Python 3.11 on.
@@ -88,7 +89,6 @@ def siglip_loss(
 ) -> Tensor | tuple[Tensor, Diagnostics]: ...
 
 
-@outside_graphs
 def siglip_loss(
     x: Tensor,
     y: Tensor,
@@ -133,15 +133,34 @@ def siglip_loss(
     >>> loss = megabatch.siglip_loss(x.requires_grad_(), y, scale=10.0, bias=-10.0)
     >>> loss.backward()
     """
-    if ids is None and weights is None and (duplicates, precision, diagnostics) == ("mask", "ieee", False):
+    rules, execution = (duplicates, diagnostics), (group, equal_shards, backend, workspace, precision)
+    if torch.compiler.is_compiling():
+        if is_operator_call(x, group, diagnostics):
+            return _operator(x, y, scale, bias, ids, weights, *rules, group is None, *execution[1:], False)
+        return _outside_graphs(x, y, scale, bias, ids, weights, rules, execution)
+    return _siglip_loss(x, y, scale, bias, ids, weights, rules, execution)
+
+
+def _siglip_loss(
+    x: Tensor,
+    y: Tensor,
+    scale: Tensor | float,
+    bias: Tensor | float,
+    ids: Tensor | None,
+    weights: Tensor | None,
+    options: tuple[str, bool],
+    how: tuple[Group, bool, str | None, int | None, str],
+) -> Tensor | tuple[Tensor, Diagnostics]:
+    """Return the loss. options: the fields of SigLipRules; how: those of Execution."""
+    if ids is None and weights is None and options == ("mask", False) and how[4] == "ieee":
+        group, _, backend, workspace, _ = how
         call = accept(x, y, (scale, bias), group, backend, workspace)
         if call is not None:
             return loss_in_one_piece(x, y, call, sigmoid_loss)
-    rules = SigLipRules(duplicates, diagnostics)
-    execution = Execution(group, equal_shards, backend, workspace, precision)
-    batch = prepare(Inputs(x, y, {"scale": scale, "bias": bias}, ids, weights), rules, execution)
+    rules = SigLipRules(*options)
+    batch = prepare(Inputs(x, y, {"scale": scale, "bias": bias}, ids, weights), rules, Execution(*how))
     scale, bias = batch.scalar(scale, x), batch.scalar(bias, x)
-    call = None if diagnostics else one_piece_of(batch, x, y, scale, bias)
+    call = None if rules.diagnostics else one_piece_of(batch, x, y, scale, bias)
     if call is not None:
         return loss_in_one_piece(x, y, call, sigmoid_loss)
     if batch.needs_grad is None:
@@ -149,6 +168,10 @@ def siglip_loss(
     else:
         loss, ranking = _SigLipLoss.apply(batch.join_backward(x, y, scale, bias), y, scale, bias, batch, rules)
     return loss if ranking is None else (loss, ranking)
+
+
+# What torch.compile does with calls that cannot be an operator.
+_outside_graphs = outside_graphs(_siglip_loss)
 
 
 class SigLipLoss(LossModule[LossResult]):
@@ -281,3 +304,22 @@ def _forward(
     diagnostics = diagnose(positive_M, row_ranking, column_ranking) if rules.diagnostics else None
     saved_state = SigLipSaved(gx_MD, gy_ND, dpos_M, slope[0], 1 / weight) if slope else None
     return loss / weight, diagnostics, saved_state
+
+
+def _value_and_gradients(
+    x: Tensor, y: Tensor, scale: Tensor, bias: Tensor | None, batch: LossBatch, rules: SigLipRules
+) -> ValueAndGradients:
+    assert bias is not None
+    call = one_piece_of(batch, x, y, scale, bias)
+    if call is not None:
+        return scaled(compute(x, y, call, sigmoid_loss), scale)
+    loss, _, state = _forward(batch.read(x), batch.read(y), scale, bias, batch, rules)
+    if state is None:
+        return ValueAndGradients(loss, None, None, None, None)
+    partial = PartialGradients([state.gx_MD, state.gy_ND], state.dpos_M, state.share)
+    # The gradients get the dtype of the embeddings that they are finished with.
+    dx, dy, dscale, factor = finish(torch.ones_like(loss), x.to(batch.acc), y.to(batch.acc), scale, batch, partial, reuse=True)
+    return ValueAndGradients(loss, dx, dy, dscale, state.slope * factor)
+
+
+_operator = declare("siglip_loss", SigLipRules, "str duplicates, bool diagnostics", _value_and_gradients)
