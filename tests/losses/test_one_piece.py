@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from cases import Case, embeddings
@@ -82,6 +85,19 @@ def test_a_step_takes_three_products(name, monkeypatch):
     with torch.no_grad():
         getattr(megabatch, name)(*inputs)
     assert len(counted) == 3
+
+
+@names
+def test_a_loss_without_backward_frees_its_gradients(name):
+    inputs = arguments(name)
+    value = getattr(megabatch, name)(*inputs)
+    freed = weakref.ref(value.grad_fn)
+    gc.disable()
+    try:
+        del value
+        assert freed() is None
+    finally:
+        gc.enable()
 
 
 @names

@@ -21,7 +21,7 @@ TILES = (True, False, None, 1000, "ieee", False)
 def step(a: Tensor, b: Tensor, tower: torch.nn.Linear, scale: Tensor, **options: Any) -> Tensor:
     x, y = (torch.nn.functional.normalize(tower(t), dim=-1) for t in (a, b))
     loss = megabatch.clip_loss(x, y, scale.exp(), **options)
-    return 3 * loss + megabatch.siglip_loss(x, y, scale.exp(), -1.0, **options)
+    return 3 * loss + megabatch.SigLipLoss(**options)(x, y, scale.exp(), -0.1)
 
 
 def gradients(f: Callable[..., Tensor], dtype: torch.dtype = torch.float64, rows: int = 20, **options: Any) -> list[Tensor]:

@@ -120,7 +120,9 @@ def _read(embeddings: Tensor, call: OnePieceCall) -> Tensor:
 class _OnePieceLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, call: OnePieceCall, loss: OnePieceLoss, *scalars: Tensor) -> Tensor:
-        ctx.result, ctx.call, ctx.loss = result, _, _ = compute(x, y, call, loss), call, loss
+        result = compute(x, y, call, loss)
+        # Not the loss itself, which refers to ctx: both would live on if backward is never called.
+        ctx.gradients, ctx.call, ctx.loss = result._replace(loss=None), call, loss  # type: ignore[arg-type]
         save(ctx, x=x, y=y, **dict(zip(("scale", "bias"), scalars, strict=False)))
         return result.loss
 
@@ -129,7 +131,7 @@ class _OnePieceLoss(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, y, scale, *_ = saved(ctx)
         # The first backward overwrites the gradients; a further one through a retained graph computes them again.
-        result, ctx.result = ctx.result, None
+        result, ctx.gradients = ctx.gradients, None
         if result is None:
             result = compute(x, y, ctx.call, ctx.loss)
         need_x, need_y, _call, _loss, need_scale, *need_bias = ctx.needs_input_grad

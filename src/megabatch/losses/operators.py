@@ -84,13 +84,20 @@ def declare(name: str, rules: Callable[..., Rules], options: str, compute: Compu
     operator.register_autograd(_backward, setup_context=_setup_context)
 
     def call(x: Tensor, y: Tensor, scale: Any, bias: Any, ids: Any, weights: Any, *fields: Any) -> Tensor:
-        scale, bias = (v if v is None or isinstance(v, Tensor) else torch.full((), v, device=x.device) for v in (scale, bias))
+        scale, bias = (_as_tensor(value, x) for value in (scale, bias))
         inputs = (x, y, scale, bias)
         needs_grad = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in inputs]
         autocast = product_dtype(x) if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64 else None
         return operator(*inputs, ids, weights, needs_grad, autocast, *fields)[0]
 
     return call
+
+
+def _as_tensor(value: Tensor | float | None, x: Tensor) -> Tensor | None:
+    """Return a scalar as a tensor. A number keeps its digits: `run` rounds it as the loss itself does."""
+    if value is None or isinstance(value, Tensor):
+        return value
+    return torch.full((), value, dtype=torch.float64, device=x.device)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
