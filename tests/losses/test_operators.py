@@ -56,6 +56,7 @@ def test_every_compiler_gives_what_eager_mode_gives(backend, dynamic, rows):
         assert agree(gradients(compiled, torch.float32, count), gradients(step, torch.float32, count), 1e-5)
 
 
+@pytest.mark.slow
 def test_autocast_rounds_in_a_compiled_step_as_in_eager_mode():
     torch._dynamo.reset()
 
@@ -74,6 +75,7 @@ def test_autocast_rounds_in_a_compiled_step_as_in_eager_mode():
 
 
 # Dynamo reads .grad of tensors that exist after a graph break.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_diagnostics_break_the_graph_and_nothing_else():
     torch._dynamo.reset()
@@ -132,6 +134,7 @@ def test_the_operator_computes_the_gradients_that_are_needed(execution):
         assert not siglip._operator(x, y, scale, bias, None, None, "mask", False, *execution).requires_grad
 
 
+@pytest.mark.slow
 def test_a_mistake_in_a_compiled_step_is_named():
     torch._dynamo.reset()
     x, y = embeddings(6)
@@ -140,6 +143,7 @@ def test_a_mistake_in_a_compiled_step_is_named():
         compiled(x, y[:5])
 
 
+@pytest.mark.slow
 def test_a_second_derivative_through_the_operator_raises_a_clear_error():
     x, y = (t.requires_grad_() for t in embeddings(6))
     value = clip._operator(x, y, torch.tensor(5.0), None, None, None, *CLIP, *ALONE)
