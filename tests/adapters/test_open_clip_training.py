@@ -71,7 +71,7 @@ def test_accumulation_gives_the_weights_of_the_whole_batch(kind):
     whole = [tuple(torch.cat(parts) for parts in zip(*data[i : i + 2], strict=True)) for i in range(0, len(data), 2)]
     expected = trained(kind, model_for(kind), losses(kind)[1], whole)
     ours, theirs = (trained(kind, model_for(kind), loss, data, accum_freq=2) for loss in losses(kind, accum_freq=2))
-    assert largest_difference(ours, expected) < 1e-6
+    assert largest_difference(ours, expected) < 3e-6
     assert largest_difference(theirs, expected) > 1e-4
     chunks = adapter.encode_in_chunks(model_for(kind), ROWS)
     assert largest_difference(trained(kind, chunks, losses(kind)[0], whole), expected) < 1e-6

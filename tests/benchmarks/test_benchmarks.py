@@ -69,6 +69,7 @@ def test_a_case_in_its_own_process_gives_times_memory_and_errors() -> None:
     assert row["machine"]["torch"] == torch.__version__
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ours", "formula", "full matrix"])
 @pytest.mark.parametrize("kind", check.LOSSES)
 def test_right_implementations_pass_with_repeated_rows(kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,6 +79,7 @@ def test_right_implementations_pass_with_repeated_rows(kind: str, name: str, mon
     assert row["distinct_pairs"] == 96 and "total_s" in row
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", [one_direction, lost_negatives, constant_scale, not_a_number])
 def test_a_wrong_result_is_refused_and_not_timed(wrong: peers.LossCall) -> None:
     row = measure(Case("clip", f"{__name__}:{wrong.__name__}", batch=256, dim=64))

@@ -258,6 +258,7 @@ def fsdp_step(rank: int, size: int, chunk: int, keep: Any, empty: bool) -> Any:
     return found, counted(lambda: loss_of(encode, x, y))["_reduce_scatter_base_"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("keep, empty", [(0, False), (1, False), ("auto", True)])
 def test_fsdp2_gives_the_gradient_of_one_process(world, size, keep, empty):

@@ -168,6 +168,7 @@ def test_what_cannot_shrink_raises_the_error_of_the_device(where):
             train(tower, encode, slice(None))
 
 
+@pytest.mark.slow
 def test_forward_alone_is_survived_without_the_wrapper():
     tower = model("forward")
     encode = megabatch.cached(tower, chunk=8, keep=1)

@@ -118,6 +118,7 @@ def test_embed_writes_one_row_for_each_image_and_line(megabatch, run, images, tm
     assert embeddings.shape == (3, 16) and float((embeddings.norm(dim=1) - 1).abs().max()) < 1e-5
 
 
+@pytest.mark.slow
 def test_search_finds_and_draws(megabatch, run, images):
     done = megabatch("search", run, "red beside red", "-k", "3")
     assert done.stdout.count("beside") == 3 and (run / "search.png").stat().st_size > 1000
@@ -174,6 +175,7 @@ def test_torchrun_trains_on_two_ranks_and_starts_them_again_when_one_dies(images
     assert started_afresh("train", *settings, launcher=TORCHRUN).stdout.count("held-out recall") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_run_with_a_checkpoint(images, tmp_path, number):
     out = tmp_path / "run"

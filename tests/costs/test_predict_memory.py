@@ -100,6 +100,7 @@ def profiled_peak(build: Callable[[], nn.Module], inputs: Callable[[int], Tensor
     return peak
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "checkpointing"), [(16, False), (4, False), (16, True)])
 def test_a_transformer_on_a_cpu_agrees_with_the_profiler(rows: int, checkpointing: bool) -> None:
     setup = Setup(device="cpu", checkpointing=checkpointing)

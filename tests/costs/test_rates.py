@@ -90,6 +90,7 @@ def rates_of_rank(rank, size):
         return measure_rates(world_rank.device, world_rank.group, 0.02)
 
 
+@pytest.mark.slow
 def test_ranks_measure_their_link(world):
     for measured in world.run(2, rates_of_rank):
         assert measured.ranks == 2 and 1e6 < measured.link < 1e12

@@ -189,6 +189,7 @@ def test_held_out_samples_that_cannot_be_read_are_counted_and_named(tmp_path, ob
     assert "3 of 20 held-out samples could not be read" in printed and "test.jsonl:6: line is not valid JSON" in printed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", ["clip", "classify"])
 def test_held_out_data_without_readable_samples_does_not_end_the_training(tmp_path, objective, capsys):
     labels = [pair[0].split()[0] for pair in PAIRS]

@@ -179,6 +179,7 @@ def test_the_embedded_default_from_end_to_end(tmp_path):
     assert not re.search(r'(src|href)="(?!data:image/png)', text)
 
 
+@pytest.mark.slow
 def test_chunks_vary_at_the_runs_batch_and_memory_grows_with_them(undrawn, pairs, tmp_path, monkeypatch):
     def refuse(*arguments):
         raise ValueError("what comes out depends on numbers")
@@ -247,6 +248,7 @@ def curve_of_a_gpu():
     return measurements.Measured(judge(points, "batch", None, None), table, "<script>GPU", "2.13", "2026-11-15")
 
 
+@pytest.mark.slow
 def test_terminal_and_page_show_what_was_measured_and_escape_it():
     from rich.console import Console
 

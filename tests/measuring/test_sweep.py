@@ -382,6 +382,7 @@ def test_the_planted_batch_is_found(best, tmp_path):
     assert {run.schedule.samples for run in train.runs} == {65536}
 
 
+@pytest.mark.slow
 def test_every_file_is_written_and_read_back(tmp_path, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr("megabatch.reporting.figures.DPI", 40)

@@ -135,6 +135,7 @@ def test_lora_trains_adapters_only_and_keeps_no_gradients_of_the_rest(tmp_path: 
         add_adapters(nn.Linear(3, 3), 4, "bf16")
 
 
+@pytest.mark.slow
 def test_language_models_are_named_and_misspelt_ones_get_a_hint() -> None:
     pytest.importorskip("transformers")
     request = Request("HuggingFaceTB/SmolLM2-135M", objective="lm", data=10**6, length=128, gpu="H200")

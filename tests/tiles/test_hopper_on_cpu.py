@@ -340,6 +340,7 @@ def test_the_library_launches_them_with_all_arguments(started):
     assert started == {"stats": 4, "gradient": 4}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("symmetric, weight", [(True, 1.0), (False, 1.0), (True, 1e-3)])
 def test_the_library_computes_large_int8_gradients_again(symmetric, weight, started, monkeypatch):
     from megabatch.tiles import fused

@@ -173,6 +173,7 @@ def test_killed_once_it_ends_with_the_same_parameters(folder, who):
     check(killed_and_resumed(folder, who, seed=0, steps=20), steps=20)
 
 
+@pytest.mark.slow
 def test_ranks_whose_launcher_was_killed_end_with_a_checkpoint(folder):
     """They would continue unnoticed and write to the folder of the resumed run."""
     file = write_run(folder, "endless", steps=10**5)

@@ -94,7 +94,13 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+QUICK = ("average", "growing batch", "workers")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param(o, id=name, marks=[pytest.mark.slow] * (name not in QUICK)) for name, o in OPTIONS.items()],
+)
 def test_stopped_and_resumed_is_bit_equal_to_never_stopped(pairs, tmp_path, options, monkeypatch):
     options = [*options, "x.options.dropout=0.2"]
     train(run_of(pairs, tmp_path / "whole", *options))
