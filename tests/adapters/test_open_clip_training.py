@@ -152,7 +152,7 @@ def test_an_adapted_task_has_the_gradients_of_openclip(kind):
     assert [encode.chunks for encode in encoders] == [3, 3]
     assert adapter.adapt(tasks[1], accum_freq=4).loss.accum_freq == 4
     for found, true in zip(tasks[0].parameters(), tasks[1].parameters(), strict=True):
-        assert torch.allclose(found.grad, true.grad, rtol=1e-4, atol=1e-7)
+        assert torch.allclose(found.grad, true.grad, rtol=1e-4, atol=1e-6)
 
 
 def test_losses_without_a_counterpart_stay_openclips():
