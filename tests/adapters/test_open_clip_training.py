@@ -21,6 +21,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "distill": {"distill": True},
 }
 ROWS, STEPS = 8, 3
+# Between the weights of two trainings in fp32 that differ in the order of sums; a wrong factor moves them by 1e-4 or more.
+ROUNDING = 3e-6
 
 
 def model_for(kind: str) -> nn.Module:
@@ -51,7 +53,7 @@ def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -
 @pytest.mark.parametrize("kind", KINDS)
 def test_three_steps_end_at_the_weights_of_openclip(kind):
     ours, theirs = (trained(kind, model_for(kind), loss, batches(STEPS, ROWS)) for loss in losses(kind))
-    assert largest_difference(ours, theirs) < 1e-6
+    assert largest_difference(ours, theirs) < ROUNDING
     assert largest_difference(ours, dict(model_for(kind).state_dict())) > 1e-3
 
 
@@ -71,10 +73,10 @@ def test_accumulation_gives_the_weights_of_the_whole_batch(kind):
     whole = [tuple(torch.cat(parts) for parts in zip(*data[i : i + 2], strict=True)) for i in range(0, len(data), 2)]
     expected = trained(kind, model_for(kind), losses(kind)[1], whole)
     ours, theirs = (trained(kind, model_for(kind), loss, data, accum_freq=2) for loss in losses(kind, accum_freq=2))
-    assert largest_difference(ours, expected) < 3e-6
+    assert largest_difference(ours, expected) < ROUNDING
     assert largest_difference(theirs, expected) > 1e-4
     chunks = adapter.encode_in_chunks(model_for(kind), ROWS)
-    assert largest_difference(trained(kind, chunks, losses(kind)[0], whole), expected) < 1e-6
+    assert largest_difference(trained(kind, chunks, losses(kind)[0], whole), expected) < ROUNDING
 
 
 def test_chunks_replay_random_parts():
@@ -126,7 +128,7 @@ def test_two_processes_end_at_the_weights_of_openclip():
     world.close()
     for differences in results:
         assert len(differences) == 8
-        assert max(differences.values()) < 1e-6, differences
+        assert max(differences.values()) < ROUNDING, differences
 
 
 class Task(nn.Module):
@@ -214,7 +216,7 @@ def test_the_training_script_takes_accumulation_as_chunks(training_script):
     script, folder, words = training_script
     script.main([*words, "--name", "theirs", "--batch-size", "8"])
     adapter.main([*words, "--name", "ours", "--batch-size", "2", "--accum-freq", "4"])
-    assert largest_difference(saved_weights(folder, "ours"), saved_weights(folder, "theirs")) < 1e-6
+    assert largest_difference(saved_weights(folder, "ours"), saved_weights(folder, "theirs")) < ROUNDING
 
 
 @pytest.mark.slow
@@ -259,7 +261,7 @@ def test_the_training_script_ends_at_the_weights_of_openclip(training_script, mo
     shared = [*shared, "--batch-size", "4", *words.split()]
     script.main([*shared, "--name", "theirs"])
     adapter.main([*shared, *accumulated.split(), "--name", "ours"])
-    assert largest_difference(saved_weights(folder, "ours"), saved_weights(folder, "theirs")) < 1e-6
+    assert largest_difference(saved_weights(folder, "ours"), saved_weights(folder, "theirs")) < ROUNDING
 
 
 @pytest.mark.slow

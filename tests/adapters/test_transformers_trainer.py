@@ -22,6 +22,8 @@ from megabatch.adapters import transformers as adapter  # noqa: E402
 from megabatch.adapters.transformers import ContrastiveSettings, ContrastiveTrainer  # noqa: E402
 
 ROWS, STEPS = 8, 3
+# Between the weights of two trainings in fp32 that differ in the order of sums; a wrong factor moves them by 1e-4 or more.
+ROUNDING = 3e-6
 
 
 def tiny_model(kind: str = "clip") -> nn.Module:
@@ -115,7 +117,7 @@ def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -
 def test_three_steps_end_at_the_weights_of_the_models_own_loss(kind, chunk):
     expected = train(tiny_model(kind))
     found = train(tiny_model(kind), settings=ContrastiveSettings(chunk=chunk))
-    assert largest_difference(found, expected) < 1e-6
+    assert largest_difference(found, expected) < ROUNDING
     assert largest_difference(found, dict(tiny_model(kind).state_dict())) > 1e-4
 
 
@@ -124,7 +126,7 @@ def test_accumulation_is_a_mean_of_losses_as_in_the_trainer_and_warns():
     expected = train(tiny_model(), rows=ROWS // 2, gradient_accumulation_steps=2)
     with pytest.warns(UserWarning, match="adds no negatives"):
         found = train(tiny_model(), rows=ROWS // 2, gradient_accumulation_steps=2, settings=ContrastiveSettings())
-    assert largest_difference(found, expected) < 1e-6
+    assert largest_difference(found, expected) < ROUNDING
 
 
 @pytest.mark.slow
@@ -159,7 +161,7 @@ def pairs(count: int) -> list[dict[str, torch.Tensor]]:
 def test_any_pair_of_encoders_trains_by_the_names_of_its_outputs():
     settings = ContrastiveSettings(outputs=("q", "d"))
     whole = train(OwnPair(), data=pairs(STEPS * ROWS), settings=settings)
-    assert largest_difference(whole, train(OwnPair(), data=pairs(STEPS * ROWS), settings=settings._replace(chunk=2))) < 1e-6
+    assert largest_difference(whole, train(OwnPair(), data=pairs(STEPS * ROWS), settings=settings._replace(chunk=2))) < ROUNDING
     assert largest_difference(whole, dict(OwnPair().state_dict())) > 1e-4
     with pytest.raises(ValueError, match="image_embeds"):
         train(OwnPair(), data=pairs(ROWS), settings=ContrastiveSettings())
@@ -259,7 +261,7 @@ def test_two_ranks_end_at_the_weights_of_one_with_the_whole_batch():
         ours, theirs = found.pop("evaluation")
         assert ours == pytest.approx(theirs, rel=1e-5)
         for case, weights in found.items():
-            assert largest_difference(weights, expected["siglip" if case[0] == "siglip" else "clip"]) < 1e-6, case
+            assert largest_difference(weights, expected["siglip" if case[0] == "siglip" else "clip"]) < ROUNDING, case
 
 
 def audited(**options: Any) -> adapter.AuditCallback:
