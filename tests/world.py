@@ -6,6 +6,7 @@ import multiprocessing
 import pickle
 import tempfile
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # How long a process waits for another one: to start, to join a process group, to finish. Importing torch alone can take minutes on
 # a machine under load, so this is only meant to end a test that hangs.
@@ -28,6 +30,19 @@ def fresh_processes() -> BaseContext:
     # Optimizers import the compiler, though nothing is compiled, and runs draw figures.
     context.set_forkserver_preload(["torch._dynamo", "megabatch.training.loop", "matplotlib.figure"])
     return context
+
+
+class Collectives(TorchDispatchMode):
+    """Counts the collectives that run inside, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.counts[func._schema.name.removeprefix("c10d::")] += 1
+        return func(*args, **(kwargs or {}))
 
 
 class World:

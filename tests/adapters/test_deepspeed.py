@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import normalize
-from torch.utils._python_dispatch import TorchDispatchMode
-from world import World
+from world import Collectives, World
 
 import megabatch
 
@@ -61,19 +59,6 @@ def in_one_process(accumulation: int) -> dict[str, Tensor]:
         optimizer.step()
         optimizer.zero_grad()
     return {name: p.detach() for name, p in model.named_parameters()}
-
-
-class Collectives(TorchDispatchMode):
-    """Counts the collectives that run inside, by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            self.counts[func._schema.name.removeprefix("c10d::")] += 1
-        return func(*args, **(kwargs or {}))
 
 
 Result = tuple[dict[str, Tensor], Counter[str]]

@@ -36,7 +36,7 @@ from sentence_transformers.util import dot_score, pairwise_cos_sim
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils._python_dispatch import TorchDispatchMode
+from world import Collectives
 
 import megabatch
 from megabatch.adapters.sentence_transformers import MultipleNegativesRankingLoss, SparseMultipleNegativesRankingLoss
@@ -492,19 +492,6 @@ def test_the_model_card_names_the_loss(model, tmp_path):
     model.save_pretrained(str(tmp_path / "saved"))
     card = (tmp_path / "saved" / "README.md").read_text()
     assert "MultipleNegativesRankingLoss" in card and "gao2021scaling" in card and '"duplicates": "mask"' in card
-
-
-class Collectives(TorchDispatchMode):
-    """Counts the collectives that run inside, by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            self.counts[func._schema.name.removeprefix("c10d::")] += 1
-        return func(*args, **(kwargs or {}))
 
 
 # The ranks hold different numbers of rows.

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils._python_dispatch import TorchDispatchMode
-from world import error_of
+from world import Collectives, error_of
 
 import megabatch
 
@@ -66,19 +65,6 @@ def expected() -> list[Tensor]:
     left, right, scale = model(*data())
     megabatch.reference.clip_loss(left, right, scale).backward()
     return [p.grad for p in model.parameters()]
-
-
-class Collectives(TorchDispatchMode):
-    """Counts the collectives that run inside, by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            self.counts[func._schema.name.removeprefix("c10d::")] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def counted(step: Callable[[], Any]) -> Counter[str]:

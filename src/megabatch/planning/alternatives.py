@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ..costs.counting import Pass
-from ..costs.operations import OpClass
+from ..costs.operations import FUSED_CLASSES
 from ..costs.time import step_time
 from .choose_batch import advised, task_of
 from .estimator import Estimator
@@ -15,19 +15,6 @@ from .plan import Alternative, CurvePoint
 from .problem import Problem
 from .search import Estimate, best_chunk, chunk_sizes
 
-# Classes of operations that torch.compile fuses into each other.
-FUSED_CLASSES: tuple[OpClass, ...] = (
-    "elementwise",
-    "strided",
-    "copy",
-    "transpose",
-    "reduction",
-    "normalisation",
-    "narrow normalisation",
-    "softmax",
-    "batch norm",
-    "half batch norm",
-)
 # The share of a step below which a change is not named.
 WORTH_A_SENTENCE = 0.03
 
