@@ -28,17 +28,25 @@ RESULTS = Path(__file__).parent / "results"
 SIZES = (64, 128, 256, 512, 1024, 2048, 4096)
 # Seconds for one implementation at one size, and the fewest and most runs.
 BUDGET_S, RUNS = 2.0, (5, 300)
-TITLES = {"ours": "megabatch", "full matrix": "plain formula", "full matrix, compiled": "plain formula, compiled"}
+TITLES = {
+    "ours": "megabatch",
+    "ours, graphed": "megabatch, in a CUDA graph",
+    "full matrix": "plain formula",
+    "full matrix, compiled": "plain formula, compiled",
+}
 # Of the largest entry. The products' own rounding is some 1e-6 at these widths.
 TOLERANCE = {"float32": 2e-5, "bfloat16": 3e-2}
 
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-def implementations(loss: str, compiled: bool) -> dict[str, Loss]:
-    """Return the losses by name: ours, and the formula with the whole matrix, as it is and compiled."""
+def implementations(loss: str, leaves: list[Tensor], compiled: bool) -> dict[str, Loss]:
+    """Return the losses by name: ours, on CUDA also captured, and the formula with the whole matrix, as it is and compiled."""
     plain = peers.find("full matrix", loss).load()
     calls = {"ours": peers.find("ours", loss).load(), "full matrix": plain}
+    if leaves[0].is_cuda:
+        examples = tuple(t.detach().clone().requires_grad_() for t in leaves)
+        calls["ours, graphed"] = torch.cuda.make_graphed_callables(calls["ours"], examples, allow_unused_input=True)
     if compiled:
         calls["full matrix, compiled"] = torch.compile(plain, dynamic=False)
     return calls
@@ -82,7 +90,7 @@ def measure(options: argparse.Namespace, loss: str, batch: int) -> list[report.R
     """Return one row for each implementation."""
     dtype = getattr(torch, options.dtype)
     leaves = inputs(batch, options.dim, dtype, options.device)
-    calls = implementations(loss, not options.no_compile)
+    calls = implementations(loss, leaves, not options.no_compile)
     errors = {name: error(loss, call, leaves) for name, call in calls.items()} if batch <= options.checked_to else {}
     if errors.get("ours", 0.0) > TOLERANCE[options.dtype]:
         raise SystemExit(f"{loss} of {batch} pairs: the gradient is off by {errors['ours']:.1e}, nothing was timed")
@@ -147,7 +155,7 @@ def main(arguments: list[str] | None = None) -> int:
             torch.compiler.reset()
             rows += measure(options, loss, batch)
             report.write_rows(out, rows)
-            texts = (f"{row['implementation']} {1e3 * row['wall_s']:.3f} ms ({1e3 * row['thread_s']:.3f})" for row in rows[-3:])
+            texts = (f"{row['implementation']} {1e3 * row['wall_s']:.3f} ms ({1e3 * row['thread_s']:.3f})" for row in rows[-len(TITLES) :] if row["batch"] == batch and row["loss"] == loss)
             print(f"{loss}, {batch:,}: {', '.join(texts)}", flush=True)
     print(markdown(rows))
     return 0

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ..ring import Group
 from ..tiles.contract import Pairs, Softmax, merge
-from ..tiles.one_piece import row_softmax_loss, softmax_loss
 from .autograd import (
     LossModule,
     LossResult,
@@ -29,8 +28,8 @@ from .autograd import (
 )
 from .batch import Diagnostics, Execution, Inputs, LossBatch, diagnose, prepare
 from .checks import check_duplicates, check_number
-from .one_piece import accept, compute, loss_in_one_piece, one_piece_of
-from .operators import ValueAndGradients, declare, is_operator_call, scaled
+from .one_piece import OnePieceCall, OnePieceLoss, accept, loss_in_one_piece, one_piece_of
+from .operators import ValueAndGradients, declare, in_one_piece, is_operator_call
 
 if TYPE_CHECKING:
     # torch depends on typing_extensions; typing has Unpack from Python 3.11 on.
@@ -185,18 +184,23 @@ def _clip_loss(
         group, _, backend, workspace, *_ = how
         call = accept(x, y, (scale,), group, backend, workspace)
         if call is not None:
-            return loss_in_one_piece(x, y, call, softmax_loss if options[0] else row_softmax_loss)
+            return loss_in_one_piece(x, y, call, _whole(call, options[0]))
     rules = ClipRules(*options)
     batch = prepare(Inputs(x, y, {"scale": scale}, ids, weights), rules, Execution(*how))
     scale = batch.scalar(scale, x)
     call = one_piece_of(batch, x, y, scale) if rules.all_pairs_alike else None
     if call is not None:
-        return loss_in_one_piece(x, y, call, softmax_loss if rules.symmetric else row_softmax_loss)
+        return loss_in_one_piece(x, y, call, _whole(call, rules.symmetric))
     if batch.needs_grad is None:
         loss, ranking, _ = _forward(batch.read(x), batch.read(y), scale, batch, rules)
     else:
         loss, ranking = _ClipLoss.apply(batch.join_backward(x, y, scale), y, scale, batch, rules)
     return loss if ranking is None else (loss, ranking)
+
+
+def _whole(call: OnePieceCall, symmetric: bool) -> OnePieceLoss:
+    """Return the function that computes the loss in one piece."""
+    return call.tiles.softmax_loss if symmetric else call.tiles.row_softmax_loss
 
 
 # What torch.compile does with calls that cannot be an operator.
@@ -397,7 +401,7 @@ def _value_and_gradients(
     assert bias is None
     call = one_piece_of(batch, x, y, scale) if rules.all_pairs_alike else None
     if call is not None:
-        return scaled(compute(x, y, call, softmax_loss if rules.symmetric else row_softmax_loss), scale)
+        return in_one_piece(x, y, call, _whole(call, rules.symmetric))
     x_MD, y_ND = batch.read(x), batch.read(y)
     loss, _, state = _forward(x_MD, y_ND, scale, batch, rules)
     if batch.needs_grad is None:

@@ -1,4 +1,4 @@
-"""Losses of small batches on a CPU, with the whole similarity matrix in the workspace (tiles/one_piece.py).
+"""Losses of small batches, with the whole similarity matrix in the workspace (tiles/one_piece.py, tiles/fused/one_piece.py).
 
 At some hundred rows a step takes as long as its Python code and the dispatch of its operations, so both are few: `accept` replaces
 the checks of `prepare` for the usual calls, and backward only multiplies the gradients that were computed with the value.
@@ -15,12 +15,15 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..ring import Group
-from ..tiles import backend_for, computes_in_one_piece, one_piece
-from ..tiles.contract import ComputeOptions, NeedsGrad, accumulator
-from ..tiles.one_piece import OnePiece
+from ..tiles import backend_for, one_piece_for
+from ..tiles.contract import ComputeOptions, NeedsGrad, OnePiece, OnePieceTiles, accumulator
 from .autograd import first_derivative_only, outside_autocast, save, saved
 from .batch import LossBatch, is_accumulating
-from .checks import DTYPES, PLAIN_TENSORS
+from .checks import DTYPES, PLAIN_TENSORS, product_dtype
+
+# CUDA devices of calls that `prepare` has checked. It reads the scale of the first one, to warn of a temperature; reading it in
+# every call would wait for the device.
+_checked_devices: set[torch.device] = set()
 
 
 class OnePieceCall(NamedTuple):
@@ -29,6 +32,7 @@ class OnePieceCall(NamedTuple):
     dtype: that in which the products read the embeddings. scalars: the scale, and the bias if the loss has one.
     """
 
+    tiles: OnePieceTiles
     dtype: torch.dtype
     scalars: tuple[Tensor, ...]
     needs_grad: NeedsGrad | None
@@ -44,57 +48,75 @@ def accept(
 ) -> OnePieceCall | None:
     """Return the call if it is certainly right and fits. Otherwise None: `prepare` checks everything and names what is wrong.
 
-    Right are dense matrices of one shape on a CPU, and scalars that are tensors of the dtype of logits, with a scale of at least 1;
-    in one process, without autocast.
+    Right are dense matrices of one shape on a CPU or on the current CUDA device, and scalars that are tensors of the dtype of
+    logits, with a scale of at least 1; in one process, and on a CPU without autocast.
     """
     if group is not None and (group is not ... or (dist.is_available() and dist.is_initialized())):
         return None
     # The transforms of torch.func, and dual tensors of forward-mode AD.
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return None
-    if backend not in (None, "eager") or is_accumulating() or torch.is_autocast_enabled("cpu"):
+    if is_accumulating() or not (_is_dense(x) and _is_dense(y)):
         return None
-    if not (_is_dense(x) and _is_dense(y)):
+    shape, dtype, device = x.shape, x.dtype, x.device
+    if len(shape) != 2 or shape[1] == 0 or y.shape != shape or y.dtype != dtype or y.device != device or dtype not in DTYPES:
         return None
-    shape, dtype = x.shape, x.dtype
-    if len(shape) != 2 or shape[1] == 0 or y.shape != shape or y.dtype != dtype or dtype not in DTYPES:
+    if device.type == "cuda":
+        if device not in _checked_devices or device.index != torch.cuda.current_device():
+            return None
+        dtype = product_dtype(x)
+        if dtype not in DTYPES or x.stride(1) != 1 or y.stride(1) != 1:
+            return None
+    elif torch.is_autocast_enabled("cpu"):
         return None
+    if backend is not None and (backend != "eager" or device.type != "cpu"):
+        return None
+    tiles = backend_for(device, dtype, backend)
+    whole = one_piece_for(tiles, device)
     if workspace is None:
-        workspace = backend_for(x.device, dtype, backend).default_workspace(x.device)
-    if type(workspace) is not int or not one_piece.fits(shape[0], shape[0], dtype, workspace):
+        workspace = tiles.default_workspace(device)
+    if whole is None or type(workspace) is not int:
         return None
-    options = ComputeOptions(workspace)
+    compute = ComputeOptions(workspace)
+    if not whole.fits(shape[0], shape[0], dtype, compute):
+        return None
     acc = accumulator(dtype)
     for scalar in scalars:
-        if not _is_dense(scalar) or scalar.ndim or scalar.dtype != acc:  # type: ignore[union-attr]
+        if not _is_dense(scalar) or scalar.ndim or scalar.dtype != acc or scalar.device != device:  # type: ignore[union-attr]
             return None
     tensors = cast(tuple[Tensor, ...], scalars)
-    if not tensors[0].item() >= 1:
+    if device.type == "cpu" and not tensors[0].item() >= 1:
         return None
     if not torch.is_grad_enabled():
-        return OnePieceCall(dtype, tensors, None, options)
+        return OnePieceCall(whole, dtype, tensors, None, compute)
     needs_x, needs_y = x.requires_grad, y.requires_grad
     if not (needs_x or needs_y or any([t.requires_grad for t in tensors])):
-        return OnePieceCall(dtype, tensors, None, options)
+        return OnePieceCall(whole, dtype, tensors, None, compute)
     if x.is_inference() or y.is_inference() or any([t.is_inference() for t in tensors]):
         return None
-    return OnePieceCall(dtype, tensors, NeedsGrad(needs_x or not needs_y, needs_y), options)
+    return OnePieceCall(whole, dtype, tensors, NeedsGrad(needs_x or not needs_y, needs_y), compute)
 
 
 def _is_dense(t: object) -> bool:
-    """Return whether t is a tensor of PyTorch's own class, dense and on a CPU."""
-    return type(t) in PLAIN_TENSORS and t.is_cpu and t.layout is torch.strided and not t.is_nested  # type: ignore[attr-defined]
+    """Return whether t is a tensor of PyTorch's own class, dense and on a CPU or a CUDA device."""
+    if type(t) not in PLAIN_TENSORS:
+        return False
+    tensor = cast(Tensor, t)
+    return (tensor.is_cpu or tensor.is_cuda) and tensor.layout is torch.strided and not tensor.is_nested
 
 
 def one_piece_of(batch: LossBatch, x: Tensor, y: Tensor, *scalars: Tensor) -> OnePieceCall | None:
     """Return the call for a batch that `prepare` has checked, or None if it needs the tiles."""
     if batch.ids_N is not None or batch.weights_M is not None or batch.ring.size > 1:
         return None
-    if not computes_in_one_piece(batch.tiles, x.device):
+    whole = one_piece_for(batch.tiles, x.device)
+    if whole is None or not whole.fits(len(x), len(y), batch.dtype, batch.compute):
         return None
-    if not one_piece.fits(len(x), len(y), batch.dtype, batch.compute.workspace):
-        return None
-    return OnePieceCall(batch.dtype, scalars, batch.needs_grad, batch.compute)
+    if x.is_cuda:
+        if x.stride(1) != 1 or y.stride(1) != 1 or x.device.index != torch.cuda.current_device():
+            return None
+        _checked_devices.add(x.device)
+    return OnePieceCall(whole, batch.dtype, scalars, batch.needs_grad, batch.compute)
 
 
 def loss_in_one_piece(x: Tensor, y: Tensor, call: OnePieceCall, loss: OnePieceLoss) -> Tensor:
@@ -122,7 +144,7 @@ class _OnePieceLoss(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, y: Tensor, call: OnePieceCall, loss: OnePieceLoss, *scalars: Tensor) -> Tensor:
         result = compute(x, y, call, loss)
         # Not the loss itself, which refers to ctx: both would live on if backward is never called.
-        ctx.gradients, ctx.call, ctx.loss = result._replace(loss=None), call, loss  # type: ignore[arg-type]
+        ctx.gradients, ctx.call, ctx.loss = result.gradients, call, loss
         save(ctx, x=x, y=y, **dict(zip(("scale", "bias"), scalars, strict=False)))
         return result.loss
 
@@ -131,16 +153,10 @@ class _OnePieceLoss(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, y, scale, *_ = saved(ctx)
         # The first backward overwrites the gradients; a further one through a retained graph computes them again.
-        result, ctx.gradients = ctx.gradients, None
-        if result is None:
-            result = compute(x, y, ctx.call, ctx.loss)
-        need_x, need_y, _call, _loss, need_scale, *need_bias = ctx.needs_input_grad
-        factor = g * scale
-        return (
-            result.gx_MD.mul_(factor).to(x.dtype) if need_x else None,
-            result.gy_ND.mul_(factor).to(y.dtype) if need_y else None,
-            None,
-            None,
-            result.dscale * g if need_scale else None,
-            *(result.dbias * g if need else None for need in need_bias),
-        )
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            gradients = compute(x, y, ctx.call, ctx.loss).gradients
+        need_x, need_y, _call, _loss, *need_scalars = ctx.needs_input_grad
+        needs = need_x, need_y, *need_scalars
+        dx, dy, *dscalars = ctx.call.tiles.finish(gradients, g, scale, (x.dtype, y.dtype), needs)
+        return dx, dy, None, None, *dscalars[: len(need_scalars)]

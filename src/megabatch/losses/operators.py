@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ..tiles.contract import NeedsGrad, accumulator
-from ..tiles.one_piece import OnePiece
 from .batch import Execution, Inputs, LossBatch, Rules, prepare
 from .checks import product_dtype
+from .one_piece import OnePieceCall, OnePieceLoss, compute
 
 # Devices whose losses torch.compile sees as operators. On all others a loss breaks the graph: the operators have run on CPUs only.
 OPERATOR_DEVICES = {"cpu"}
@@ -35,10 +35,15 @@ class ValueAndGradients(NamedTuple):
     dbias: Tensor | None
 
 
-def scaled(result: OnePiece, scale: Tensor) -> ValueAndGradients:
-    """Return a loss in one piece and its gradients, which are overwritten."""
-    dx, dy = (None if product is None else product.mul_(scale) for product in (result.gx_MD, result.gy_ND))
-    return ValueAndGradients(result.loss, dx, dy, result.dscale, result.dbias)
+def in_one_piece(x: Tensor, y: Tensor, call: OnePieceCall, loss: OnePieceLoss) -> ValueAndGradients:
+    """Return a loss in one piece and its gradients for an incoming gradient of one."""
+    result = compute(x, y, call, loss)
+    if call.needs_grad is None:
+        return ValueAndGradients(result.loss, None, None, None, None)
+    scale, *bias = call.scalars
+    acc = accumulator(call.dtype)
+    needs = *call.needs_grad, True, *(True for _ in bias)
+    return ValueAndGradients(result.loss, *call.tiles.finish(result.gradients, None, scale, (acc, acc), needs))  # type: ignore[arg-type]
 
 
 # From x, y, the scalars as the tiles read them, the batch and the loss's rules.

@@ -14,7 +14,6 @@ from torch.nn.functional import softplus
 
 from ..ring import Group
 from ..tiles.contract import Pairs, merge
-from ..tiles.one_piece import sigmoid_loss
 from .autograd import (
     LossModule,
     LossResult,
@@ -28,8 +27,8 @@ from .autograd import (
 )
 from .batch import Diagnostics, Execution, Inputs, LossBatch, diagnose, prepare
 from .checks import check_duplicates
-from .one_piece import accept, compute, loss_in_one_piece, one_piece_of
-from .operators import ValueAndGradients, declare, is_operator_call, scaled
+from .one_piece import accept, loss_in_one_piece, one_piece_of
+from .operators import ValueAndGradients, declare, in_one_piece, is_operator_call
 
 if TYPE_CHECKING:
     # torch depends on typing_extensions; typing has Unpack from Python 3.11 on.
@@ -156,13 +155,13 @@ def _siglip_loss(
         group, _, backend, workspace, _ = how
         call = accept(x, y, (scale, bias), group, backend, workspace)
         if call is not None:
-            return loss_in_one_piece(x, y, call, sigmoid_loss)
+            return loss_in_one_piece(x, y, call, call.tiles.sigmoid_loss)
     rules = SigLipRules(*options)
     batch = prepare(Inputs(x, y, {"scale": scale, "bias": bias}, ids, weights), rules, Execution(*how))
     scale, bias = batch.scalar(scale, x), batch.scalar(bias, x)
     call = None if rules.diagnostics else one_piece_of(batch, x, y, scale, bias)
     if call is not None:
-        return loss_in_one_piece(x, y, call, sigmoid_loss)
+        return loss_in_one_piece(x, y, call, call.tiles.sigmoid_loss)
     if batch.needs_grad is None:
         loss, ranking, _ = _forward(batch.read(x), batch.read(y), scale, bias, batch, rules)
     else:
@@ -312,7 +311,7 @@ def _value_and_gradients(
     assert bias is not None
     call = one_piece_of(batch, x, y, scale, bias)
     if call is not None:
-        return scaled(compute(x, y, call, sigmoid_loss), scale)
+        return in_one_piece(x, y, call, call.tiles.sigmoid_loss)
     loss, _, state = _forward(batch.read(x), batch.read(y), scale, bias, batch, rules)
     if state is None:
         return ValueAndGradients(loss, None, None, None, None)

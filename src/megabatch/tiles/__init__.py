@@ -6,8 +6,8 @@ import importlib.util
 
 import torch
 
-from . import distill, eager
-from .contract import Tiles
+from . import distill, eager, one_piece
+from .contract import OnePieceTiles, Tiles
 from .distill import DistillTiles
 
 BACKENDS = ("eager", "fused")
@@ -36,9 +36,13 @@ def backend_for(device: torch.device, dtype: torch.dtype, backend: str | None = 
     return fused
 
 
-def computes_in_one_piece(tiles: Tiles, device: torch.device) -> bool:
-    """Return whether a backend is faster with the whole similarity matrix (one_piece.py) where that fits the workspace."""
-    return tiles is eager and device.type == "cpu"
+def one_piece_for(tiles: Tiles, device: torch.device) -> OnePieceTiles | None:
+    """Return what computes a block with its whole similarity matrix where that fits the workspace; None if tiles are faster."""
+    if tiles is eager:
+        return one_piece if device.type == "cpu" else None
+    from .fused import one_piece as fused_one_piece
+
+    return fused_one_piece if device.type == "cuda" else None
 
 
 def distillation_for(device: torch.device, dtype: torch.dtype, backend: str | None = None) -> DistillTiles:

@@ -140,6 +140,48 @@ class ComputeOptions(NamedTuple):
     int8_similarities: bool = False
 
 
+class OnePiece(NamedTuple):
+    """The loss of one block, and its gradients in a form that the backend's `finish` knows; None if they are not needed."""
+
+    loss: Tensor
+    gradients: Any = None
+
+
+class OnePieceTiles(Protocol):
+    """The functions of a backend for one block whose whole similarity matrix is in the workspace; all pairs count.
+
+    Row i of y is the positive of row i of x.
+    """
+
+    def fits(self, rows: int, documents: int, dtype: torch.dtype, compute: ComputeOptions) -> bool: ...
+
+    def softmax_loss(
+        self, x_MD: Tensor, y_ND: Tensor, scale: Tensor, *, needs_grad: NeedsGrad | None, compute: ComputeOptions
+    ) -> OnePiece: ...
+
+    def row_softmax_loss(
+        self, x_MD: Tensor, y_ND: Tensor, scale: Tensor, *, needs_grad: NeedsGrad | None, compute: ComputeOptions
+    ) -> OnePiece: ...
+
+    def sigmoid_loss(
+        self, x_MD: Tensor, y_ND: Tensor, scale: Tensor, bias: Tensor, *, needs_grad: NeedsGrad | None, compute: ComputeOptions
+    ) -> OnePiece: ...
+
+    def finish(
+        self,
+        gradients: Any,
+        g: Tensor | None,
+        scale: Tensor,
+        dtypes: tuple[torch.dtype, torch.dtype],
+        needs: tuple[bool, ...],
+    ) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x, y, the scale and the bias that are needed, and None for the others; `gradients` is overwritten.
+
+        g: the gradient of the loss; None for one. dtypes: those of the gradients of x and y.
+        """
+        ...
+
+
 class Tiles(Protocol):
     """The functions of a backend. Beyond the workspace, a backend allocates O((M + N) · D).
 

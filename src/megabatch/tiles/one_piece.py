@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from .contract import ComputeOptions, NeedsGrad, accumulator
+from .contract import ComputeOptions, NeedsGrad, OnePiece, accumulator
 from .products import operand, units
 
 # While the logits are within this distance of their middle, neither an exponential nor a sum of 2^30 of them leaves the normal
@@ -25,22 +25,21 @@ SAFE_RANGE = 60.0
 LINEAR_FROM = 40.0
 
 
-class OnePiece(NamedTuple):
-    """The loss, and its gradients as far as they are needed.
+class EagerGradients(NamedTuple):
+    """The gradients as far as they are needed.
 
     gx_MD, gy_ND: not yet multiplied with the scale. dscale, dbias: derivatives in the scale and the bias.
     """
 
-    loss: Tensor
-    gx_MD: Tensor | None = None
-    gy_ND: Tensor | None = None
-    dscale: Tensor | None = None
-    dbias: Tensor | None = None
+    gx_MD: Tensor | None
+    gy_ND: Tensor | None
+    dscale: Tensor
+    dbias: Tensor | None
 
 
-def fits(rows: int, documents: int, dtype: torch.dtype, workspace: int) -> bool:
+def fits(rows: int, documents: int, dtype: torch.dtype, compute: ComputeOptions) -> bool:
     """Return whether the workspace holds the matrix and a buffer of its shape, and there is a pair to sum over."""
-    return rows > 0 and documents > 1 and 2 * rows * documents * accumulator(dtype).itemsize <= workspace
+    return rows > 0 and documents > 1 and 2 * rows * documents * accumulator(dtype).itemsize <= compute.workspace
 
 
 def softmax_loss(x_MD: Tensor, y_ND: Tensor, scale: Tensor, *, needs_grad: NeedsGrad | None, compute: ComputeOptions) -> OnePiece:
@@ -162,4 +161,21 @@ def _gradients(
     embeddings, product = (x, gx_MD) if gx_MD is not None else (y, gy_ND)
     assert product is not None
     dscale = (embeddings * product).sum()
-    return OnePiece(loss, gx_MD, gy_ND, dscale, dbias)
+    return OnePiece(loss, EagerGradients(gx_MD, gy_ND, dscale, dbias))
+
+
+def finish(
+    gradients: EagerGradients, g: Tensor | None, scale: Tensor, dtypes: tuple[torch.dtype, torch.dtype], needs: tuple[bool, ...]
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of x, y, the scale and the bias for the gradient g of the loss; those that are not needed are None."""
+    gx_MD, gy_ND, *derivatives = gradients
+    factor = scale if g is None else g * scale
+    dx, dy = (
+        product.mul_(factor).to(dtype) if need and product is not None else None
+        for product, dtype, need in zip((gx_MD, gy_ND), dtypes, needs, strict=False)
+    )
+    dscale, dbias = (
+        (derivative if g is None else derivative * g) if need and derivative is not None else None
+        for derivative, need in zip(derivatives, (*needs[2:], False), strict=False)
+    )
+    return dx, dy, dscale, dbias

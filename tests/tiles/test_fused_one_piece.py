@@ -1,0 +1,107 @@
+"""The kernels for small batches in Triton's interpreter: the whole matrix at once gives the formula's values and gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import Case, embeddings
+
+import megabatch
+from megabatch import reference
+
+pytest.importorskip("triton")
+
+from megabatch.losses import one_piece as losses_in_one_piece
+from megabatch.tiles.contract import ComputeOptions
+from megabatch.tiles.fused import architectures, one_piece
+
+if not architectures.INTERPRETED:
+    pytest.skip("kernels are compiled here, and tests on the GPU run them", allow_module_level=True)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:scale="),
+    pytest.mark.usefixtures("unwritten_memory_is_no_number"),
+    pytest.mark.filterwarnings(
+        r"ignore:(overflow|divide by zero|invalid value) encountered in:RuntimeWarning:triton\.runtime\.interpreter"
+    ),
+]
+
+EPS = torch.finfo(torch.float32).eps
+LOSSES = {"clip": ("clip_loss", {}), "rows only": ("clip_loss", {"symmetric": False}), "siglip": ("siglip_loss", {})}
+# The last rows and columns of a tile, one row more, and several tiles of each kind.
+ROWS = (2, 33, 128, 300)
+INPUTS = {
+    "small logits": ({}, 20.0),
+    "easy pairs": ({"kind": "clustered"}, 50.0),
+    "negative scale": ({"norm": 2.0}, -5.0),
+    "no common exponent": ({}, 500.0),
+    "huge": ({"norm": 100.0}, 1e4),
+}
+
+
+@pytest.fixture(autouse=True)
+def kernels_on_a_cpu(monkeypatch):
+    monkeypatch.setattr(losses_in_one_piece, "one_piece_for", lambda tiles, device: one_piece)
+
+
+def assert_the_formula(case: Case, rounding: float) -> None:
+    exact, found = case.run(reference), case.run(megabatch, torch.float32)
+    for name, value in exact.items():
+        slack = rounding * value.abs().max() + (rounding * float((case.x @ case.y.T).abs().max()) if name == "scale" else 0)
+        assert (found[name] - value).abs().max() <= slack, name
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize("rows", ROWS)
+def test_any_number_of_rows(loss, rows):
+    name, options = loss
+    x, y = embeddings(rows, width=12)
+    assert_the_formula(Case(name, x, y, (20.0, -5.0)[: 1 + (name == "siglip_loss")], options), 100 * EPS)
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize("inputs", INPUTS.values(), ids=INPUTS)
+def test_any_logits(loss, inputs):
+    (name, options), (kind, scale) = loss, inputs
+    x, y = (t.float().double() for t in embeddings(40, **kind))
+    largest = abs(scale) * float((x @ y.T).abs().max())
+    # A logit is rounded in proportion to its size, and so is its exponential.
+    assert_the_formula(Case(name, x, y, (scale, -5.0)[: 1 + (name == "siglip_loss")], options), (100 + 4 * min(largest, 1e4)) * EPS)
+
+
+def test_documents_beyond_the_rows_are_negatives():
+    x, y = embeddings(40)[0][:30], embeddings(40)[1]
+    assert_the_formula(Case("clip_loss", x, y, (20.0,), {"symmetric": False}), 100 * EPS)
+
+
+@pytest.mark.parametrize("needed", [(True, False, False), (False, True, True), (False, False, True), (False, False, False)])
+def test_only_what_needs_a_gradient_gets_one(needed):
+    x, y = (t.float() for t in embeddings(40))
+    inputs = [t.requires_grad_(need) for t, need in zip((x, y, torch.tensor(20.0)), needed, strict=True)]
+    whole = [t.detach().clone().requires_grad_() for t in inputs]
+    megabatch.clip_loss(*whole).backward()
+    loss = megabatch.clip_loss(*inputs)
+    assert loss.requires_grad == any(needed)
+    if any(needed):
+        loss.backward()
+    for one, all_of_them, need in zip(inputs, whole, needed, strict=True):
+        assert torch.equal(one.grad, all_of_them.grad) if need else one.grad is None
+
+
+def test_a_second_backward_adds_the_same_gradients():
+    inputs = [t.float().requires_grad_() for t in embeddings(40)]
+    loss = megabatch.clip_loss(*inputs, 20.0)
+    loss.backward(retain_graph=True)
+    once = [t.grad.clone() for t in inputs]
+    (3 * loss).backward()
+    assert all(torch.allclose(t.grad, 4 * g) for t, g in zip(inputs, once, strict=True))
+
+
+def test_what_fits():
+    compute = ComputeOptions(6 * 100**2)
+    assert one_piece.fits(100, 100, torch.bfloat16, compute) and not one_piece.fits(100, 101, torch.bfloat16, compute)
+    assert not one_piece.fits(100, 100, torch.float32, compute) and not one_piece.fits(10, 10, torch.float16, compute)
+    assert not one_piece.fits(1, 1, torch.bfloat16, compute) and not one_piece.fits(0, 5, torch.bfloat16, compute)
+    large = ComputeOptions(2**40)
+    assert not one_piece.fits(8192, 8193, torch.bfloat16, large)
+    assert not one_piece.fits(10, 10, torch.float32, large._replace(precision="tf32"))
