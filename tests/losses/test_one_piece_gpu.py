@@ -65,7 +65,9 @@ def test_errors_are_those_of_the_tiles(inputs, loss, dtype, rows):
     eps = torch.finfo(torch.float32).eps
     for key, value in exact.items():
         own = torch.finfo(dtype).eps if key in ("x", "y") else eps
-        slack = (own + 4 * eps * (1 + min(abs(scale) * largest, 1e4))) * value.abs().max() + (eps * largest if key == "scale" else 0)
+        slack = (own + 4 * eps * (1 + min(abs(scale) * largest, 1e4))) * value.abs().max() + (
+            eps * largest if key == "scale" else 0
+        )
         error, allowed = ((each[key].to(value.device) - value).abs().max() for each in (whole, tiled))
         assert error <= 2 * allowed + slack, (key, error, allowed)
 

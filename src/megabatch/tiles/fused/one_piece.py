@@ -1,7 +1,7 @@
 """The losses of one block with the whole similarity matrix in the workspace, for small batches on CUDA. Legend: ../contract.py.
 
 At some thousand rows the device waits for the host, so a step is few launches: the product z = x @ y.T, the sums of its rows and
-columns (softmax only), the gradient in the logits, a sum over all tiles, the two products of the gradient; and one in backward.
+columns in two launches (softmax only), the gradient in the logits, its two products, a sum over all tiles; in backward one.
 6·M·N·D operations for both losses. The formulas are those of ../one_piece.py. All pairs count.
 """
 
@@ -19,11 +19,12 @@ from ..products import units
 from .launch import cdiv
 from .tile import LN_2, LOG2_E, log1p
 
-# Beyond so many pairs the tiles are faster: they write no fp32 matrix.
+# Beyond so many pairs the tiles are faster: they write no fp32 matrix. Kernels address fewer than 2^31 of them.
 MAX_PAIRS = 8192**2
-# A program sums over so many rows (columns), reading so many entries of each at a time.
-ROW_TILE, COLUMN_TILE = (16, 256), (128, 32)
-GRADIENT_TILE = (32, 128)
+# Rows and columns of a program's tile.
+TILE = (64, 128)
+# A program merges the sums of so many tiles for so many rows (columns) at a time.
+MERGED = (32, 32)
 # How many numbers a program adds, or finishes, at a time.
 BLOCK = 1024
 
@@ -34,15 +35,17 @@ _compiled: dict[tuple[Any, ...], Any] = {}
 class FusedGradients(NamedTuple):
     """Products of the gradient in the logits without the positives, and what `finish` needs to add these.
 
-    x_MD, y_ND: as the products read them. others_SM: 1 - p of each positive times the factor of the mean, for each side.
-    derivatives: in the scale and, for the sigmoid loss, in the bias.
+    x_MD, y_ND: as the products read them. sides: 1 for rows, 2 for rows and columns.
+    sums: starts with 1 - p of each positive times the factor of the mean, for each side (sides, M).
+    derivatives: of the loss in the scale and, for the sigmoid loss, in the bias.
     """
 
     x_MD: Tensor
     y_ND: Tensor
     gx_MD: Tensor | None
     gy_ND: Tensor | None
-    others_SM: Tensor
+    sides: int
+    sums: Tensor
     derivatives: Tensor
 
 
@@ -52,7 +55,7 @@ def fits(rows: int, documents: int, dtype: torch.dtype, compute: ComputeOptions)
     if dtype != torch.bfloat16 and (dtype != torch.float32 or compute.precision != "ieee"):
         return False
     cells = rows * documents
-    return rows > 0 and 1 < documents and cells <= MAX_PAIRS and cells * (4 + dtype.itemsize) <= compute.workspace
+    return rows > 0 and documents > 1 and cells <= MAX_PAIRS and cells * (4 + dtype.itemsize) <= compute.workspace
 
 
 def softmax_loss(x_MD: Tensor, y_ND: Tensor, scale: Tensor, *, needs_grad: NeedsGrad | None, compute: ComputeOptions) -> OnePiece:
@@ -72,23 +75,37 @@ def _softmax_loss(
 ) -> OnePiece:
     rows, columns = x_MD.shape[0], y_ND.shape[0]
     z_MN = _similarities(x_MD, y_ND, compute)
-    new = z_MN.new_empty
-    # others, peak, gain and loss of each side.
-    sums, loss = new((4, sides, rows)), new(())
-    count = sides * rows
-    programs = cdiv(rows, ROW_TILE[0]) + (cdiv(columns, COLUMN_TILE[1]) if sides == 2 else 0)
-    key = x_MD.dtype, x_MD.device.index, sides
-    _launch(key, softmax_sums_kernel, programs, 1, z_MN, scale, sums, 1 / count, rows, columns, sides, *ROW_TILE, *COLUMN_TILE)
+    device = x_MD.device
+    down, across = cdiv(rows, TILE[0]), cdiv(columns, TILE[1])
+    tiles, count, merging = down * across, sides * rows, cdiv(rows, MERGED[1])
+    parts = _new(2 * (across * rows + (down * columns if sides == 2 else 0)), device)
+    # Of each side: 1 - p of the positives, peaks, gains and similarities of the positives; then parts of the loss and of dscale.
+    sums, loss = _new(4 * count + sides * merging + tiles, device), _new((), device)
+    key = x_MD.dtype, device.index, sides
+    _launch(key, softmax_parts_kernel, across, down, z_MN, scale, parts, rows, columns, sides, *TILE)
+    _launch(key, merge_kernel, merging, sides, z_MN, scale, parts, sums, 1 / count, rows, columns, down, across, sides, *MERGED)
     if needs_grad is None:
-        _launch((*key, 0), total_kernel, 1, 1, sums, sums, loss, loss, 1 / count, 3 * count, count, 0, 0, 0, BLOCK)
+        _launch((*key, 0), total_kernel, 1, 1, sums, loss, loss, 1 / count, 4 * count, sides * merging, 0, 0, BLOCK)
         return OnePiece(loss)
-    g_MN, derivatives = new((rows, columns), dtype=x_MD.dtype), new(2)
-    down, across = cdiv(rows, GRADIENT_TILE[0]), cdiv(columns, GRADIENT_TILE[1])
-    parts = new(down * across)
-    _launch(key, softmax_gradient_kernel, down, across, z_MN, scale, sums, g_MN, parts, rows, columns, sides, *GRADIENT_TILE)
+    g_MN, derivatives = _new((rows, columns), device, x_MD.dtype), _new(2, device)
+    _launch(
+        key,
+        softmax_gradient_kernel,
+        across,
+        down,
+        z_MN,
+        scale,
+        sums,
+        g_MN,
+        rows,
+        columns,
+        4 * count + sides * merging,
+        sides,
+        *TILE,
+    )
     gx_MD, gy_ND = _products(g_MN, x_MD, y_ND, needs_grad, compute)
-    _launch(key, total_kernel, 1, 1, sums, parts, loss, derivatives, 1 / count, 3 * count, count, 0, down * across, 1, BLOCK)
-    return OnePiece(loss, FusedGradients(x_MD, y_ND, gx_MD, gy_ND, sums, derivatives))
+    _launch(key, total_kernel, 1, 1, sums, loss, derivatives, 1 / count, 4 * count, sides * merging, tiles, 1, BLOCK)
+    return OnePiece(loss, FusedGradients(x_MD, y_ND, gx_MD, gy_ND, sides, sums, derivatives))
 
 
 def sigmoid_loss(
@@ -97,20 +114,20 @@ def sigmoid_loss(
     """Return the mean over rows of the sum of -logsigmoid(label * (logit + bias)), and its gradients."""
     rows, columns = x_MD.shape[0], y_ND.shape[0]
     z_MN = _similarities(x_MD, y_ND, compute)
-    new = z_MN.new_empty
-    down, across = cdiv(rows, GRADIENT_TILE[0]), cdiv(columns, GRADIENT_TILE[1])
+    device = x_MD.device
+    down, across = cdiv(rows, TILE[0]), cdiv(columns, TILE[1])
     tiles = down * across
-    g_MN = new((rows, columns), dtype=x_MD.dtype) if needs_grad else None
-    parts, others_M, loss, derivatives = new((3, tiles)), new((1, rows)), new(()), new(2)
-    key = x_MD.dtype, x_MD.device.index, needs_grad is None
-    _launch(
-        key, sigmoid_kernel, down, across, z_MN, scale, bias, g_MN, parts, others_M, 1 / rows, rows, columns, *GRADIENT_TILE
-    )  # fmt: skip
+    g_MN = _new((rows, columns), device, x_MD.dtype) if needs_grad else None
+    # 1 - p of the positives; then parts of the loss and its derivatives.
+    sums, loss, derivatives = _new(rows + 3 * tiles, device), _new((), device), _new(2, device)
+    key = x_MD.dtype, device.index, needs_grad is None
+    _launch(key, sigmoid_kernel, across, down, z_MN, scale, bias, g_MN, sums, 1 / rows, rows, columns, *TILE)
     gradients = None
     if needs_grad is not None:
         assert g_MN is not None
-        gradients = FusedGradients(x_MD, y_ND, *_products(g_MN, x_MD, y_ND, needs_grad, compute), others_M, derivatives)
-    _launch(key, total_kernel, 1, 1, parts, parts, loss, derivatives, 1 / rows, 0, tiles, tiles, tiles, 2 if needs_grad else 0, BLOCK)
+        gradients = FusedGradients(x_MD, y_ND, *_products(g_MN, x_MD, y_ND, needs_grad, compute), 1, sums, derivatives)
+    derived = 2 if needs_grad else 0
+    _launch(key, total_kernel, 1, 1, sums, loss, derivatives, 1 / rows, rows, tiles, tiles, derived, BLOCK)
     return OnePiece(loss, gradients)
 
 
@@ -118,20 +135,23 @@ def finish(
     gradients: FusedGradients, g: Tensor | None, scale: Tensor, dtypes: tuple[torch.dtype, torch.dtype], needs: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of x, y, the scale and the bias for the gradient g of the loss; those that are not needed are None."""
-    x_MD, y_ND, gx_MD, gy_ND, others_SM, derivatives = gradients
-    (rows, width), columns = x_MD.shape, y_ND.shape[0]
-    need_x, need_y = needs[:2]
-    dx = torch.empty_like(x_MD, dtype=dtypes[0], memory_format=torch.contiguous_format) if need_x else None
-    dy = torch.empty_like(y_ND, dtype=dtypes[1], memory_format=torch.contiguous_format) if need_y else None
-    dscalars = [derivatives.new_empty(()) if need else None for need in (*needs[2:], False)[:2]]
-    sides = 2 if others_SM.ndim == 3 and others_SM.shape[1] == 2 else 1
+    x_MD, y_ND, gx_MD, gy_ND, sides, sums, derivatives = gradients
+    (rows, width), columns, device = x_MD.shape, y_ND.shape[0], x_MD.device
+    need_x, need_y, *need_scalars = needs
+    dx = _new((rows, width), device, dtypes[0]) if need_x else None
+    dy = _new((columns, width), device, dtypes[1]) if need_y else None
+    dscale, dbias = (_new((), device) if need else None for need in (*need_scalars, False)[:2])
     programs = need_x * cdiv(rows * width, BLOCK) + need_y * cdiv(columns * width, BLOCK)
-    key = x_MD.dtype, x_MD.device.index, dtypes, needs, g is None, width, sides
+    key = x_MD.dtype, device.index, dtypes, needs, g is None, width, sides
     _launch(
-        key, finish_kernel, max(programs, 1), 1, x_MD, y_ND, gx_MD if need_x else None, gy_ND if need_y else None, others_SM,
-        derivatives, scale, g, dx, dy, *dscalars, rows, columns, x_MD.stride(0), y_ND.stride(0), sides, width, BLOCK,
+        key, finish_kernel, max(programs, 1), 1, x_MD, y_ND, gx_MD if need_x else None, gy_ND if need_y else None, sums,
+        derivatives, scale, g, dx, dy, dscale, dbias, rows, columns, x_MD.stride(0), y_ND.stride(0), sides, width, BLOCK,
     )  # fmt: skip
-    return dx, dy, *dscalars
+    return dx, dy, dscale, dbias
+
+
+def _new(shape: int | tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def _similarities(x_MD: Tensor, y_ND: Tensor, compute: ComputeOptions) -> Tensor:
@@ -151,9 +171,9 @@ def _products(
         return torch.mm(g_MN, y_ND) if needs_grad.x else None, torch.mm(g_MN.T, x_MD) if needs_grad.y else None
 
 
-def _launch(key: tuple[Any, ...], kernel: Any, down: int, across: int, *arguments: Any) -> None:
+def _launch(key: tuple[Any, ...], kernel: Any, width: int, height: int, *arguments: Any) -> None:
     """Launch a kernel with all of its arguments by position; key: the dtypes and constants that it is compiled for."""
-    grid = down, across, 1
+    grid = width, height, 1
     compiled = _compiled.get((kernel, key))
     if compiled is not None:
         compiled[grid](*arguments)
@@ -165,136 +185,156 @@ def _launch(key: tuple[Any, ...], kernel: Any, down: int, across: int, *argument
 
 
 @triton.jit(do_not_specialize=["rows", "columns"], do_not_specialize_on_alignment=["scale"])
-def softmax_sums_kernel(
-    z, scale, sums, share, rows, columns,
-    SIDES: tl.constexpr, M: tl.constexpr, ROW_K: tl.constexpr, COLUMN_K: tl.constexpr, N: tl.constexpr,
+def softmax_parts_kernel(z, scale, parts, rows, columns, SIDES: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+    """Write peak and Σ exp(s - peak) over the others of each row of a tile to (2, across, rows) and, with two sides, of each column
+    to (2, down, columns) behind it."""
+    across, down = tl.num_programs(0), tl.num_programs(1)
+    i, j = tl.program_id(1) * M + tl.arange(0, M), tl.program_id(0) * N + tl.arange(0, N)
+    counted = ((i < rows)[:, None] & (j < columns)[None, :]) & (i[:, None] != j[None, :])
+    s = tl.load(z + (i * columns)[:, None] + j[None, :], mask=counted, other=0.0) * tl.load(scale)
+    s = tl.where(counted, s, float("-inf"))
+    peak = tl.max(s, 1)
+    # A tile without others has a peak of -inf and no sum.
+    total = tl.sum(tl.exp2((s - tl.where(peak == float("-inf"), 0.0, peak)[:, None]) * LOG2_E), 1)
+    at = parts + tl.program_id(0) * rows + i
+    tl.store(at, peak, mask=i < rows)
+    tl.store(at + across * rows, total, mask=i < rows)
+    if SIDES == 2:
+        peak = tl.max(s, 0)
+        total = tl.sum(tl.exp2((s - tl.where(peak == float("-inf"), 0.0, peak)[None, :]) * LOG2_E), 0)
+        at = parts + 2 * across * rows + tl.program_id(1) * columns + j
+        tl.store(at, peak, mask=j < columns)
+        tl.store(at + down * columns, total, mask=j < columns)
+
+
+@triton.jit(do_not_specialize=["rows", "columns", "down", "across"], do_not_specialize_on_alignment=["scale"])
+def merge_kernel(
+    z, scale, parts, sums, share, rows, columns, down, across, SIDES: tl.constexpr, K: tl.constexpr, M: tl.constexpr
 ):  # fmt: skip
-    """Write 1 - p of the positive, peak, gain and loss of the rows and, with two sides, of the columns."""
-    factor = tl.load(scale)
-    row_programs = tl.cdiv(rows, M)
-    if tl.program_id(0) < row_programs:
-        # Rows beyond the edge repeat the last one.
-        i = tl.program_id(0) * M + tl.arange(0, M)
-        read = tl.minimum(i, rows - 1)
-        first = z + read.to(tl.int64) * columns
-        peak, total = tl.full((M,), float("-inf"), tl.float32), tl.zeros((M,), tl.float32)
-        for start in range(0, columns, ROW_K):
-            j = start + tl.arange(0, ROW_K)
-            counted = (j < columns)[None, :] & (j[None, :] != read[:, None])
-            s = tl.load(first[:, None] + j[None, :], mask=counted, other=0.0) * factor
-            s = tl.where(counted, s, float("-inf"))
-            higher = tl.maximum(peak, tl.max(s, 1))
-            total = total * tl.exp2((peak - higher) * LOG2_E) + tl.sum(tl.exp2((s - higher[:, None]) * LOG2_E), 1)
-            peak = higher
-        _put_side(z, sums, factor, share, rows, columns, i, read, peak, total, 0, SIDES)
-    elif SIDES == 2:
-        j = (tl.program_id(0) - row_programs) * N + tl.arange(0, N)
-        read = tl.minimum(j, columns - 1)
-        peak, total = tl.full((N,), float("-inf"), tl.float32), tl.zeros((N,), tl.float32)
-        for start in range(0, rows, COLUMN_K):
-            i = start + tl.arange(0, COLUMN_K)
-            counted = (i < rows)[:, None] & (i[:, None] != read[None, :])
-            s = tl.load(z + i[:, None].to(tl.int64) * columns + read[None, :], mask=counted, other=0.0) * factor
-            s = tl.where(counted, s, float("-inf"))
-            higher = tl.maximum(peak, tl.max(s, 0))
-            total = total * tl.exp2((peak - higher) * LOG2_E) + tl.sum(tl.exp2((s - higher[None, :]) * LOG2_E), 0)
-            peak = higher
-        _put_side(z, sums, factor, share, rows, columns, j, read, peak, total, 1, SIDES)
-
-
-@triton.jit
-def _put_side(z, sums, factor, share, rows, columns, i, read, peak, total, SIDE: tl.constexpr, SIDES: tl.constexpr):
-    positive = tl.load(z + read.to(tl.int64) * (columns + 1)) * factor
+    """Merge the parts of rows (columns) and write, for each side, 1 - p of the positive with its share in the mean, peak, gain and
+    similarity of the positive; then the sum of the losses of each program."""
+    side = tl.program_id(1)
+    i = tl.program_id(0) * M + tl.arange(0, M)
+    # Rows beyond the edge repeat the last one.
+    read, length = tl.minimum(i, rows - 1), tl.where(side == 0, rows, columns)
+    first, number = parts + side * 2 * across * rows, tl.where(side == 0, across, down)
+    peak, total = tl.full((M,), float("-inf"), tl.float32), tl.zeros((M,), tl.float32)
+    for start in range(0, number, K):
+        k = start + tl.arange(0, K)
+        at = first + (k * length)[:, None] + read[None, :]
+        part_peak = tl.load(at, mask=(k < number)[:, None], other=float("-inf"))
+        part_total = tl.load(at + number * length, mask=(k < number)[:, None], other=0.0)
+        higher = tl.maximum(peak, tl.max(part_peak, 0))
+        # The first tile may have no others.
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * tl.exp2((peak - base) * LOG2_E) + tl.sum(part_total * tl.exp2((part_peak - base[None, :]) * LOG2_E), 0)
+        peak = higher
+    similarity = tl.load(z + read * (columns + 1))
     # The logarithm of the odds of the others against the positive.
-    t = (peak - positive) + tl.log2(total) * LN_2
+    t = (peak - similarity * tl.load(scale)) + tl.log2(total) * LN_2
     u = tl.exp2(-tl.abs(t) * LOG2_E)
     others = tl.where(t > 0, 1.0, u) / (1.0 + u) * share
-    at, vector = sums + SIDE * rows + i, SIDES * rows
-    tl.store(at, others, mask=i < rows)
-    tl.store(at + vector, peak, mask=i < rows)
-    tl.store(at + 2 * vector, others / total, mask=i < rows)
-    tl.store(at + 3 * vector, tl.maximum(t, 0.0) + log1p(u), mask=i < rows)
+    out, vector = sums + side * rows + i, SIDES * rows
+    tl.store(out, others, mask=i < rows)
+    tl.store(out + vector, peak, mask=i < rows)
+    tl.store(out + 2 * vector, others / total, mask=i < rows)
+    tl.store(out + 3 * vector, similarity, mask=i < rows)
+    loss = tl.sum(tl.where(i < rows, tl.maximum(t, 0.0) + log1p(u), 0.0), 0)
+    tl.store(sums + 4 * vector + side * tl.num_programs(0) + tl.program_id(0), loss)
 
 
-@triton.jit(do_not_specialize=["rows", "columns"], do_not_specialize_on_alignment=["scale"])
+@triton.jit(do_not_specialize=["rows", "columns", "parts_at"], do_not_specialize_on_alignment=["scale"])
 def softmax_gradient_kernel(
-    z, scale, sums, gradient, parts, rows, columns, SIDES: tl.constexpr, M: tl.constexpr, N: tl.constexpr
+    z, scale, sums, gradient, rows, columns, parts_at, SIDES: tl.constexpr, M: tl.constexpr, N: tl.constexpr
 ):
     """Write the gradient in the logits, with zeros for the positives, and each tile's part of the derivative in the scale."""
-    factor = tl.load(scale)
-    i, j = tl.program_id(0) * M + tl.arange(0, M), tl.program_id(1) * N + tl.arange(0, N)
-    at = i[:, None].to(tl.int64) * columns + j[None, :]
+    i, j = tl.program_id(1) * M + tl.arange(0, M), tl.program_id(0) * N + tl.arange(0, N)
+    at = (i * columns)[:, None] + j[None, :]
     inside = (i < rows)[:, None] & (j < columns)[None, :]
     counted = inside & (i[:, None] != j[None, :])
     similarity = tl.load(z + at, mask=counted, other=0.0)
-    s = tl.where(counted, similarity * factor, float("-inf"))
+    s = tl.where(counted, similarity * tl.load(scale), float("-inf"))
     vector = SIDES * rows
     peak = tl.load(sums + vector + i, mask=i < rows, other=0.0)
     gain = tl.load(sums + 2 * vector + i, mask=i < rows, other=0.0)
-    positive = tl.load(z + i.to(tl.int64) * (columns + 1), mask=i < rows, other=0.0)
+    positive = tl.load(sums + 3 * vector + i, mask=i < rows, other=0.0)
     g = tl.exp2((s - peak[:, None]) * LOG2_E) * gain[:, None]
     # Differences: the derivatives of the positives are minus the sums of the others', and would cancel with them.
-    part = tl.sum(tl.sum(g * (similarity - positive[:, None]), 1), 0)
+    part = g * (similarity - positive[:, None])
     if SIDES == 2:
         peak = tl.load(sums + vector + rows + j, mask=j < columns, other=0.0)
         gain = tl.load(sums + 2 * vector + rows + j, mask=j < columns, other=0.0)
-        positive = tl.load(z + j.to(tl.int64) * (columns + 1), mask=j < columns, other=0.0)
+        positive = tl.load(sums + 3 * vector + rows + j, mask=j < columns, other=0.0)
         of_columns = tl.exp2((s - peak[None, :]) * LOG2_E) * gain[None, :]
-        part += tl.sum(tl.sum(of_columns * (similarity - positive[None, :]), 1), 0)
+        part += of_columns * (similarity - positive[None, :])
         g += of_columns
     tl.store(gradient + at, g, mask=inside)
-    tl.store(parts + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), part)
+    tl.store(sums + parts_at + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), tl.sum(tl.sum(part, 1), 0))
 
 
 @triton.jit(do_not_specialize=["rows", "columns"], do_not_specialize_on_alignment=["scale", "bias"])
-def sigmoid_kernel(
-    z, scale, bias, gradient, parts, others, share, rows, columns, M: tl.constexpr, N: tl.constexpr
-):  # fmt: skip
-    """Write each tile's parts of the loss and of the derivatives in scale and bias; if `gradient` is given, also the gradient in the
-    logits with zeros for the positives, and minus that of the positives to `others`."""
-    i, j = tl.program_id(0) * M + tl.arange(0, M), tl.program_id(1) * N + tl.arange(0, N)
-    at = i[:, None].to(tl.int64) * columns + j[None, :]
+def sigmoid_kernel(z, scale, bias, gradient, sums, share, rows, columns, M: tl.constexpr, N: tl.constexpr):
+    """Write each tile's parts of the loss and of the derivatives in scale and bias behind the first `rows` of `sums`; if `gradient`
+    is given, also the gradient in the logits with zeros for the positives, whose own, negated, comes first in `sums`."""
+    i, j = tl.program_id(1) * M + tl.arange(0, M), tl.program_id(0) * N + tl.arange(0, N)
+    at = (i * columns)[:, None] + j[None, :]
     inside, is_positive = (i < rows)[:, None] & (j < columns)[None, :], i[:, None] == j[None, :]
     similarity = tl.load(z + at, mask=inside, other=0.0)
     s = similarity * tl.load(scale) + tl.load(bias)
     # A positive costs softplus(-s), a negative softplus(s).
     s = tl.where(inside, tl.where(is_positive, -s, s), float("-inf"))
     u = tl.exp2(-tl.abs(s) * LOG2_E)
-    tile, tiles = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), tl.num_programs(0) * tl.num_programs(1)
-    tl.store(parts + tile, tl.sum(tl.sum(tl.maximum(s, 0.0) + log1p(u), 1), 0))
+    tile, tiles = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), tl.num_programs(0) * tl.num_programs(1)
+    # One division for 1 / (1 + u) and for u / (2 + u), whose inverse hyperbolic tangent is log(1 + u) / 2.
+    both = 1.0 / ((1.0 + u) * (2.0 + u))
+    tl.store(sums + rows + tile, tl.sum(tl.sum(tl.maximum(s, 0.0) + _twice_atanh(u * (1.0 + u) * both), 1), 0))
     if gradient is not None:
-        g = tl.where(s > 0, 1.0, u) / (1.0 + u) * share
+        g = tl.where(s > 0, 1.0, u) * ((2.0 + u) * both) * share
         slope = tl.where(is_positive, -g, g)
-        tl.store(parts + tiles + tile, tl.sum(tl.sum(slope * similarity, 1), 0))
-        tl.store(parts + 2 * tiles + tile, tl.sum(tl.sum(slope, 1), 0))
+        tl.store(sums + rows + tiles + tile, tl.sum(tl.sum(slope * similarity, 1), 0))
+        tl.store(sums + rows + 2 * tiles + tile, tl.sum(tl.sum(slope, 1), 0))
         tl.store(gradient + at, tl.where(is_positive, 0.0, g), mask=inside)
-        column = tl.program_id(1) * N
-        holds_positive = (i >= column) & (i < column + N) & (i < rows) & (i < columns)
-        tl.store(others + i, tl.sum(tl.where(is_positive, g, 0.0), 1), mask=holds_positive)
+        column = tl.program_id(0) * N
+        if (column < (tl.program_id(1) + 1) * M) & (column + N > tl.program_id(1) * M):
+            has_positive = (i >= column) & (i < column + N) & (i < rows)
+            tl.store(sums + i, tl.sum(tl.where(is_positive, g, 0.0), 1), mask=has_positive)
 
 
-@triton.jit(do_not_specialize=["start", "count", "part_start", "part_count"])
-def total_kernel(
-    values, parts, loss, derivatives, factor, start, count, part_start, part_count, DERIVATIVES: tl.constexpr, K: tl.constexpr
-):
-    """Write the sum of the values, times factor, to `loss`, and the sums of the parts to `derivatives`."""
+@triton.jit
+def _twice_atanh(w):
+    """Return 2 atanh(w) for 0 <= w <= 1/3 by its series, whose first omitted term is below 2e-8 of the result."""
+    square = w * w
+    series = 1 / 15 + square * (1 / 17)
+    series = 1 / 13 + square * series
+    series = 1 / 11 + square * series
+    series = 1 / 9 + square * series
+    series = 1 / 7 + square * series
+    series = 1 / 5 + square * series
+    series = 1 / 3 + square * series
+    return 2.0 * w + 2.0 * w * square * series
+
+
+@triton.jit(do_not_specialize=["start", "count", "part_count"])
+def total_kernel(sums, loss, derivatives, factor, start, count, part_count, DERIVATIVES: tl.constexpr, K: tl.constexpr):
+    """Write the sum of `count` numbers of `sums`, times factor, to `loss`, and the sums of the parts behind them to
+    `derivatives`."""
+    tl.store(loss, _sum(sums + start, count, K) * factor)
+    for derivative in tl.static_range(DERIVATIVES):
+        tl.store(derivatives + derivative, _sum(sums + start + count + derivative * part_count, part_count, K))
+
+
+@triton.jit
+def _sum(values, count, K: tl.constexpr):
     k = tl.arange(0, K)
     total = tl.zeros((K,), tl.float32)
     for first in range(0, count, K):
-        total += tl.load(values + start + first + k, mask=first + k < count, other=0.0)
-    tl.store(loss, tl.sum(total, 0) * factor)
-    for derivative in tl.static_range(DERIVATIVES):
-        total = tl.zeros((K,), tl.float32)
-        for first in range(0, part_count, K):
-            total += tl.load(parts + part_start + derivative * part_count + first + k, mask=first + k < part_count, other=0.0)
-        tl.store(derivatives + derivative, tl.sum(total, 0))
+        total += tl.load(values + first + k, mask=first + k < count, other=0.0)
+    return tl.sum(total, 0)
 
 
-@triton.jit(
-    do_not_specialize=["rows", "columns", "x_stride", "y_stride"], do_not_specialize_on_alignment=["x", "y", "scale", "g"]
-)
+@triton.jit(do_not_specialize=["rows", "columns", "x_stride", "y_stride"], do_not_specialize_on_alignment=["x", "y", "scale", "g"])
 def finish_kernel(
-    x, y, gx, gy, others, derivatives, scale, g, dx, dy, dscale, dbias, rows, columns, x_stride, y_stride,
+    x, y, gx, gy, sums, derivatives, scale, g, dx, dy, dscale, dbias, rows, columns, x_stride, y_stride,
     SIDES: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients with the positives and all factors."""
@@ -309,10 +349,10 @@ def finish_kernel(
             tl.store(dbias, tl.load(derivatives + 1) * incoming)
     factor = tl.load(scale) * incoming
     if dx is not None:
-        _finish_rows(gx, y, others, dx, factor, program, rows, rows, y_stride, SIDES, WIDTH, K)
+        _finish_rows(gx, y, sums, dx, factor, program, rows, rows, y_stride, SIDES, WIDTH, K)
         program -= tl.cdiv(rows * WIDTH, K)
     if dy is not None:
-        _finish_rows(gy, x, others, dy, factor, program, columns, rows, x_stride, SIDES, WIDTH, K)
+        _finish_rows(gy, x, sums, dy, factor, program, columns, rows, x_stride, SIDES, WIDTH, K)
 
 
 @triton.jit
