@@ -153,13 +153,10 @@ def main(arguments: list[str] | None = None) -> int:
     for batch in map(int, options.sizes.split(",")):
         for loss in ("clip", "siglip"):
             torch.compiler.reset()
-            rows += measure(options, loss, batch)
+            measured = measure(options, loss, batch)
+            rows += measured
             report.write_rows(out, rows)
-            texts = (
-                f"{row['implementation']} {1e3 * row['wall_s']:.3f} ms ({1e3 * row['thread_s']:.3f})"
-                for row in rows[-len(TITLES) :]
-                if row["batch"] == batch and row["loss"] == loss
-            )
+            texts = (f"{row['implementation']} {1e3 * row['wall_s']:.3f} ms ({1e3 * row['thread_s']:.3f})" for row in measured)
             print(f"{loss}, {batch:,}: {', '.join(texts)}", flush=True)
     print(markdown(rows))
     return 0

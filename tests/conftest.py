@@ -87,3 +87,11 @@ def world() -> Iterator[World]:
     processes = World()
     yield processes
     processes.close()
+
+
+@pytest.fixture
+def tiles_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute small batches by tiles too, as large ones are."""
+    from megabatch.losses import one_piece
+
+    monkeypatch.setattr(one_piece, "one_piece_for", lambda tiles, device: None)

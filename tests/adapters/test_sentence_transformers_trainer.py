@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("datasets")
+
 import torch
 from datasets import Dataset, DatasetDict
 from offline_models import bert, load, save, texts

@@ -165,7 +165,7 @@ def test_operators_keep_the_rules_of_torch_library(execution):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning", "ignore:TensorFloat32 tensor cores")
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_a_compiled_step_on_cuda(mode, monkeypatch):
     monkeypatch.setattr(operators, "OPERATOR_DEVICES", {"cpu", "cuda"})

@@ -24,6 +24,7 @@ from megabatch.tiles.contract import ComputeOptions, NeedsGrad, Pairs, Softmax
 from megabatch.tiles.fused import architectures, gradient_panels, launch, tuned_configs
 
 pytestmark = [
+    pytest.mark.usefixtures("tiles_only"),
     # Arithmetic is tested with scales that are useless for training.
     pytest.mark.filterwarnings("ignore:scale="),
     pytest.mark.gpu,

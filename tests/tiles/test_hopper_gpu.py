@@ -20,6 +20,7 @@ CUDA = torch.device("cuda")
 hopper = architectures.architecture_of(CUDA).load_kernels() if torch.cuda.is_available() else None
 
 pytestmark = [
+    pytest.mark.usefixtures("tiles_only"),
     pytest.mark.gpu,
     # Some cases have a scale below 1.
     pytest.mark.filterwarnings("ignore:scale="),

@@ -175,7 +175,7 @@ class OnePieceTiles(Protocol):
         dtypes: tuple[torch.dtype, torch.dtype],
         needs: tuple[bool, ...],
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of x, y, the scale and the bias that are needed, and None for the others; `gradients` is overwritten.
+        """Return the gradients of x, y, the scale and the bias, None for those that are not needed; overwrite `gradients`.
 
         g: the gradient of the loss; None for one. dtypes: those of the gradients of x and y.
         """

@@ -21,8 +21,8 @@ from .tile import LN_2, LOG2_E, log1p
 
 # Beyond so many pairs the tiles are faster: they write no fp32 matrix. Kernels address fewer than 2^31 of them.
 MAX_PAIRS = 8192**2
-# Rows and columns of a program's tile.
-TILE = (64, 128)
+# Rows and columns of a program's tile, and how many rows it computes at a time: few, for the registers of many programs side by side.
+TILE = (64, 128, 8)
 # A program merges the sums of so many tiles for so many rows (columns) at a time.
 MERGED = (32, 32)
 # How many numbers a program adds, or finishes, at a time.
@@ -185,26 +185,39 @@ def _launch(key: tuple[Any, ...], kernel: Any, width: int, height: int, *argumen
 
 
 @triton.jit(do_not_specialize=["rows", "columns"], do_not_specialize_on_alignment=["scale"])
-def softmax_parts_kernel(z, scale, parts, rows, columns, SIDES: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+def softmax_parts_kernel(z, scale, parts, rows, columns, SIDES: tl.constexpr, M: tl.constexpr, N: tl.constexpr, R: tl.constexpr):
     """Write peak and Σ exp(s - peak) over the others of each row of a tile to (2, across, rows) and, with two sides, of each column
     to (2, down, columns) behind it."""
     across, down = tl.num_programs(0), tl.num_programs(1)
-    i, j = tl.program_id(1) * M + tl.arange(0, M), tl.program_id(0) * N + tl.arange(0, N)
-    counted = ((i < rows)[:, None] & (j < columns)[None, :]) & (i[:, None] != j[None, :])
-    s = tl.load(z + (i * columns)[:, None] + j[None, :], mask=counted, other=0.0) * tl.load(scale)
-    s = tl.where(counted, s, float("-inf"))
-    peak = tl.max(s, 1)
-    # A tile without others has a peak of -inf and no sum.
-    total = tl.sum(tl.exp2((s - tl.where(peak == float("-inf"), 0.0, peak)[:, None]) * LOG2_E), 1)
-    at = parts + tl.program_id(0) * rows + i
-    tl.store(at, peak, mask=i < rows)
-    tl.store(at + across * rows, total, mask=i < rows)
+    j = tl.program_id(0) * N + tl.arange(0, N)
+    factor = tl.load(scale)
+    column_peak, column_total = tl.full((R, N), float("-inf"), tl.float32), tl.zeros((R, N), tl.float32)
+    for start in range(0, M, R):
+        i = tl.program_id(1) * M + start + tl.arange(0, R)
+        counted = ((i < rows)[:, None] & (j < columns)[None, :]) & (i[:, None] != j[None, :])
+        s = tl.load(z + (i * columns)[:, None] + j[None, :], mask=counted, other=0.0) * factor
+        s = tl.where(counted, s, float("-inf"))
+        peak = tl.max(s, 1)
+        total = tl.sum(_exp(s, peak[:, None]), 1)
+        at = parts + tl.program_id(0) * rows + i
+        tl.store(at, peak, mask=i < rows)
+        tl.store(at + across * rows, total, mask=i < rows)
+        if SIDES == 2:
+            higher = tl.maximum(column_peak, s)
+            column_total = column_total * _exp(column_peak, higher) + _exp(s, higher)
+            column_peak = higher
     if SIDES == 2:
-        peak = tl.max(s, 0)
-        total = tl.sum(tl.exp2((s - tl.where(peak == float("-inf"), 0.0, peak)[None, :]) * LOG2_E), 0)
-        at = parts + 2 * across * rows + tl.program_id(1) * columns + j
-        tl.store(at, peak, mask=j < columns)
-        tl.store(at + down * columns, total, mask=j < columns)
+        highest = tl.max(column_peak, 0)
+        sum_of_column = tl.sum(column_total * _exp(column_peak, highest[None, :]), 0)
+        place = parts + 2 * across * rows + tl.program_id(1) * columns + j
+        tl.store(place, highest, mask=j < columns)
+        tl.store(place + down * columns, sum_of_column, mask=j < columns)
+
+
+@triton.jit
+def _exp(s, peak):
+    """Return exp(s - peak), and zero where there is nothing: where both are -inf."""
+    return tl.exp2((s - tl.where(peak == float("-inf"), 0.0, peak)) * LOG2_E)
 
 
 @triton.jit(do_not_specialize=["rows", "columns", "down", "across"], do_not_specialize_on_alignment=["scale"])
@@ -225,9 +238,7 @@ def merge_kernel(
         part_peak = tl.load(at, mask=(k < number)[:, None], other=float("-inf"))
         part_total = tl.load(at + number * length, mask=(k < number)[:, None], other=0.0)
         higher = tl.maximum(peak, tl.max(part_peak, 0))
-        # The first tile may have no others.
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        total = total * tl.exp2((peak - base) * LOG2_E) + tl.sum(part_total * tl.exp2((part_peak - base[None, :]) * LOG2_E), 0)
+        total = total * _exp(peak, higher) + tl.sum(part_total * _exp(part_peak, higher[None, :]), 0)
         peak = higher
     similarity = tl.load(z + read * (columns + 1))
     # The logarithm of the odds of the others against the positive.
@@ -245,59 +256,74 @@ def merge_kernel(
 
 @triton.jit(do_not_specialize=["rows", "columns", "parts_at"], do_not_specialize_on_alignment=["scale"])
 def softmax_gradient_kernel(
-    z, scale, sums, gradient, rows, columns, parts_at, SIDES: tl.constexpr, M: tl.constexpr, N: tl.constexpr
-):
+    z, scale, sums, gradient, rows, columns, parts_at,
+    SIDES: tl.constexpr, M: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
     """Write the gradient in the logits, with zeros for the positives, and each tile's part of the derivative in the scale."""
-    i, j = tl.program_id(1) * M + tl.arange(0, M), tl.program_id(0) * N + tl.arange(0, N)
-    at = (i * columns)[:, None] + j[None, :]
-    inside = (i < rows)[:, None] & (j < columns)[None, :]
-    counted = inside & (i[:, None] != j[None, :])
-    similarity = tl.load(z + at, mask=counted, other=0.0)
-    s = tl.where(counted, similarity * tl.load(scale), float("-inf"))
-    vector = SIDES * rows
-    peak = tl.load(sums + vector + i, mask=i < rows, other=0.0)
-    gain = tl.load(sums + 2 * vector + i, mask=i < rows, other=0.0)
-    positive = tl.load(sums + 3 * vector + i, mask=i < rows, other=0.0)
-    g = tl.exp2((s - peak[:, None]) * LOG2_E) * gain[:, None]
-    # Differences: the derivatives of the positives are minus the sums of the others', and would cancel with them.
-    part = g * (similarity - positive[:, None])
+    j = tl.program_id(0) * N + tl.arange(0, N)
+    factor, vector = tl.load(scale), SIDES * rows
     if SIDES == 2:
-        peak = tl.load(sums + vector + rows + j, mask=j < columns, other=0.0)
-        gain = tl.load(sums + 2 * vector + rows + j, mask=j < columns, other=0.0)
-        positive = tl.load(sums + 3 * vector + rows + j, mask=j < columns, other=0.0)
-        of_columns = tl.exp2((s - peak[None, :]) * LOG2_E) * gain[None, :]
-        part += of_columns * (similarity - positive[None, :])
-        g += of_columns
-    tl.store(gradient + at, g, mask=inside)
+        column_peak = tl.load(sums + vector + rows + j, mask=j < columns, other=0.0)
+        column_gain = tl.load(sums + 2 * vector + rows + j, mask=j < columns, other=0.0)
+        column_positive = tl.load(sums + 3 * vector + rows + j, mask=j < columns, other=0.0)
+    part = tl.zeros((R, N), tl.float32)
+    for start in range(0, M, R):
+        i = tl.program_id(1) * M + start + tl.arange(0, R)
+        at = (i * columns)[:, None] + j[None, :]
+        inside = (i < rows)[:, None] & (j < columns)[None, :]
+        counted = inside & (i[:, None] != j[None, :])
+        similarity = tl.load(z + at, mask=counted, other=0.0)
+        s = tl.where(counted, similarity * factor, float("-inf"))
+        peak = tl.load(sums + vector + i, mask=i < rows, other=0.0)
+        gain = tl.load(sums + 2 * vector + i, mask=i < rows, other=0.0)
+        positive = tl.load(sums + 3 * vector + i, mask=i < rows, other=0.0)
+        g = tl.exp2((s - peak[:, None]) * LOG2_E) * gain[:, None]
+        # Differences: the derivatives of the positives are minus the sums of the others', and would cancel with them.
+        part += g * (similarity - positive[:, None])
+        if SIDES == 2:
+            of_columns = tl.exp2((s - column_peak[None, :]) * LOG2_E) * column_gain[None, :]
+            part += of_columns * (similarity - column_positive[None, :])
+            g += of_columns
+        tl.store(gradient + at, g, mask=inside)
     tl.store(sums + parts_at + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), tl.sum(tl.sum(part, 1), 0))
 
 
 @triton.jit(do_not_specialize=["rows", "columns"], do_not_specialize_on_alignment=["scale", "bias"])
-def sigmoid_kernel(z, scale, bias, gradient, sums, share, rows, columns, M: tl.constexpr, N: tl.constexpr):
+def sigmoid_kernel(
+    z, scale, bias, gradient, sums, share, rows, columns, M: tl.constexpr, N: tl.constexpr, R: tl.constexpr
+):  # fmt: skip
     """Write each tile's parts of the loss and of the derivatives in scale and bias behind the first `rows` of `sums`; if `gradient`
     is given, also the gradient in the logits with zeros for the positives, whose own, negated, comes first in `sums`."""
-    i, j = tl.program_id(1) * M + tl.arange(0, M), tl.program_id(0) * N + tl.arange(0, N)
-    at = (i * columns)[:, None] + j[None, :]
-    inside, is_positive = (i < rows)[:, None] & (j < columns)[None, :], i[:, None] == j[None, :]
-    similarity = tl.load(z + at, mask=inside, other=0.0)
-    s = similarity * tl.load(scale) + tl.load(bias)
-    # A positive costs softplus(-s), a negative softplus(s).
-    s = tl.where(inside, tl.where(is_positive, -s, s), float("-inf"))
-    u = tl.exp2(-tl.abs(s) * LOG2_E)
+    j = tl.program_id(0) * N + tl.arange(0, N)
+    factor, offset = tl.load(scale), tl.load(bias)
+    value, slope, slope_in_scale = (tl.zeros((R, N), tl.float32), tl.zeros((R, N), tl.float32), tl.zeros((R, N), tl.float32))
+    for start in range(0, M, R):
+        i = tl.program_id(1) * M + start + tl.arange(0, R)
+        at = (i * columns)[:, None] + j[None, :]
+        inside, is_positive = (i < rows)[:, None] & (j < columns)[None, :], i[:, None] == j[None, :]
+        similarity = tl.load(z + at, mask=inside, other=0.0)
+        s = similarity * factor + offset
+        # A positive costs softplus(-s), a negative softplus(s).
+        s = tl.where(inside, tl.where(is_positive, -s, s), float("-inf"))
+        u = tl.exp2(-tl.abs(s) * LOG2_E)
+        # One division for 1 / (1 + u) and for u / (2 + u), whose inverse hyperbolic tangent is log(1 + u) / 2.
+        both = 1.0 / ((1.0 + u) * (2.0 + u))
+        value += tl.maximum(s, 0.0) + _twice_atanh(u * (1.0 + u) * both)
+        if gradient is not None:
+            g = tl.where(s > 0, 1.0, u) * ((2.0 + u) * both) * share
+            signed = tl.where(is_positive, -g, g)
+            slope += signed
+            slope_in_scale += signed * similarity
+            tl.store(gradient + at, tl.where(is_positive, 0.0, g), mask=inside)
+            column, row = tl.program_id(0) * N, tl.program_id(1) * M + start
+            if (column < row + R) & (column + N > row):
+                has_positive = (i >= column) & (i < column + N) & (i < rows)
+                tl.store(sums + i, tl.sum(tl.where(is_positive, g, 0.0), 1), mask=has_positive)
     tile, tiles = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), tl.num_programs(0) * tl.num_programs(1)
-    # One division for 1 / (1 + u) and for u / (2 + u), whose inverse hyperbolic tangent is log(1 + u) / 2.
-    both = 1.0 / ((1.0 + u) * (2.0 + u))
-    tl.store(sums + rows + tile, tl.sum(tl.sum(tl.maximum(s, 0.0) + _twice_atanh(u * (1.0 + u) * both), 1), 0))
+    tl.store(sums + rows + tile, tl.sum(tl.sum(value, 1), 0))
     if gradient is not None:
-        g = tl.where(s > 0, 1.0, u) * ((2.0 + u) * both) * share
-        slope = tl.where(is_positive, -g, g)
-        tl.store(sums + rows + tiles + tile, tl.sum(tl.sum(slope * similarity, 1), 0))
+        tl.store(sums + rows + tiles + tile, tl.sum(tl.sum(slope_in_scale, 1), 0))
         tl.store(sums + rows + 2 * tiles + tile, tl.sum(tl.sum(slope, 1), 0))
-        tl.store(gradient + at, tl.where(is_positive, 0.0, g), mask=inside)
-        column = tl.program_id(0) * N
-        if (column < (tl.program_id(1) + 1) * M) & (column + N > tl.program_id(1) * M):
-            has_positive = (i >= column) & (i < column + N) & (i < rows)
-            tl.store(sums + i, tl.sum(tl.where(is_positive, g, 0.0), 1), mask=has_positive)
 
 
 @triton.jit
