@@ -21,8 +21,9 @@ from .tile import LN_2, LOG2_E, log1p
 
 # Beyond so many pairs the tiles are faster: they write no fp32 matrix. Kernels address fewer than 2^31 of them.
 MAX_PAIRS = 8192**2
-# Rows and columns of a program's tile, and how many rows it computes at a time: few, for the registers of many programs side by side.
-TILE = (64, 128, 8)
+# Rows and columns of a program's tile, and how many of its rows it computes at a time: few, so that registers suffice for many
+# programs side by side. The best of fifteen on an H200.
+TILE = (64, 256, 4)
 # A program merges the sums of so many tiles for so many rows (columns) at a time.
 MERGED = (32, 32)
 # How many numbers a program adds, or finishes, at a time.
