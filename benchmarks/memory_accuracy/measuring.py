@@ -101,10 +101,11 @@ def _contrastive(case: Case, towers: list[nn.Module], inputs: Any) -> Callable[[
     def step() -> None:
         with _autocast(case):
             y, x = encode_y(y_rows), encode_x(x_rows)
+        # With ranks, as a run computes it.
         if case.objective == "siglip":
-            loss = megabatch.siglip_loss(x, y, scale, bias, group=None)
+            loss, _ = megabatch.siglip_loss(x, y, scale, bias, group=None, diagnostics=True)
         else:
-            loss = megabatch.clip_loss(x, y, scale, group=None)
+            loss, _ = megabatch.clip_loss(x, y, scale, group=None, diagnostics=True)
         loss.backward()
 
     return step

@@ -22,7 +22,7 @@ from hypothesis import given, settings
 
 import megabatch
 from megabatch import tiles
-from megabatch.costs.memory.loss import BESIDE_KEPT, DEFAULT_WORKSPACE, KEPT_WIDTH
+from megabatch.costs.memory.loss import BESIDE_KEPT, KEPT_WIDTH, default_workspace
 from megabatch.tiles import backend_for, backend_name, eager
 from megabatch.tiles.contract import ComputeOptions, NeedsGrad, Pairs, Softmax
 
@@ -627,7 +627,9 @@ def test_nothing_is_saved_with_options_that_need_more_than_exponentials():
 
 def test_predicted_memory_saves_exponentials_where_the_kernels_do():
     assert {2: MIN_WIDTH_TO_SAVE_EXP["bfloat16"], 4: MIN_WIDTH_TO_SAVE_EXP["ieee"]} == KEPT_WIDTH
-    assert DEFAULT_WORKSPACE["cuda"] == fused.default_workspace(CUDA) and BESIDE_KEPT == launch.PARTS_BESIDE_SAVED_EXP
+    for memory in (0, 2**30, 16 * 10**9, 24 * 2**30, 80 * 2**30, 141 * 10**9, 192 * 2**30):
+        assert default_workspace("cuda", memory) == fused.workspace_for(memory)
+    assert BESIDE_KEPT == launch.PARTS_BESIDE_SAVED_EXP
 
 
 @pytest.mark.slow

@@ -141,8 +141,9 @@ def clip_loss(
         equal_shards: claim that every rank passes the same shapes, options and scalars. This saves the exchange that compares them
             in every call after the first one on the group.
         backend: "eager" (PyTorch operations) or "fused" (Triton kernels). None: fused on CUDA if Triton can be imported.
-        workspace: bytes of working memory for tiles. None: 32 MiB on a CPU, 512 MiB on CUDA. On a CPU, if the whole matrix and a
-            buffer of its size fit, value and gradients are computed at once (up to 2,048 pairs in float32 by default).
+        workspace: bytes of working memory for tiles. None: 32 MiB on a CPU; on CUDA at most a seventeenth of the device's memory,
+            rounded down to a power of two (8 GiB on an H200), and 512 MiB on small devices. If the whole matrix and a buffer of its
+            size fit, value and gradients are computed at once: by default up to 2,048 pairs in float32 on a CPU, 8,192 on CUDA.
         precision: of the products of float32 embeddings on CUDA. "ieee": float32. "tf32": operands rounded to 10 bits.
         int8_backward: let backward recompute the similarities of bfloat16 embeddings from int8, on devices that have kernels for
             it (Hopper); large gradients are computed from the bfloat16 embeddings. Faster and slightly less exact. Elsewhere it
@@ -151,8 +152,8 @@ def clip_loss(
 
     Returns the loss as a float32 scalar (float64 for float64 embeddings), the same on every rank. DDP's average of gradients is
     exactly the gradient of this loss. Under autocast the embeddings are rounded as in a matrix product; logits, sums and gradients
-    stay in float32. torch.compile sees the loss as one operator on a CPU; with diagnostics, a group and on other devices it is a
-    graph break.
+    stay in float32. torch.compile sees the loss as one operator on a CPU and on CUDA; with diagnostics or a group it is a graph
+    break.
 
     >>> import torch, megabatch
     >>> x, y = torch.nn.functional.normalize(torch.randn(2, 1024, 64), dim=-1).unbind()

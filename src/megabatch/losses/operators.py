@@ -18,8 +18,8 @@ from .batch import Execution, Inputs, LossBatch, Rules, prepare
 from .checks import product_dtype
 from .one_piece import OnePieceCall, OnePieceLoss, compute
 
-# Devices whose losses torch.compile sees as operators. On all others a loss breaks the graph: the operators have run on CPUs only.
-OPERATOR_DEVICES = {"cpu"}
+# Devices whose losses torch.compile sees as operators. On all others a loss breaks the graph: the operators have run on these only.
+OPERATOR_DEVICES = {"cpu", "cuda"}
 
 INPUTS = "Tensor x, Tensor y, Tensor scale, Tensor? bias, Tensor? ids, Tensor? weights, bool[] needs_grad, ScalarType? autocast"
 EXECUTION = "bool alone, bool equal_shards, str? backend, SymInt? workspace, str precision, bool int8_backward"
@@ -43,7 +43,7 @@ def in_one_piece(x: Tensor, y: Tensor, call: OnePieceCall, loss: OnePieceLoss) -
     scale, *bias = call.scalars
     acc = accumulator(call.dtype)
     needs = *call.needs_grad, True, *(True for _ in bias)
-    return ValueAndGradients(result.loss, *call.tiles.finish(result.gradients, None, scale, (acc, acc), needs))  # type: ignore[arg-type]
+    return ValueAndGradients(result.loss, *call.tiles.finish(result.gradients, None, scale, (acc, acc), needs))
 
 
 # From x, y, the scalars as the tiles read them, the batch and the loss's rules.

@@ -87,6 +87,7 @@ def traced(request: Request, run: config.Run, work: Workload, machine: Machine) 
             ema=request.ema is not None,
             capability=machine.device.capability,
             device=machine.device.type,
+            device_memory=machine.device.memory,
         )
 
     first: dict[Strategy, MemoryCurve] = {}

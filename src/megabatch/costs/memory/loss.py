@@ -12,8 +12,9 @@ from typing import Protocol
 from ...objectives import BY_COST_NAME, CROSS_DIRECTIONS
 from .setup import Setup
 
-# The default workspace of the backends.
-DEFAULT_WORKSPACE = {"cuda": 512 * 2**20, "cpu": 32 * 2**20}
+# The default workspace of the backends: on CUDA at least this, and more on devices with more memory.
+MIN_WORKSPACE = {"cuda": 512 * 2**20, "cpu": 32 * 2**20}
+WORKSPACE_SHARE = 17
 # A tile has 128 rows or more. Its sums are two fp32 numbers per row or column, twice: a run also counts the rank of each positive.
 PARTIAL_BYTES, TILE_SIDE, PARTIALS = 8, 128, 2
 FP32, INT64, BOOL = 4, 8, 1
@@ -38,6 +39,14 @@ class MemoryLedger(Protocol):
     def free(self, index: int) -> None: ...
 
 
+def default_workspace(device: str, memory: int | None) -> int:
+    """Return the workspace that a loss takes by default on a device with that memory; None: the least."""
+    if device != "cuda" or memory is None:
+        return MIN_WORKSPACE[device]
+    # The largest power of two within its share.
+    return max(MIN_WORKSPACE[device], 1 << (memory // WORKSPACE_SHARE).bit_length() >> 1)
+
+
 class OneWidthLoss:
     """Allocates and frees in a ledger what a loss of one width does; the embeddings are already there."""
 
@@ -45,12 +54,16 @@ class OneWidthLoss:
         self.ledger, self.setup, self.options = ledger, setup, setup.loss_options
         self.rows, self.documents = rows, rows * (1 + self.options.negatives)
         self.width, self.element_bytes = width, element_bytes
-        self.workspace = setup.workspace if setup.workspace is not None else DEFAULT_WORKSPACE[setup.device]
+        self.workspace = setup.workspace or default_workspace(setup.device, setup.device_memory)
         self.saves_exponentials = (
             setup.device == "cuda" and self.options.in_batch and width >= KEPT_WIDTH.get(element_bytes, width + 1)
         )
         objective = BY_COST_NAME[setup.objective]
         self.gradients_in_forward = objective.gradients_in_forward
+        # Without saved exponentials a larger workspace would bring nothing.
+        self.unsaved_workspace = min(self.workspace, MIN_WORKSPACE[setup.device]) if setup.device == "cuda" else self.workspace
+        if not self.saves_exponentials or self.gradients_in_forward:
+            self.workspace = self.unsaved_workspace
         self.has_directions = bool(objective.directions)
         # A loss over directions compares the positives and the hard negatives one after the other.
         self.columns = max(rows, self.documents - rows) if self.has_directions else self.documents
@@ -156,7 +169,7 @@ class OneWidthLoss:
         if self.setup.device == "cpu":
             piece = min(self.rows, 2 * SYMMETRIC_ROWS["cpu"])
             return self._cpu_tile(piece, ranked=False, matrices=MATRICES_WITH_MASKS if self.options.masked else MATRICES)
-        return min(self.workspace, min(self.element_bytes, FP32) * self.rows * self.rows)
+        return min(self.unsaved_workspace, min(self.element_bytes, FP32) * self.rows * self.rows)
 
     def _cpu_tile(self, columns: int, *, ranked: bool, matrices: int = MATRICES_WITH_MASKS) -> int:
         """Return the bytes of PyTorch's operations on a tile, with a transposed copy of its columns."""

@@ -30,7 +30,8 @@ class Setup:
     workspace: working memory of the contrastive loss in bytes; None: the loss's default for the device.
     ema: whether a moving average of the weights is kept.
     inputs_on_device: whether the inputs of the whole shard are on the device while chunks are computed; None: no.
-    device: "cuda", or "cpu" for PyTorch's CPU kernels. capability: compute capability of the CUDA device.
+    device: "cuda", or "cpu" for PyTorch's CPU kernels. capability: compute capability of the CUDA device. device_memory: its memory
+        in bytes, on which the loss's default workspace depends; None: one of at most 16 GiB.
     """
 
     optimizer: str | type[torch.optim.Optimizer] = optimizers.DEFAULT
@@ -47,6 +48,7 @@ class Setup:
     inputs_on_device: bool | None = None
     device: Literal["cuda", "cpu"] = "cuda"
     capability: tuple[int, int] = (9, 0)
+    device_memory: int | None = None
     loss_options: objectives.LossOptions = objectives.PLAIN_LOSS
 
     def __post_init__(self) -> None:

@@ -7,9 +7,12 @@ Each kernel is in one file with its launcher; architectures.py picks the kernels
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from .architectures import unsupported
+from .launch import UNSAVED_WORKSPACE
 from .per_row import finish, normalise, positives
 from .sigmoid import sigmoid_sums
 from .softmax_backward import softmax_grads
@@ -27,6 +30,23 @@ __all__ = [
 ]
 
 
+# The part of a device's memory that saved exponentials may take: a little less than a sixteenth, so that a device with somewhat
+# less memory than it is sold with has the same workspace.
+WORKSPACE_SHARE = 17
+
+
+@functools.cache
 def default_workspace(device: torch.device) -> int:
-    """Return the default workspace in bytes: a panel whose products fill the device."""
-    return 512 * 2**20
+    """Return the default workspace in bytes, by the memory of the device."""
+    return workspace_for(torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0)
+
+
+def workspace_for(device_memory: int) -> int:
+    """Return the largest power of two within a seventeenth of the memory, but at least UNSAVED_WORKSPACE.
+
+    A loss allocates as much of it as its batch needs, and frees it in backward.
+
+    >>> [workspace_for(gib * 2**30) // 2**20 for gib in (16, 24, 40, 80, 140)]
+    [512, 1024, 2048, 4096, 8192]
+    """
+    return max(UNSAVED_WORKSPACE, 1 << (device_memory // WORKSPACE_SHARE).bit_length() >> 1)

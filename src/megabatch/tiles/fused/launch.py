@@ -24,6 +24,8 @@ from .tile import PairArgs
 from .tuned_configs import Blocks, blocks_for
 
 MATCHED_TILES = 8
+# What a pass without saved exponentials takes of the workspace at most: a panel whose products fill the device.
+UNSAVED_WORKSPACE = 512 * 2**20
 # The fraction of the workspace that the partial sums of forward get beside saved exponentials, as a divisor.
 PARTS_BESIDE_SAVED_EXP = 4
 
@@ -231,6 +233,11 @@ def as_compared_ids(pairs: Pairs, x_MD: Tensor) -> Pairs:
         limit_M = x_MD.new_full((x_MD.shape[0],), math.inf, dtype=torch.float32) if pairs.limit_M is None else pairs.limit_M
         pairs = replace(pairs, drop_above=0.0, positive_M=limit_M, positive_N=pairs.limit_N, limit_M=None, limit_N=None)
     return pairs
+
+
+def without_saved_exp(compute: ComputeOptions) -> ComputeOptions:
+    """Return the options for a pass that saves no exponentials, to which a larger workspace would bring nothing."""
+    return compute._replace(workspace=min(compute.workspace, UNSAVED_WORKSPACE))
 
 
 def is_multi_positive(pairs: Pairs) -> bool:

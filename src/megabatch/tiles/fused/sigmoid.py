@@ -17,7 +17,7 @@ from torch import Tensor
 from ..contract import ComputeOptions, NeedsGrad, Pairs, SigmoidPass
 from .architectures import architecture_of
 from .gradient_panels import GradientProducts
-from .launch import Launch, is_multi_positive, on_device_of_input, part
+from .launch import Launch, is_multi_positive, on_device_of_input, part, without_saved_exp
 from .reductions import (
     MAX,
     PRODUCT,
@@ -278,6 +278,7 @@ def sigmoid_sums(
     compute: ComputeOptions,
 ) -> SigmoidPass:
     """Return values of the others and, if asked for, their slopes and gradients from the same pass."""
+    compute = without_saved_exp(compute)
     launch = Launch(architecture_of(x_MD.device), "sigmoid", x_MD, y_ND, compute, 4 if pairs.ranked else 1)
     needs_fallback = launch.new_marks()
     products = GradientProducts(x_MD, y_ND, needs_grad, compute) if needs_grad else None

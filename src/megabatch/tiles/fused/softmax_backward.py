@@ -18,7 +18,17 @@ from torch import Tensor
 from ..contract import ComputeOptions, NeedsGrad, Pairs, Softmax
 from .architectures import architecture_of
 from .gradient_panels import ROW_ALIGNMENT, GradientProducts, SavedExp
-from .launch import GradsRequest, Launch, Panel, as_compared_ids, cdiv, is_multi_positive, on_device_of_input, part
+from .launch import (
+    GradsRequest,
+    Launch,
+    Panel,
+    as_compared_ids,
+    cdiv,
+    is_multi_positive,
+    on_device_of_input,
+    part,
+    without_saved_exp,
+)
 from .tile import (
     LOG2_E,
     PairArgs,
@@ -249,6 +259,8 @@ def softmax_grads(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return gx_MD and gy_ND of the others. The buffer of saved exponentials is used for all panels."""
     pairs = as_compared_ids(pairs, x_MD)
+    if saved_exp is None:
+        compute = without_saved_exp(compute)
     launch = Launch(architecture_of(x_MD.device), "gradient", x_MD, y_ND, compute)
     needs_fallback = launch.new_marks()
     products = GradientProducts(x_MD, y_ND, needs_grad, compute, saved_exp.buffer if saved_exp else None)

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..contract import ComputeOptions, Pairs, SoftmaxPass, Stats
 from .architectures import architecture_of
 from .gradient_panels import allocate_saved_exp
-from .launch import Launch, PartialSums, as_compared_ids, is_multi_positive, on_device_of_input
+from .launch import Launch, PartialSums, as_compared_ids, is_multi_positive, on_device_of_input, without_saved_exp
 from .reductions import (
     COUNTED,
     EXPONENTIALS,
@@ -409,6 +409,8 @@ def softmax_stats(
     bytes_per_cell = row_sums.bytes_per_cell(launch.blocks.n) + (column_sums.bytes_per_cell(launch.blocks.m) if column_sums else 0)
     # From exponentials alone, backward could not tell further positives, nor what columns have dropped.
     saved = allocate_saved_exp(launch, compute) if save_exp and not (multi_positive or drops) else None
+    if saved is None:
+        launch.workspace = without_saved_exp(compute).workspace
     is_plain = not (multi_positive or drops or pairs.ranked or pairs.smoothed)
     specialised = launch.architecture.load_kernels() if is_plain else None
     max_columns = CACHED_BYTES // (x_MD.shape[1] * x_MD.element_size())
