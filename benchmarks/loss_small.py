@@ -43,7 +43,7 @@ Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 def implementations(loss: str, leaves: list[Tensor], compiled: bool) -> dict[str, Loss]:
     """Return the losses by name: ours, on CUDA also captured, and the formula with the whole matrix, as it is and compiled."""
     plain = peers.find("full matrix", loss).load()
-    calls = {"ours": peers.find("ours", loss).load(), "full matrix": plain}
+    calls = {"ours": peers.find("ours, default workspace", loss).load(), "full matrix": plain}
     if leaves[0].is_cuda:
         examples = tuple(t.detach().clone().requires_grad_() for t in leaves)
         calls["ours, graphed"] = torch.cuda.make_graphed_callables(calls["ours"], examples, allow_unused_input=True)

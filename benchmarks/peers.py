@@ -24,6 +24,8 @@ HALF = (torch.bfloat16, torch.float16)
 # Rows per chunk, for losses that leave it to the caller.
 CHUNK = 1024
 SMOOTHING = 0.1
+# Bytes of the workspace of megabatch's losses on CUDA.
+WORKSPACE = 512 * 2**20
 
 # Declared schemas exist as long as the object that declared them.
 _torchvision_library: torch.library.Library | None = None
@@ -123,6 +125,7 @@ def _megabatch(loss: str, ids: bool = False, **options: Any) -> LossCall:
     def call(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
         # All ids are distinct, so the result is that of the loss without ids.
         more = options | ({"ids": torch.arange(len(x), device=x.device)} if ids else {})
+        more |= {} if x.is_cuda else {"workspace": None}
         scalars = (scale,) if loss == "clip" else (scale, bias)
         result = function(x, y, *scalars, **more)
         return result[0] if options.get("diagnostics") else result
@@ -285,7 +288,8 @@ def _option(name: str, loss: str, smoothing: float = 0.0, **options: Any) -> Pee
 
 
 PEERS: tuple[Peer, ...] = (
-    Peer("ours", "clip", partial(_megabatch, "clip"), "megabatch"),
+    # A workspace of the same size on every device, so that memory can be compared.
+    Peer("ours", "clip", partial(_megabatch, "clip", workspace=WORKSPACE), "megabatch"),
     _other("openclip", "clip", _openclip_clip, "open_clip", matrices=4.5),
     _other("openclip compiled", "clip", _openclip_clip_compiled, "open_clip", matrices=2, cuda_only=True),
     Peer("full matrix", "clip", _full_matrix_clip, "torch", matrices=4.5),
@@ -303,7 +307,7 @@ PEERS: tuple[Peer, ...] = (
         "cut_cross_entropy",
         cuda_only=True,
     ),
-    Peer("ours", "siglip", partial(_megabatch, "siglip"), "megabatch"),
+    Peer("ours", "siglip", partial(_megabatch, "siglip", workspace=WORKSPACE), "megabatch"),
     _other("openclip", "siglip", _openclip_siglip, "open_clip", matrices=5.5),
     _other("openclip chunked", "siglip", _openclip_siglip_chunked, "open_clip", matrices=5.5),
     Peer("full matrix", "siglip", _full_matrix_siglip, "torch", matrices=4),
@@ -312,6 +316,8 @@ PEERS: tuple[Peer, ...] = (
     _option("ids", "clip", ids=True),
     _option("label smoothing", "clip", smoothing=SMOOTHING, label_smoothing=SMOOTHING),
     _option("diagnostics", "clip", diagnostics=True),
+    _option("default workspace", "clip"),
+    _option("default workspace", "siglip"),
     # Enough workspace for all exponentials of 65,536 rows in bf16: none of them is computed twice.
     _option("tile of 9 GiB", "clip", workspace=9 * 2**30),
     _option("int8", "clip", int8_backward=True),

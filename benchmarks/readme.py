@@ -1,6 +1,6 @@
 """Write the tables of the README and of docs/ from the kept results: `python -m benchmarks.readme`.
 
-A table stands between `<!-- table: FILE -->` and `<!-- end -->`. `FILE#summary` compares megabatch with OpenCLIP in a few rows,
+A table stands between `<!-- table: FILE -->` and `<!-- end -->`. `FILE#summary` takes a few rows of `benchmarks.loss_small`,
 `FILE#clip` and `FILE#siglip` take the rows of one loss, `FILE#options` those of megabatch's options, `FILE#errors` reads rows of
 `benchmarks.errors`, and any other `FILE#CASE` takes the rows of that case of `benchmarks.encoders`. `FILE#steps`, `FILE#batches`,
 `FILE#clocks`, `FILE#feeding`, `FILE#other_losses` and `FILE#loss_small` read rows of the programs of those names, `FILE#memory` and
@@ -31,8 +31,8 @@ PROGRAMS = {
     "memory": memory,
     "time": seconds,
 }
-# The loss and the batch of each row of the README's table; the embeddings are 768 wide.
-SUMMARY = (("clip", 8192), ("clip", 16384), ("clip", 65536), ("clip", 1048576), ("siglip", 16384), ("siglip", 65536))
+# The loss and the batch of each row of the README's table.
+SUMMARY = (("clip", 256), ("clip", 4096), ("clip", 16384), ("clip", 65536), ("siglip", 4096), ("siglip", 65536))
 PLACE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -58,29 +58,19 @@ def _table(name: str) -> str:
 
 
 def summary_markdown(rows: list[dict[str, Any]]) -> str:
-    """Return a table of time and memory of megabatch's losses beside OpenCLIP's, one line per loss and batch."""
-    cells = {(row["loss"], row["batch"], row["implementation"]): row for row in rows if row["dim"] == 768}
-    lines = ["| loss | pairs | megabatch | OpenCLIP | speed-up |", "| --- | ---: | ---: | ---: | ---: |"]
+    """Return a table of the time of megabatch's losses beside the plain formula, one line per loss and batch."""
+    cells = {(row["loss"], row["batch"], row["implementation"]): row["wall_s"] for row in rows}
+    lines = ["| loss | pairs | megabatch | plain formula | plain formula, compiled |", "| --- | ---: | ---: | ---: | ---: |"]
     for loss, batch in SUMMARY:
-        ours, theirs = (cells[loss, batch, name] for name in ("ours", "openclip"))
-        ran = "total_s" in theirs
-        other = _cost(theirs) if ran else f"needs {theirs['needed_bytes'] / 2**30:,.0f} GiB"
-        speed_up = f"{theirs['total_s'] / ours['total_s']:.1f}×" if ran else ""
-        lines.append(f"| {loss} | {batch:,} | **{_cost(ours)}** | {other} | {speed_up} |")
-    machine = ours["machine"]
-    where = f"{machine['gpu']}, torch {machine['torch']}, OpenCLIP {machine['open_clip']}, {machine['date'][:10]}"
+        ours, *others = (cells[loss, batch, name] for name in ("ours", "full matrix", "full matrix, compiled"))
+        texts = (f"{report.three_digits(1e3 * each)} ms ({each / ours:.1f}×)" for each in others)
+        lines.append(f"| {loss} | {batch:,} | **{report.three_digits(1e3 * ours)} ms** | {' | '.join(texts)} |")
+    machine = rows[0]["machine"]
     caption = (
-        f"GPU time of forward and backward under sustained load, and peak memory above the inputs: bf16 embeddings 768 wide, "
-        f"{where}. Below about 16,384 pairs the host takes longer to launch the kernels "
-        "than the GPU takes to run them; these times leave that out."
+        f"Wall-clock time of forward and backward with the host, {rows[0]['dtype']} embeddings {rows[0]['dim']} wide: "
+        f"{machine['gpu']}, torch {machine['torch']}, {machine['date'][:10]}."
     )
     return "\n".join([*lines, "", caption])
-
-
-def _cost(row: dict[str, Any]) -> str:
-    seconds = row["total_s"]
-    time = f"{seconds:.1f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
-    return f"{time}, {row['extra_bytes'] / 2**30:.2g} GiB"
 
 
 if __name__ == "__main__":

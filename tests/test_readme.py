@@ -50,6 +50,25 @@ def test_the_ratios_of_encoders_are_those_of_the_kept_rows():
     assert f"The peak of 65,536 pairs is {more / 1024:.1f} GiB above that of 2,048" in text
 
 
+def test_the_memory_of_large_batches_is_that_of_the_kept_rows():
+    rows = {
+        (row["batch"], row["implementation"]): row
+        for row in read_rows(ROOT / "benchmarks/results/loss-cuda.jsonl")
+        if row["dim"] == 768 and row["loss"] == "clip"
+    }
+    theirs, ours, million = (rows[key]["extra_bytes"] / 2**30 for key in ((65536, "openclip"), (65536, "ours"), (1048576, "ours")))
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert f"OpenCLIP's loss takes {theirs:.0f} GiB above the inputs, megabatch {ours:.2f} GiB" in text
+    assert f"and {million:.1f} GiB at 1,048,576 pairs" in text
+
+
+def test_the_blind_predictions_are_those_of_the_kept_rows():
+    rows = read_rows(ROOT / "benchmarks/results/time-blind-cuda.jsonl")
+    within = [sum(abs(row[field]) <= 0.2 + 1e-9 for row in rows) for field in ("error", "error_here")]
+    text = " ".join((ROOT / "docs" / "planning.md").read_text().split())
+    assert f"{within[0]} of {len(rows)} within 20 %, {within[1]} of {len(rows)} with the host's rate" in text
+
+
 def test_the_ratios_of_options_are_those_of_the_kept_rows():
     rows = {
         row["implementation"]: row

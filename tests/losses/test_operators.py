@@ -11,7 +11,7 @@ from cases import embeddings
 from torch import Tensor
 
 import megabatch
-from megabatch.losses import clip, operators, siglip
+from megabatch.losses import clip, siglip
 
 CLIP = (True, "mask", 0.0, None, False)
 ALONE = (True, False, None, None, "ieee", False)
