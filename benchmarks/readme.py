@@ -3,8 +3,8 @@
 A table stands between `<!-- table: FILE -->` and `<!-- end -->`. `FILE#summary` takes a few rows of `benchmarks.loss_small`,
 `FILE#clip` and `FILE#siglip` take the rows of one loss, `FILE#options` those of megabatch's options, `FILE#errors` reads rows of
 `benchmarks.errors`, and any other `FILE#CASE` takes the rows of that case of `benchmarks.encoders`. `FILE#steps`, `FILE#batches`,
-`FILE#clocks`, `FILE#feeding`, `FILE#other_losses` and `FILE#loss_small` read rows of the programs of those names, `FILE#memory` and
-`FILE#limits` those of `benchmarks.memory_accuracy`, `FILE#time` those of `benchmarks.time_accuracy`.
+`FILE#clocks`, `FILE#feeding`, `FILE#other_losses`, `FILE#loss_small` and `FILE#ring` read rows of the programs of those names,
+`FILE#memory` and `FILE#limits` those of `benchmarks.memory_accuracy`, `FILE#time` those of `benchmarks.time_accuracy`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from benchmarks import batches, clocks, errors, feeding, loss_small, other_losses, report, steps
+from benchmarks import batches, clocks, errors, feeding, loss_small, other_losses, report, ring, steps
 from benchmarks.check import LOSSES
 from benchmarks.encoders import report as encoders
 from benchmarks.memory_accuracy import report as memory
@@ -28,6 +28,7 @@ PROGRAMS = {
     "feeding": feeding,
     "other_losses": other_losses,
     "loss_small": loss_small,
+    "ring": ring,
     "memory": memory,
     "time": seconds,
 }

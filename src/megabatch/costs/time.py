@@ -165,7 +165,12 @@ def _ring(task: StepWork, strategy: Strategy, machine: Machine) -> float:
     # Where a side is compared with itself, x travels too.
     sides = 1 + options.negatives + (objectives.BY_COST_NAME[task.loss].same_sides(options.directions) > 0)
     sending = hops * RING_BYTES * strategy.shard * sides * sum(options.dims or (task.dim,)) / machine.link
-    return max(0.0, sending - _loss(task, strategy, machine)) + 2 * hops * HOP_S
+    return ring_wait(sending, _loss(task, strategy, machine), hops)
+
+
+def ring_wait(sending_s: float, computing_s: float, hops: int) -> float:
+    """Return the seconds by which a ring that sends while it computes takes longer than its computation."""
+    return max(0.0, sending_s - computing_s) + 2 * hops * HOP_S
 
 
 def _gradient_exchange(task: StepWork, strategy: Strategy, machine: Machine, chunk_s: float) -> float:
