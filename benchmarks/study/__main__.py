@@ -1,0 +1,63 @@
+"""How large a contrastive batch pays, measured: `python -m benchmarks.study --help`.
+
+python -m benchmarks.study data --out build/study                                  # build the sources (minutes, no GPU)
+python -m benchmarks.study run --minutes 7 --data build/study --out RESULTS.jsonl  # train cells until the time is over
+python -m benchmarks.study repeat RESULTS.jsonl --row 17 --data build/study        # train one row again
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+
+from benchmarks.study import data, runs
+
+RESULTS = Path(__file__).parent.parent / "results"
+RECORD = RESULTS / "study-sources.json"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command and return its exit code."""
+    parser = argparse.ArgumentParser(prog="benchmarks.study", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    build = commands.add_parser("data", help="Build the sources.")
+    build.add_argument("--out", type=Path, default=Path("build/study"))
+    build.add_argument("--sources", default=",".join(data.SOURCES))
+    run = commands.add_parser("run", help="Train cells until the time is over.")
+    run.add_argument("--minutes", type=float, required=True)
+    run.add_argument("--out", type=Path, required=True)
+    run.add_argument("--processes", type=int, default=5)
+    run.add_argument("--sources", default=",".join(runs.FITTED), help="Comma-separated; the most important first.")
+    run.add_argument("--most-samples", type=int, default=None, help="Leave out cells with more samples than this.")
+    repeat = commands.add_parser("repeat", help="Train one row again and print both.")
+    repeat.add_argument("file", type=Path)
+    repeat.add_argument("--row", type=int, required=True, help="Line of the file, from 1.")
+    for command in (run, repeat):
+        command.add_argument("--data", type=Path, default=Path("build/study"))
+        command.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options = parser.parse_args(arguments)
+    if options.command == "data":
+        data.main(options.out, options.sources.split(","), RECORD)
+        return 0
+    records = json.loads(RECORD.read_text())
+    if options.command == "run":
+        pairs = {name: record["train"] for name, record in records.items()}
+        work_list = runs.cells(pairs, options.sources.split(","))
+        limit = options.most_samples
+        work_list = [cell for cell in work_list if limit is None or cell.samples <= limit]
+        runs.run(options.data, options.out, options.minutes, options.device, options.processes, work_list, records)
+        return 0
+    row = json.loads(options.file.read_text().splitlines()[options.row - 1])
+    torch.set_float32_matmul_precision("high")
+    job = runs.Job(runs.cell_of(row), [row["rate"]], [row["seed"]])
+    (again,) = runs.rows_of(job, runs.Trainer(options.data, torch.device(options.device)).train(job))
+    for key in ("validation_1", "validation_mrr", "test_1", "test_10", "test_mrr", "scale"):
+        print(f"{key}: {row[key]:.5f} in the file, {again[key]:.5f} again")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
