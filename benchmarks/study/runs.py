@@ -168,6 +168,7 @@ def rows_of(job: Job, trained: Trained) -> Iterator[dict[str, Any]]:
             "x_to_y_1": float((test.ranks[0] < 1).double().mean()),
             "y_to_x_1": float((test.ranks[1] < 1).double().mean()),
             "hits": pack(test.ranks < 1),
+            "queries": test.ranks.shape[1],
             "scale": trained.scale[number],
             "stack_runs": len(job.rates),
             "stack_seconds": trained.seconds,
@@ -321,6 +322,8 @@ def run(
                 ledger.add({**row, "source_sha256": digest, "pairs": records[worker.job.cell.source]["train"], **machine})
             # The first job of a process has its imports, its sources and compilations in it.
             ratios.append(seconds / _estimate(worker.job, records))
+            if "CUDA error" in rows[0].get("error", ""):
+                worker.process.join()
             shown = {key: rows[0][key] for key in ("test_1", "rate", "not_captured", "error") if rows[0].get(key) is not None}
             print(
                 f"[{time.perf_counter() - began:.0f} s] {seconds:.1f} s {tuple(worker.job.cell)} {len(rows)} runs {shown}",

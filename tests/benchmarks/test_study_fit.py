@@ -1,0 +1,97 @@
+"""The fit of the study: it finds a known law again, with intervals, and judges plans on sources that it has not seen."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.study import fit, runs
+from benchmarks.study.stack import Cell
+
+PAIRS = {"one": 30_000, "two": 100_000, "three": 400_000, "four": 800_000}
+# log2 of the largest batch at 1M samples and 100k pairs, its exponents, the steepness, and the exponent of the rate.
+A, ALPHA, BETA, STEEPNESS, E = 11.0, 0.5, 0.1, 1.5, 0.3
+
+
+def synthetic_rows(noise: float = 0.0, rates: int = 1) -> list[dict[str, Any]]:
+    """Return rows that follow the law exactly, or with noise in the recall."""
+    generator = np.random.default_rng(1)
+    rows = []
+    for (source, pairs), samples in ((item, budget) for item in PAIRS.items() for budget in runs.BUDGETS.values()):
+        largest = 2 ** (A + ALPHA * math.log2(samples / 1e6) + BETA * math.log2(pairs / 1e5))
+        top = 0.3 + 0.05 * math.log2(samples / 250_000)
+        for batch in (64, 256, 1024, 4096, 16384):
+            # The smallest batch is the best and loses nothing.
+            lost = fit.tolerance(top) * (batch / largest) ** STEEPNESS if batch > 64 else 0.0
+            best = runs.RATE * 2 ** round(E * math.log2(batch / 64))
+            for seed, k in ((seed, k) for seed in runs.SEEDS for k in range(-rates, rates + 1)):
+                recall = top - lost - 0.02 * abs(k) + noise * generator.standard_normal()
+                cell = Cell(source, "small", "scratch", "clip", 0.0, batch, samples)._asdict()
+                rows.append(
+                    {**cell, "rate": best * 2.0**k, "seed": seed, "validation_mrr": recall, "test_1": recall, "pairs": pairs}
+                )
+    return rows
+
+
+def test_the_law_of_synthetic_runs_is_found_again() -> None:
+    curves = fit.curves(synthetic_rows())
+    law = fit.fit_law(curves)
+    # Weak priors move the parameters a little.
+    assert (law.a, law.alpha, law.beta, law.steepness) == pytest.approx((A, ALPHA, BETA, STEEPNESS), abs=0.03)
+    noisy = fit.curves(synthetic_rows(noise=0.002))
+    intervals = fit.law_intervals(noisy, draws=20)
+    assert intervals["alpha"].low < ALPHA + 0.05 and intervals["alpha"].high > ALPHA - 0.05
+    assert intervals["alpha"].high - intervals["alpha"].low < 0.4
+
+
+def test_the_exponent_of_the_rate_is_found_again() -> None:
+    rates = fit.best_rates(synthetic_rows())
+    assert len(rates) == 80
+    # Rates are rounded to a factor of 2.
+    assert fit.fit_rates(rates).e == pytest.approx(E, abs=0.05)
+    interval = fit.rate_intervals(rates, draws=20)["e"]
+    assert interval.low <= interval.high and interval.low - 0.05 <= E <= interval.high + 0.05
+
+
+def test_plans_for_sources_not_seen_are_good_where_the_law_holds_and_bad_where_it_does_not() -> None:
+    rows = synthetic_rows(noise=0.001)
+    assert fit.good_share(fit.hold_out_batches(fit.curves(rows))) >= 0.9
+    assert fit.good_share(fit.hold_out_rates(rows)) >= 0.9
+    # One source that needs 16 times as many updates: plans from the others lose too much on it.
+    moved = [{**row, "batch": row["batch"] // 16 + 1} if row["source"] == "two" else row for row in rows]
+    outside = [case for case in fit.hold_out_batches(fit.curves(moved)) if case.source == "two"]
+    assert fit.good_share(outside) < 0.5
+
+
+def test_the_largest_batch_is_where_the_loss_reaches_the_tolerance() -> None:
+    batches, recalls = np.array([64.0, 256.0, 1024.0]), np.array([0.20, 0.21, 0.19])
+    # 0.21 - 0.01 is half of the way from 256 to 1,024 on a log scale.
+    assert fit.largest_batch(batches, recalls) == (pytest.approx(512.0), False)
+    assert fit.largest_batch(batches, np.array([0.1, 0.2, 0.195])) == (1024.0, True)
+
+
+def test_the_interval_of_a_largest_batch_covers_it_and_narrows_with_more_queries() -> None:
+    generator = np.random.default_rng(0)
+
+    def curve(queries: int) -> fit.Curve:
+        points = []
+        for batch, share in ((64, 0.5), (256, 0.49), (1024, 0.46), (4096, 0.4)):
+            hits = generator.random((3, 2, queries)) < share
+            points.append(fit.Point(batch, 1e-3, [float(h.mean()) for h in hits], hits))
+        return fit.Curve("one", fit.Kind("small", "scratch", "clip", 0.0), 1_000_000, 1000, points)
+
+    few, many = (fit.largest_interval(curve(queries), draws=60) for queries in (500, 20_000))
+    assert many.low <= 256 * 4 ** (1 / 6) * 1.15 and many.high >= 256 * 4 ** (1 / 6) / 1.15
+    assert many.high / many.low < few.high / few.low
+
+
+def test_cells_without_all_seeds_and_failed_runs_are_left_out() -> None:
+    rows = synthetic_rows()
+    whole = fit.curves(rows)
+    without = [row for row in rows if not (row["source"] == "one" and row["batch"] == 1024 and row["seed"] == 2)]
+    shorter = fit.curves([*without, {**rows[0], "error": "out of memory"}])
+    assert {c.source: len(c.points) for c in whole} == dict.fromkeys(PAIRS, 5)
+    assert {c.source: len(c.points) for c in shorter} == {**dict.fromkeys(PAIRS, 5), "one": 4}
