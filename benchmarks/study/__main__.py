@@ -13,10 +13,12 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.study import data, runs
+from benchmarks.study import data, fit, report, runs
 
-RESULTS = Path(__file__).parent.parent / "results"
-RECORD = RESULTS / "study-sources.json"
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks/results"
+RECORD, ROWS, PREDICTIONS = RESULTS / "study-sources.json", RESULTS / "study-cuda.jsonl", RESULTS / "study-predictions.json"
+PAGE = ROOT / "docs/study.md"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -35,6 +37,11 @@ def main(arguments: list[str] | None = None) -> int:
     repeat = commands.add_parser("repeat", help="Train one row again and print both.")
     repeat.add_argument("file", type=Path)
     repeat.add_argument("--row", type=int, required=True, help="Line of the file, from 1.")
+    keep = commands.add_parser("keep", help="Add the rows of a file to those of the repository.")
+    keep.add_argument("file", type=Path)
+    predict = commands.add_parser("predict", help="Keep predictions for sources that were not run.")
+    predict.add_argument("--sources", default=",".join(runs.HELD_BACK))
+    commands.add_parser("report", help="Write the tables and the figure of the page.")
     for command in (run, repeat):
         command.add_argument("--data", type=Path, default=Path("build/study"))
         command.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -50,8 +57,26 @@ def main(arguments: list[str] | None = None) -> int:
         work_list = [cell for cell in work_list if limit is None or cell.samples <= limit]
         runs.run(options.data, options.out, options.minutes, options.device, options.processes, work_list, records)
         return 0
+    rows = report.read([ROWS] if ROWS.exists() else [])
+    if options.command == "keep":
+        known = {json.dumps(row, sort_keys=True) for row in rows}
+        added = [row for row in report.read([options.file]) if json.dumps(row, sort_keys=True) not in known]
+        ROWS.write_text("".join(json.dumps(row) + "\n" for row in report.thin([*rows, *added])))
+        return 0
+    if options.command == "predict":
+        PREDICTIONS.write_text(json.dumps(report.predictions(rows, records, options.sources.split(",")), indent=1) + "\n")
+        return 0
+    if options.command == "report":
+        parts = report.blocks(rows, records)
+        if PREDICTIONS.exists():
+            parts["predictions"] = report.judge(json.loads(PREDICTIONS.read_text()), rows)
+        report.write_page(PAGE, parts)
+        curves = [c for c in fit.curves(rows) if c.kind == report.PLAIN]
+        if curves:
+            report.save_figure(curves, RESULTS / "study-cuda.png")
+        return 0
     row = json.loads(options.file.read_text().splitlines()[options.row - 1])
-    torch.set_float32_matmul_precision("high")
+    torch.set_float32_matmul_precision(runs.PRODUCTS)
     job = runs.Job(runs.cell_of(row), [row["rate"]], [row["seed"]])
     (again,) = runs.rows_of(job, runs.Trainer(options.data, torch.device(options.device)).train(job))
     for key in ("validation_1", "validation_mrr", "test_1", "test_10", "test_mrr", "scale"):

@@ -41,6 +41,8 @@ HELD_BACK = ("japanese", "sounds", "cjk")
 PRETRAINING, PRETRAINING_RATE, PRETRAINING_SEED = Cell("code", "small", "scratch", "clip", 0.0, 1024, 4_000_000), 2e-3, 100
 # Seconds of a job on an H200, before any was measured: a launch of a step, bytes and FLOPs per second, and what a job costs itself.
 STEP_SECONDS, BYTES_PER_SECOND, FLOPS, JOB_SECONDS = 2.5e-4, 2.5e12, 1.5e14, 1.0
+# How float32 products of the towers are computed on CUDA: in TF32.
+PRODUCTS = "high"
 # Left for writing the last rows before the time limit.
 MARGIN_SECONDS = 3.0
 
@@ -218,8 +220,7 @@ class Trainer:
 def work(connection: Connection, folder: Path, device: str) -> None:
     """Train the jobs that come through a connection until it is closed. Runs in a process of its own."""
     torch.set_num_threads(1)
-    # float32 products of the towers in TF32.
-    torch.set_float32_matmul_precision("high")
+    torch.set_float32_matmul_precision(PRODUCTS)
     trainer = Trainer(folder, torch.device(device))
     while True:
         try:
@@ -247,10 +248,10 @@ class Worker:
         self.process.start()
         other.close()
         self.job: Job | None = None
-        self.began = 0.0
+        self.began, self.jobs = 0.0, 0
 
     def begin(self, job: Job) -> None:
-        self.job, self.began = job, time.perf_counter()
+        self.job, self.began, self.jobs = job, time.perf_counter(), self.jobs + 1
         self.connection.send(job)
 
 
@@ -291,7 +292,7 @@ def run(
 ) -> None:
     """Train the cells in their order with several processes until the time is over; append the rows to a file."""
     began = time.perf_counter()
-    ledger, machine = Ledger(out), describe(device)
+    ledger, machine = Ledger(out), describe(device) | {"float32_products": PRODUCTS}
     workers = [Worker(folder, device) for _ in range(count)]
     # Seconds measured over seconds estimated, of the jobs so far.
     ratios: list[float] = []
@@ -320,8 +321,9 @@ def run(
             for row in rows:
                 digest = records[worker.job.cell.source]["sha256"]
                 ledger.add({**row, "source_sha256": digest, "pairs": records[worker.job.cell.source]["train"], **machine})
-            # The first job of a process has its imports, its sources and compilations in it.
-            ratios.append(seconds / _estimate(worker.job, records))
+            # The first job of a process has its imports and compilations in it.
+            if worker.jobs > 1:
+                ratios.append(seconds / _estimate(worker.job, records))
             if "CUDA error" in rows[0].get("error", ""):
                 worker.process.join()
             shown = {key: rows[0][key] for key in ("test_1", "rate", "not_captured", "error") if rows[0].get(key) is not None}

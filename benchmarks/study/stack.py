@@ -352,7 +352,8 @@ def evaluate(weights: Weights, features: Features, first: int, count: int) -> li
         for own, side in ((weights.x, features.x), (weights.y, features.y)):
             one = [t[run : run + 1] for t in own]
             sides.append(torch.cat([encode(one, *_inputs(side, part[None]))[0] for part in rows.split(EVALUATED)]))
-        similarity = sides[0] @ sides[1].T
+        # The towers' products are rounded to TF32 on CUDA; two similarities that are nearly equal should not be.
+        similarity = sides[0].double() @ sides[1].double().T
         positive = similarity.diagonal()
         # Not "greater": NaN must not be counted as a hit, and ties count against the run.
         ranks = [(~(similarity < positive[:, None])).sum(1) - 1, (~(similarity < positive[None])).sum(0) - 1]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from benchmarks.study import fit, runs
+from benchmarks.readme import ROOT
+from benchmarks.study import fit, report, runs
 from benchmarks.study.stack import Cell
 
 PAIRS = {"one": 30_000, "two": 100_000, "three": 400_000, "four": 800_000}
@@ -95,3 +97,36 @@ def test_cells_without_all_seeds_and_failed_runs_are_left_out() -> None:
     shorter = fit.curves([*without, {**rows[0], "error": "out of memory"}])
     assert {c.source: len(c.points) for c in whole} == dict.fromkeys(PAIRS, 5)
     assert {c.source: len(c.points) for c in shorter} == {**dict.fromkeys(PAIRS, 5), "one": 4}
+
+
+@pytest.mark.slow
+def test_a_report_fills_every_place_of_the_page(tmp_path: Path) -> None:
+    rows = synthetic_rows(noise=0.001)
+    rows += [{**row, "loss": "siglip", "test_1": row["test_1"] - 0.01} for row in rows if row["samples"] == 1_000_000]
+    records = {
+        name: dict.fromkeys(("validation", "test", "read", "near_equal", "equal_pair", "equal_x", "equal_y"), 1)
+        | {"title": name, "train": pairs, "sha256": "0", "pixels": None}
+        for name, pairs in {**PAIRS, "five": 50_000}.items()
+    }
+    parts = report.blocks(rows, records)
+    frozen = report.predictions(rows, records, ["five"])
+    later = [{**row, "source": "five", "pairs": 50_000} for row in synthetic_rows() if row["source"] == "two"]
+    parts["predictions"] = report.judge(frozen, [*rows, *later])
+    page = tmp_path / "study.md"
+    page.write_text((ROOT / "docs/study.md").read_text())
+    report.write_page(page, parts)
+    text = page.read_text()
+    assert text.count("<!-- study: ") == len(parts) and all(part in text for part in parts.values())
+    # One line for each number of samples that was predicted and run.
+    assert parts["predictions"].count("| five |") == len(runs.BUDGETS)
+    with pytest.raises(ValueError, match="five"):
+        report.predictions([*rows, *later], records, ["five"])
+    report.save_figure(fit.curves(rows)[:4], tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 1000
+
+
+def test_only_the_hits_of_the_best_rate_are_kept() -> None:
+    rows = [{**row, "hits": "AA==", "queries": 4} for row in synthetic_rows()]
+    kept = [row for row in report.thin(rows) if "hits" in row]
+    assert len(kept) == len(rows) // 3
+    assert all(row["rate"] == fit.best_rate(fit.by_cell(rows)[runs.cell_of(row)]) for row in kept)
