@@ -171,20 +171,20 @@ class Weights(NamedTuple):
 
 
 def new_weights(features: Features, cell: Cell, seeds: list[int], start: Weights | None, device: torch.device) -> Weights:
-    """Return initial weights: random ones that depend on the seed alone, or those of `start` where the shapes agree."""
+    """Return initial weights: random ones that depend on the seed alone, or those of `start` for a tower of the same shapes."""
     size, objective = SIZES[cell.size], OBJECTIVES[cell.loss]
+    different = sorted(set(seeds))
+    run = torch.tensor([different.index(seed) for seed in seeds], device=device)
     sides = []
     for number, side in enumerate((features.x, features.y)):
         inputs, hidden = side.values.shape[1], size.hidden
         shapes = [(inputs, hidden), (1, hidden), *[(hidden, hidden)] * size.blocks, (hidden, size.width)]
-        sides.append(
-            [torch.stack([_initial(shape, seed, number, i) for seed in seeds]).to(device) for i, shape in enumerate(shapes)]
-        )
-        if start is not None:
-            pretrained = start.x if number == 0 else start.y
-            for own, other in zip(sides[-1], pretrained, strict=True):
-                if own.shape[1:] == other.shape[1:]:
-                    own.copy_(other[:1].expand_as(own))
+        pretrained = None if start is None else (start.x, start.y)[number]
+        if pretrained is not None and [tuple(t.shape[1:]) for t in pretrained] == shapes:
+            sides.append([t[:1].expand(len(seeds), -1, -1).clone() for t in pretrained])
+            continue
+        drawn = [torch.stack([_initial(shape, seed, number, i) for seed in different]) for i, shape in enumerate(shapes)]
+        sides.append([t.to(device)[run] for t in drawn])
     scale = torch.full((len(seeds),), math.log(objective.scale), device=device)
     return Weights(sides[0], sides[1], scale, torch.full_like(scale, objective.bias))
 

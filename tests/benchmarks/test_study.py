@@ -115,6 +115,17 @@ def test_a_run_does_not_depend_on_the_others_of_its_stack() -> None:
     assert (first - other).abs().max() > 0.01
 
 
+def test_a_pretrained_tower_is_used_where_the_shapes_agree() -> None:
+    features = load(tiny_arrays(), torch.device("cpu"))
+    start = stack.new_weights(features, TINY, [7, 8], None, torch.device("cpu"))
+    images = features._replace(x=features.x._replace(values=features.x.values[:, :64]))
+    weights = stack.new_weights(images, TINY, [0, 0, 1], start, torch.device("cpu"))
+    assert all(torch.equal(own[run], other[0]) for own, other in zip(weights.y, start.y, strict=True) for run in range(3))
+    # The other tower reads 64 pixels: none of its layers is pretrained, and it depends on the seed.
+    assert torch.equal(weights.x[0][0], weights.x[0][1]) and not torch.equal(weights.x[-1][0], weights.x[-1][2])
+    assert not torch.equal(weights.x[-1][0], start.x[-1][0])
+
+
 def test_training_retrieves_pairs_that_it_has_not_seen() -> None:
     features = load(tiny_arrays(), torch.device("cpu"))
     trained = stack.train(TINY._replace(samples=16 * 150), [1e-2, 1e9], [0, 0], features)
