@@ -150,12 +150,14 @@ def loss_gradients(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, cell: Cell
         return objective.stacked(x, y, scale, bias, cell.smoothing)
     # The kernels read bfloat16 embeddings; similarities and sums are float32.
     narrow = torch.bfloat16 if x.is_cuda else x.dtype
-    inputs = [t.detach().requires_grad_() for t in (x.to(narrow), y.to(narrow), scale, bias)]
-    losses = [objective.loss(*run, cell.smoothing) for run in zip(*(t.unbind() for t in inputs), strict=True)]
-    # clip_loss does not use the bias.
-    found = torch.autograd.grad(torch.stack(losses).sum(), inputs, allow_unused=True)
-    grads = [torch.zeros_like(t) if g is None else g for g, t in zip(found, inputs, strict=True)]
-    return LossGradients(grads[0].to(x.dtype), grads[1].to(y.dtype), grads[2], grads[3])
+    gradients = []
+    for run in zip(x.to(narrow), y.to(narrow), scale, bias, strict=True):
+        inputs = [t.detach().requires_grad_() for t in run]
+        found = torch.autograd.grad(objective.loss(*inputs, cell.smoothing), inputs, allow_unused=True)
+        # clip_loss does not use the bias.
+        gradients.append([torch.zeros_like(t) if g is None else g for g, t in zip(found, inputs, strict=True)])
+    stacked = [torch.stack(one) for one in zip(*gradients, strict=True)]
+    return LossGradients(stacked[0].to(x.dtype), stacked[1].to(y.dtype), stacked[2], stacked[3])
 
 
 class Weights(NamedTuple):
