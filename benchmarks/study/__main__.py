@@ -59,9 +59,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     rows = report.read([ROWS] if ROWS.exists() else [])
     if options.command == "keep":
-        known = {json.dumps(row, sort_keys=True) for row in rows}
-        added = [row for row in report.read([options.file]) if json.dumps(row, sort_keys=True) not in known]
-        ROWS.write_text("".join(json.dumps(row) + "\n" for row in report.thin([*rows, *added])))
+        merged = report.thin(report.merge(rows, report.read([options.file])))
+        ROWS.write_text("".join(json.dumps(row) + "\n" for row in merged))
         return 0
     if options.command == "predict":
         PREDICTIONS.write_text(json.dumps(report.predictions(rows, records, options.sources.split(",")), indent=1) + "\n")

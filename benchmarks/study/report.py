@@ -35,6 +35,15 @@ def read(files: Sequence[Path]) -> list[Row]:
     return rows
 
 
+def merge(rows: Sequence[Row], more: Sequence[Row]) -> list[Row]:
+    """Return the rows and those of `more` whose run is not among them."""
+    known: dict[tuple[Any, ...], Row] = {}
+    for row in (*rows, *more):
+        run = (row["rate"], row["seed"]) if "error" not in row else (row["error"],)
+        known.setdefault((runs.cell_of(row), *run), row)
+    return list(known.values())
+
+
 def thin(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Return the rows without the hits of runs that are not at their cell's best rate, which nothing reads."""
     best = {cell: fit.best_rate(own) for cell, own in fit.by_cell(rows).items()}

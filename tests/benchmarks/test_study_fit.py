@@ -127,6 +127,9 @@ def test_a_report_fills_every_place_of_the_page(tmp_path: Path) -> None:
 
 def test_only_the_hits_of_the_best_rate_are_kept() -> None:
     rows = [{**row, "hits": "AA==", "queries": 4} for row in synthetic_rows()]
-    kept = [row for row in report.thin(rows) if "hits" in row]
+    thin = report.thin(rows)
+    kept = [row for row in thin if "hits" in row]
     assert len(kept) == len(rows) // 3
     assert all(row["rate"] == fit.best_rate(fit.by_cell(rows)[runs.cell_of(row)]) for row in kept)
+    # Rows that are there, with their hits or without, are not added again.
+    assert len(report.merge(thin, [*rows, {**rows[0], "seed": 9}])) == len(rows) + 1
