@@ -18,7 +18,8 @@ from benchmarks.study import data, fit, report, runs
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks/results"
 RECORD, ROWS, PREDICTIONS = RESULTS / "study-sources.json", RESULTS / "study-cuda.jsonl", RESULTS / "study-predictions.json"
-PAGE = ROOT / "docs/study.md"
+# The text of the page, and where it is written with its tables once there are rows.
+TEMPLATE, PAGE = Path(__file__).with_name("page.md"), ROOT / "docs/study.md"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -69,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
         parts = report.blocks(rows, records)
         if PREDICTIONS.exists():
             parts["predictions"] = report.judge(json.loads(PREDICTIONS.read_text()), rows)
-        report.write_page(PAGE, parts)
+        report.write_page(TEMPLATE, PAGE, parts)
         curves = [c for c in fit.curves(rows) if c.kind == report.PLAIN]
         if curves:
             report.save_figure(curves, RESULTS / "study-cuda.png")

@@ -66,13 +66,13 @@ def blocks(rows: Sequence[Row], records: Mapping[str, Any]) -> dict[str, str]:
     return parts
 
 
-def write_page(page: Path, parts: Mapping[str, str]) -> None:
-    """Replace the named blocks of a page; every part must have its place."""
-    text = page.read_text()
+def write_page(template: Path, page: Path, parts: Mapping[str, str]) -> None:
+    """Write a page with its named blocks filled; every part must have its place in the template."""
+    text = template.read_text()
     for name, part in parts.items():
         text, count = re.subn(PLACE.format(name), lambda place, part=part: place[1] + part + "\n" + place[2], text, flags=re.S)
         if count != 1:
-            raise ValueError(f"{page} has {count} places for the block {name!r}; it needs one `<!-- study: {name} -->`")
+            raise ValueError(f"{template} has {count} places for the block {name!r}; it needs one `<!-- study: {name} -->`")
     page.write_text(text)
 
 

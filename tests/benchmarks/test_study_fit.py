@@ -113,8 +113,7 @@ def test_a_report_fills_every_place_of_the_page(tmp_path: Path) -> None:
     later = [{**row, "source": "five", "pairs": 50_000} for row in synthetic_rows() if row["source"] == "two"]
     parts["predictions"] = report.judge(frozen, [*rows, *later])
     page = tmp_path / "study.md"
-    page.write_text((ROOT / "docs/study.md").read_text())
-    report.write_page(page, parts)
+    report.write_page(ROOT / "benchmarks/study/page.md", page, parts)
     text = page.read_text()
     assert text.count("<!-- study: ") == len(parts) and all(part in text for part in parts.values())
     # One line for each number of samples that was predicted and run.
