@@ -98,10 +98,13 @@ def test_a_second_backward_adds_the_same_gradients():
 
 
 def test_what_fits():
+    def fits(rows: int, documents: int, dtype: torch.dtype, compute: ComputeOptions, width: int = 64) -> bool:
+        return one_piece.fits((rows, documents, width), dtype, compute)
+
     compute = ComputeOptions(6 * 100**2)
-    assert one_piece.fits(100, 100, torch.bfloat16, compute) and not one_piece.fits(100, 101, torch.bfloat16, compute)
-    assert not one_piece.fits(100, 100, torch.float32, compute) and not one_piece.fits(10, 10, torch.float16, compute)
-    assert not one_piece.fits(1, 1, torch.bfloat16, compute) and not one_piece.fits(0, 5, torch.bfloat16, compute)
+    assert fits(100, 100, torch.bfloat16, compute) and not fits(100, 101, torch.bfloat16, compute)
+    assert not fits(100, 100, torch.float32, compute) and not fits(10, 10, torch.float16, compute)
+    assert not fits(1, 1, torch.bfloat16, compute) and not fits(0, 5, torch.bfloat16, compute)
     large = ComputeOptions(2**40)
-    assert not one_piece.fits(8192, 8193, torch.bfloat16, large)
-    assert not one_piece.fits(10, 10, torch.float32, large._replace(precision="tf32"))
+    assert not fits(8192, 8193, torch.bfloat16, large) and not fits(8192, 8192, torch.bfloat16, large, 2**18)
+    assert not fits(10, 10, torch.float32, large._replace(precision="tf32"))

@@ -78,7 +78,7 @@ def accept(
     if whole is None or type(workspace) is not int:
         return None
     compute = ComputeOptions(workspace)
-    if not whole.fits(shape[0], shape[0], dtype, compute):
+    if not whole.fits((shape[0], shape[0], shape[1]), dtype, compute):
         return None
     acc = accumulator(dtype)
     for scalar in scalars:
@@ -110,7 +110,7 @@ def one_piece_of(batch: LossBatch, x: Tensor, y: Tensor, *scalars: Tensor) -> On
     if batch.ids_N is not None or batch.weights_M is not None or batch.ring.size > 1:
         return None
     whole = one_piece_for(batch.tiles, x.device)
-    if whole is None or not whole.fits(len(x), len(y), batch.dtype, batch.compute):
+    if whole is None or not whole.fits((len(x), *y.shape), batch.dtype, batch.compute):
         return None
     if x.is_cuda:
         if x.stride(1) != 1 or y.stride(1) != 1 or x.device.index != torch.cuda.current_device():

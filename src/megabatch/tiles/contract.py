@@ -153,7 +153,9 @@ class OnePieceTiles(Protocol):
     Row i of y is the positive of row i of x.
     """
 
-    def fits(self, rows: int, documents: int, dtype: torch.dtype, compute: ComputeOptions) -> bool: ...
+    def fits(self, shape: tuple[int, int, int], dtype: torch.dtype, compute: ComputeOptions) -> bool:
+        """Return whether rows, documents and width are right for it."""
+        ...
 
     def softmax_loss(
         self, x_MD: Tensor, y_ND: Tensor, scale: Tensor, *, needs_grad: NeedsGrad | None, compute: ComputeOptions

@@ -37,8 +37,9 @@ class EagerGradients(NamedTuple):
     dbias: Tensor | None
 
 
-def fits(rows: int, documents: int, dtype: torch.dtype, compute: ComputeOptions) -> bool:
+def fits(shape: tuple[int, int, int], dtype: torch.dtype, compute: ComputeOptions) -> bool:
     """Return whether the workspace holds the matrix and a buffer of its shape, and there is a pair to sum over."""
+    rows, documents, _ = shape
     return rows > 0 and documents > 1 and 2 * rows * documents * accumulator(dtype).itemsize <= compute.workspace
 
 
@@ -86,7 +87,7 @@ def _softmax_loss(
         total_SM = _sums(row_exp_MN, column_exp_MN, symmetric)
         # The difference first: at logits of 1e8, peak + log(total) would round log(total) away.
         t_SM = (peak_SM - positive_M).add_(total_SM.log())
-    loss = softplus(t_SM, 1, LINEAR_FROM).mean()
+    loss = softplus(t_SM, 1, LINEAR_FROM).sum().mul_(1 / t_SM.numel())
     if needs_grad is None:
         return OnePiece(loss)
     others_SM = t_SM.sigmoid_().mul_(1 / t_SM.numel())
@@ -169,13 +170,15 @@ def finish(
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of x, y, the scale and the bias for the gradient g of the loss; those that are not needed are None."""
     gx_MD, gy_ND, *derivatives = gradients
-    factor = scale if g is None else g * scale
+    # Numbers, which are multiplied faster than tensors of one element. Mostly nothing follows the loss, and its gradient is one.
+    incoming = 1.0 if g is None else g.item()
+    factor = incoming * scale.item()
     dx, dy = (
         product.mul_(factor).to(dtype) if need and product is not None else None
         for product, dtype, need in zip((gx_MD, gy_ND), dtypes, needs, strict=False)
     )
     dscale, dbias = (
-        (derivative if g is None else derivative * g) if need and derivative is not None else None
+        (derivative if incoming == 1.0 else derivative.mul_(incoming)) if need and derivative is not None else None
         for derivative, need in zip(derivatives, (*needs[2:], False), strict=False)
     )
     return dx, dy, dscale, dbias

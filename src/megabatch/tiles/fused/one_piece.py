@@ -50,12 +50,16 @@ class FusedGradients(NamedTuple):
     derivatives: Tensor
 
 
-def fits(rows: int, documents: int, dtype: torch.dtype, compute: ComputeOptions) -> bool:
+def fits(shape: tuple[int, int, int], dtype: torch.dtype, compute: ComputeOptions) -> bool:
     """Return whether the workspace holds the matrix and its gradient, and the tiles would not be faster."""
+    rows, documents, width = shape
     # fp16 cannot represent small gradients, and tf32 would need them rounded.
     if dtype != torch.bfloat16 and (dtype != torch.float32 or compute.precision != "ieee"):
         return False
     cells = rows * documents
+    # What kernels address by 32-bit numbers.
+    if documents * width > 2**31 - BLOCK:
+        return False
     return rows > 0 and documents > 1 and cells <= MAX_PAIRS and cells * (4 + dtype.itemsize) <= compute.workspace
 
 
