@@ -138,3 +138,17 @@ def test_rows_with_a_stride_and_unaligned_scalars():
     for _ in range(2):
         found, expected = run("clip_loss", inputs), run("clip_loss", plain)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_calls_of_every_kind_in_any_order_give_what_the_tiles_give():
+    def gradient_of_scale(name: str, **options) -> torch.Tensor:
+        inputs = leaves(256, torch.bfloat16, name)
+        return torch.autograd.grad(getattr(megabatch, name)(*inputs, **options), inputs[2])[0]
+
+    for _ in range(2):
+        with torch.no_grad():
+            for name, options in LOSSES.values():
+                getattr(megabatch, name)(*leaves(256, torch.bfloat16, name), **options)
+        for name, options in LOSSES.values():
+            expected = gradient_of_scale(name, workspace=TILES, **options)
+            assert torch.allclose(gradient_of_scale(name, **options), expected, rtol=1e-2, atol=1e-5)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import itertools
+import random
+
 import pytest
 import torch
 from cases import Case, embeddings
@@ -108,3 +112,50 @@ def test_what_fits():
     large = ComputeOptions(2**40)
     assert not fits(8192, 8193, torch.bfloat16, large) and not fits(8192, 8192, torch.bfloat16, large, 2**18)
     assert not fits(10, 10, torch.float32, large._replace(precision="tf32"))
+
+
+class FakeKernel:
+    """Stands for a Triton kernel. What it compiles raises if it is launched with arguments that it was not compiled for."""
+
+    def __init__(self, kernel) -> None:
+        annotations = inspect.signature(kernel.fn).parameters.values()
+        self.is_constant = ["constexpr" in str(parameter.annotation) for parameter in annotations]
+
+    def what_it_depends_on(self, arguments) -> list:
+        assert len(arguments) == len(self.is_constant)
+        return [
+            a if constant or a is None else a.dtype if isinstance(a, torch.Tensor) else type(a)
+            for a, constant in zip(arguments, self.is_constant, strict=True)
+        ]
+
+    def __getitem__(self, grid):
+        def compile_and_launch(*arguments):
+            return Compiled(self, self.what_it_depends_on(arguments))
+
+        return compile_and_launch
+
+
+class Compiled:
+    def __init__(self, kernel: FakeKernel, compiled_for: list) -> None:
+        self.kernel, self.compiled_for = kernel, compiled_for
+
+    def __getitem__(self, grid):
+        def launch(*arguments):
+            assert self.kernel.what_it_depends_on(arguments) == self.compiled_for
+
+        return launch
+
+
+def test_a_compiled_kernel_is_used_only_for_what_it_was_compiled_for(monkeypatch):
+    monkeypatch.setattr(one_piece, "_compiled", {})
+    for name in [name for name in vars(one_piece) if name.endswith("_kernel")]:
+        monkeypatch.setattr(one_piece, name, FakeKernel(getattr(one_piece, name)))
+    calls = list(itertools.product(LOSSES.values(), itertools.product((True, False), repeat=3), (8, 12)))
+    random.Random(0).shuffle(calls)
+    for (name, options), needs, width in calls * 2:
+        tensors = *(t.float() for t in embeddings(40, width=width)), torch.tensor(20.0)
+        inputs = [t.requires_grad_(need) for t, need in zip(tensors, needs, strict=True)]
+        loss = getattr(megabatch, name)(*inputs, *(-5.0,) * (name == "siglip_loss"), **options)
+        if loss.requires_grad:
+            loss.backward()
+    assert one_piece._compiled

@@ -86,30 +86,19 @@ def _softmax_loss(
     parts = _new(2 * (across * rows + (down * columns if sides == 2 else 0)), device)
     # Of each side: 1 - p of the positives, peaks, gains and similarities of the positives; then parts of the loss and of dscale.
     sums, loss = _new(4 * count + sides * merging + tiles, device), _new((), device)
-    key = x_MD.dtype, device.index, sides
-    _launch(key, softmax_parts_kernel, across, down, z_MN, scale, parts, rows, columns, sides, *TILE)
-    _launch(key, merge_kernel, merging, sides, z_MN, scale, parts, sums, 1 / count, rows, columns, down, across, sides, *MERGED)
+    kind = x_MD.dtype, device.index
+    _launch(softmax_parts_kernel, (across, down), kind, (z_MN, scale, parts, rows, columns), (sides, *TILE))
+    merged = z_MN, scale, parts, sums, 1 / count, rows, columns, down, across
+    _launch(merge_kernel, (merging, sides), kind, merged, (sides, *MERGED))
+    losses = 1 / count, 4 * count, sides * merging
     if needs_grad is None:
-        _launch((*key, 0), total_kernel, 1, 1, sums, loss, loss, 1 / count, 4 * count, sides * merging, 0, 0, BLOCK)
+        _launch(total_kernel, (1, 1), kind, (sums, loss, loss, *losses, 0), (0, BLOCK))
         return OnePiece(loss)
     g_MN, derivatives = _new((rows, columns), device, x_MD.dtype), _new(2, device)
-    _launch(
-        key,
-        softmax_gradient_kernel,
-        across,
-        down,
-        z_MN,
-        scale,
-        sums,
-        g_MN,
-        rows,
-        columns,
-        4 * count + sides * merging,
-        sides,
-        *TILE,
-    )
+    differentiated = z_MN, scale, sums, g_MN, rows, columns, 4 * count + sides * merging
+    _launch(softmax_gradient_kernel, (across, down), kind, differentiated, (sides, *TILE))
     gx_MD, gy_ND = _products(g_MN, x_MD, y_ND, needs_grad, compute)
-    _launch(key, total_kernel, 1, 1, sums, loss, derivatives, 1 / count, 4 * count, sides * merging, tiles, 1, BLOCK)
+    _launch(total_kernel, (1, 1), kind, (sums, loss, derivatives, *losses, tiles), (1, BLOCK))
     return OnePiece(loss, FusedGradients(x_MD, y_ND, gx_MD, gy_ND, sides, sums, derivatives))
 
 
@@ -125,14 +114,14 @@ def sigmoid_loss(
     g_MN = _new((rows, columns), device, x_MD.dtype) if needs_grad else None
     # 1 - p of the positives; then parts of the loss and its derivatives.
     sums, loss, derivatives = _new(rows + 3 * tiles, device), _new((), device), _new(2, device)
-    key = x_MD.dtype, device.index, needs_grad is None
-    _launch(key, sigmoid_kernel, across, down, z_MN, scale, bias, g_MN, sums, 1 / rows, rows, columns, *TILE)
+    kind = x_MD.dtype, device.index, needs_grad is None
+    _launch(sigmoid_kernel, (across, down), kind, (z_MN, scale, bias, g_MN, sums, 1 / rows, rows, columns), TILE)
     gradients = None
     if needs_grad is not None:
         assert g_MN is not None
         gradients = FusedGradients(x_MD, y_ND, *_products(g_MN, x_MD, y_ND, needs_grad, compute), 1, sums, derivatives)
-    derived = 2 if needs_grad else 0
-    _launch(key, total_kernel, 1, 1, sums, loss, derivatives, 1 / rows, rows, tiles, tiles, derived, BLOCK)
+    totals = sums, loss, derivatives, 1 / rows, rows, tiles, tiles
+    _launch(total_kernel, (1, 1), kind, totals, (2 if needs_grad else 0, BLOCK))
     return OnePiece(loss, gradients)
 
 
@@ -147,11 +136,15 @@ def finish(
     dy = _new((columns, width), device, dtypes[1]) if need_y else None
     dscale, dbias = (_new((), device) if need else None for need in (*need_scalars, False)[:2])
     programs = need_x * cdiv(rows * width, BLOCK) + need_y * cdiv(columns * width, BLOCK)
-    key = x_MD.dtype, device.index, dtypes, needs, g is None, width, sides
+    products = gx_MD if need_x else None, gy_ND if need_y else None
+    sizes = rows, columns, x_MD.stride(0), y_ND.stride(0)
     _launch(
-        key, finish_kernel, max(programs, 1), 1, x_MD, y_ND, gx_MD if need_x else None, gy_ND if need_y else None, sums,
-        derivatives, scale, g, dx, dy, dscale, dbias, rows, columns, x_MD.stride(0), y_ND.stride(0), sides, width, BLOCK,
-    )  # fmt: skip
+        finish_kernel,
+        (max(programs, 1), 1),
+        (x_MD.dtype, device.index, dtypes, needs, g is None),
+        (x_MD, y_ND, *products, sums, derivatives, scale, g, dx, dy, dscale, dbias, *sizes),
+        (sides, width, BLOCK),
+    )
     return dx, dy, dscale, dbias
 
 
@@ -176,17 +169,23 @@ def _products(
         return torch.mm(g_MN, y_ND) if needs_grad.x else None, torch.mm(g_MN.T, x_MD) if needs_grad.y else None
 
 
-def _launch(key: tuple[Any, ...], kernel: Any, width: int, height: int, *arguments: Any) -> None:
-    """Launch a kernel with all of its arguments by position; key: the dtypes and constants that it is compiled for."""
-    grid = width, height, 1
-    compiled = _compiled.get((kernel, key))
+def _launch(
+    kernel: Any, programs: tuple[int, int], kind: tuple[Any, ...], arguments: tuple[Any, ...], constants: tuple[int, ...]
+) -> None:
+    """Launch a kernel with its arguments and constants by position.
+
+    kind: what the kernel is compiled for beside the constants: the device, dtypes, and which arguments are None.
+    """
+    grid = *programs, 1
+    key = kernel, kind, constants
+    compiled = _compiled.get(key)
     if compiled is not None:
-        compiled[grid](*arguments)
+        compiled[grid](*arguments, *constants)
         return
-    compiled = kernel[grid](*arguments)
+    compiled = kernel[grid](*arguments, *constants)
     # Triton's interpreter compiles nothing.
     if compiled is not None:
-        _compiled[kernel, key] = compiled
+        _compiled[key] = compiled
 
 
 @triton.jit(do_not_specialize=["rows", "columns"], do_not_specialize_on_alignment=["scale"])
