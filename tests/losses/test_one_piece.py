@@ -87,6 +87,35 @@ def test_a_step_takes_three_products(name, monkeypatch):
     assert len(counted) == 3
 
 
+DIRECTIONS = {"one": ("x_to_y",), "both": ("x_to_y", "y_to_x")}
+
+
+@pytest.mark.parametrize("directions", DIRECTIONS.values(), ids=DIRECTIONS)
+@pytest.mark.parametrize("hard", [0, 2])
+def test_directions_without_options_take_three_products_where_they_are_a_plain_softmax(directions, hard, monkeypatch):
+    x, y = embeddings(12 * (1 + hard))
+    x, owners = x[:12].requires_grad_(), torch.arange(12).repeat(hard) if hard else None
+    y.requires_grad_()
+    options = {"directions": directions, "partition": "separate", "negatives_of": owners}
+
+    def run(**more):
+        loss = megabatch.infonce_loss(x, y, 20.0, **options, **more)
+        return [loss.detach(), *torch.autograd.grad(loss, (x, y))]
+
+    expected = run(workspace=TILES)
+    counted, mm = [], torch.mm
+    monkeypatch.setattr(torch, "mm", lambda *args, **kw: counted.append(1) or mm(*args, **kw))
+    found = run()
+    assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-14) for a, b in zip(found, expected, strict=True))
+    # Hard negatives are no anchors, so with both directions the matrix of columns is smaller than that of rows.
+    assert (len(counted) == 3) == (not hard or len(directions) == 1)
+    counted.clear()
+    for more in ({"label_smoothing": 0.1}, {"hardness": 0.5}, {"drop_above": 0.1}, {"ids": torch.arange(len(y))}):
+        run(**more)
+        assert len(counted) != 3
+        counted.clear()
+
+
 @names
 def test_a_loss_without_backward_frees_its_gradients(name):
     inputs = arguments(name)

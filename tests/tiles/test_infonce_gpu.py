@@ -11,6 +11,7 @@ import megabatch
 from megabatch.losses import symmetric
 
 pytestmark = [
+    pytest.mark.usefixtures("tiles_only"),
     pytest.mark.filterwarnings("ignore:scale="),
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),

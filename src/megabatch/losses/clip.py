@@ -28,7 +28,7 @@ from .autograd import (
 )
 from .batch import Diagnostics, Execution, Inputs, LossBatch, diagnose, prepare
 from .checks import check_duplicates, check_number
-from .one_piece import OnePieceCall, OnePieceLoss, accept, loss_in_one_piece, one_piece_of
+from .one_piece import accept, loss_in_one_piece, one_piece_of, softmax_in_one_piece
 from .operators import ValueAndGradients, declare, in_one_piece, is_operator_call
 
 if TYPE_CHECKING:
@@ -185,23 +185,18 @@ def _clip_loss(
         group, _, backend, workspace, *_ = how
         call = accept(x, y, (scale,), group, backend, workspace)
         if call is not None:
-            return loss_in_one_piece(x, y, call, _whole(call, options[0]))
+            return loss_in_one_piece(x, y, call, softmax_in_one_piece(call, options[0]))
     rules = ClipRules(*options)
     batch = prepare(Inputs(x, y, {"scale": scale}, ids, weights), rules, Execution(*how))
     scale = batch.scalar(scale, x)
     call = one_piece_of(batch, x, y, scale) if rules.all_pairs_alike else None
     if call is not None:
-        return loss_in_one_piece(x, y, call, _whole(call, rules.symmetric))
+        return loss_in_one_piece(x, y, call, softmax_in_one_piece(call, rules.symmetric))
     if batch.needs_grad is None:
         loss, ranking, _ = _forward(batch.read(x), batch.read(y), scale, batch, rules)
     else:
         loss, ranking = _ClipLoss.apply(batch.join_backward(x, y, scale), y, scale, batch, rules)
     return loss if ranking is None else (loss, ranking)
-
-
-def _whole(call: OnePieceCall, symmetric: bool) -> OnePieceLoss:
-    """Return the function that computes the loss in one piece."""
-    return call.tiles.softmax_loss if symmetric else call.tiles.row_softmax_loss
 
 
 # What torch.compile does with calls that cannot be an operator.
@@ -402,7 +397,7 @@ def _value_and_gradients(
     assert bias is None
     call = one_piece_of(batch, x, y, scale) if rules.all_pairs_alike else None
     if call is not None:
-        return in_one_piece(x, y, call, _whole(call, rules.symmetric))
+        return in_one_piece(x, y, call, softmax_in_one_piece(call, rules.symmetric))
     x_MD, y_ND = batch.read(x), batch.read(y)
     loss, _, state = _forward(x_MD, y_ND, scale, batch, rules)
     if batch.needs_grad is None:

@@ -63,6 +63,13 @@ class Terms:
         return 0 if self.decoupled else max(1, sum(direction in CROSS for direction in self.softmaxes[place]))
 
     @property
+    def all_pairs_alike(self) -> bool:
+        """Whether this is the softmax of `clip_loss`, in one direction or both, without an option that tells pairs apart."""
+        plain = Terms((("x_to_y",),)), Terms((("x_to_y",), ("y_to_x",)))
+        # These two say which pairs are special, if there are any.
+        return replace(self, multi_positive=False, hardness_on="all") in plain
+
+    @property
     def own_apart(self) -> bool:
         """Whether each sample's own hard negatives have logits of another kind than all other negatives."""
         return not self.in_batch or (self.hardness != 0 and self.hardness_on != "all")

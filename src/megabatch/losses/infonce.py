@@ -29,6 +29,7 @@ from .directions import (
     directions_forward,
     finish_directions,
 )
+from .one_piece import loss_in_one_piece, one_piece_of, softmax_in_one_piece
 
 if TYPE_CHECKING:
     # torch depends on typing_extensions; typing has Unpack from Python 3.11 on.
@@ -373,12 +374,19 @@ def directions_loss(
         eager_only=_eager_only(inputs, rules, further),
     )
     scale = batch.scalar(scale, x)
+    terms = rules.terms
+    if terms.all_pairs_alike and further.guide is None and further.queue is None:
+        # With one direction hard negatives are candidates like all others; back from y they would not be.
+        symmetric = len(terms.softmaxes) == 2
+        call = one_piece_of(batch, x, y, scale) if len(y) == len(x) or not symmetric else None
+        if call is not None:
+            return loss_in_one_piece(x, y, call, softmax_in_one_piece(call, symmetric))
     more, versions = _read(inputs, batch, further)
     if batch.needs_grad is None:
-        loss, diagnostics, _ = directions_forward(batch.read(x), batch.read(y), scale, batch, rules.terms, more)
+        loss, diagnostics, _ = directions_forward(batch.read(x), batch.read(y), scale, batch, terms, more)
     else:
         anchor = batch.join_backward(x, y, scale)
-        loss, diagnostics = _DirectionsLoss.apply(anchor, y, scale, batch, rules.terms, more, versions)
+        loss, diagnostics = _DirectionsLoss.apply(anchor, y, scale, batch, terms, more, versions)
     return loss if diagnostics is None else (loss, diagnostics)
 
 

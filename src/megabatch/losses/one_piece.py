@@ -119,6 +119,11 @@ def one_piece_of(batch: LossBatch, x: Tensor, y: Tensor, *scalars: Tensor) -> On
     return OnePieceCall(whole, batch.dtype, scalars, batch.needs_grad, batch.compute)
 
 
+def softmax_in_one_piece(call: OnePieceCall, symmetric: bool) -> OnePieceLoss:
+    """Return the function that computes the softmax over rows and columns, or over rows alone."""
+    return call.tiles.softmax_loss if symmetric else call.tiles.row_softmax_loss
+
+
 def loss_in_one_piece(x: Tensor, y: Tensor, call: OnePieceCall, loss: OnePieceLoss) -> Tensor:
     """Return the loss, connected to x, y and the scalars in autograd."""
     if call.needs_grad is None:
