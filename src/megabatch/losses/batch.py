@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypedDict
 from weakref import WeakSet
 
 import torch
@@ -65,6 +65,21 @@ class Inputs(NamedTuple):
     weights: Tensor | None
     queue: Tensor | None = None
     ids_name: str = "ids"
+
+
+class SharingOptions(TypedDict, total=False):
+    """Keyword arguments of every loss, for type checkers. `clip_loss` documents them."""
+
+    group: Group
+    equal_shards: bool
+    workspace: int | None
+
+
+class ExecutionOptions(SharingOptions, total=False):
+    """Those of the losses that have kernels."""
+
+    backend: str | None
+    precision: str
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ Backward: a second tour computes the tiles again, except for those that were sav
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypedDict, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from .autograd import (
     save,
     saved,
 )
-from .batch import Diagnostics, Execution, Inputs, LossBatch, diagnose, prepare
+from .batch import Diagnostics, Execution, ExecutionOptions, Inputs, LossBatch, diagnose, prepare
 from .checks import check_duplicates, check_number
 from .one_piece import accept, loss_in_one_piece, one_piece_of, softmax_in_one_piece
 from .operators import ValueAndGradients, declare, in_one_piece, is_operator_call
@@ -40,18 +40,13 @@ if TYPE_CHECKING:
 USUAL_OPTIONS, USUAL_PRECISION = ("mask", 0.0, None, False), ("ieee", False)
 
 
-class ClipOptions(TypedDict, total=False):
+class ClipOptions(ExecutionOptions, total=False):
     """The options of `clip_loss` that `ClipLoss` stores, for type checkers. `clip_loss` documents them."""
 
     symmetric: bool
     duplicates: str
     label_smoothing: float
     drop_above: float | None
-    group: Group
-    equal_shards: bool
-    backend: str | None
-    workspace: int | None
-    precision: str
     int8_backward: bool
 
 

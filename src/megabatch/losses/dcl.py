@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, ClassVar, Literal, overload
 
 from torch import Tensor
 
 from ..ring import Group
 from .autograd import outside_graphs
-from .batch import Diagnostics, Execution, Inputs
+from .batch import Diagnostics, Execution, ExecutionOptions, Inputs
 from .directions import Terms
 from .infonce import FurtherInputs, InfoNCERules, directions_loss
 
@@ -37,7 +37,7 @@ class DCLRules(InfoNCERules):
         return replace(super().terms, decoupled=True)
 
 
-class DCLOptions(TypedDict, total=False):
+class DCLOptions(ExecutionOptions, total=False):
     """The arguments of `dcl_loss`, for type checkers."""
 
     directions: Sequence[str]
@@ -48,11 +48,6 @@ class DCLOptions(TypedDict, total=False):
     drop_ratio: float | Mapping[str, float] | None
     negatives_of: Tensor | None
     weights: Tensor | None
-    group: Group
-    equal_shards: bool
-    backend: str | None
-    workspace: int | None
-    precision: str
 
 
 @overload

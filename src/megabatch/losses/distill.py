@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from .autograd import (
     save,
     saved,
 )
-from .batch import LossBatch, RankSummary, agree, summarise
+from .batch import ExecutionOptions, LossBatch, RankSummary, agree, summarise
 from .checks import (
     DTYPES,
     check_embeddings,
@@ -50,16 +50,11 @@ if TYPE_CHECKING:
 DIVERGENCES = ("cross_entropy", "kl")
 
 
-class DistillOptions(TypedDict, total=False):
+class DistillOptions(ExecutionOptions, total=False):
     """The options of `distill_loss` that `DistillLoss` stores, for type checkers. `distill_loss` documents them."""
 
     symmetric: bool
     divergence: str
-    group: Group
-    equal_shards: bool
-    backend: str | None
-    workspace: int | None
-    precision: str
 
 
 @outside_graphs

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from ..tiles.contract import ComputeOptions, Pairs, Softmax, Stats, accumulator,
 from ..tiles.products import add_products, no_product, walk
 from ..tiles.scores import Place, ScoredPairs, add_tile_, gradient_, no_sums
 from .autograd import LossModule, first_derivative_only, outside_autocast, outside_graphs, save, saved
-from .batch import RankSummary, SharedCall, agree, summarise
+from .batch import RankSummary, SharedCall, SharingOptions, agree, summarise
 from .checks import (
     DTYPES,
     check_group,
@@ -42,7 +42,7 @@ LEAST_SINE = 1e-3
 COSINE_TOLERANCE = 0.02
 
 
-class ClassSoftmaxOptions(TypedDict, total=False):
+class ClassSoftmaxOptions(SharingOptions, total=False):
     """The options of `class_softmax_loss`, which documents them, that `ClassSoftmaxLoss` stores, for type checkers."""
 
     margin: float
@@ -51,9 +51,6 @@ class ClassSoftmaxOptions(TypedDict, total=False):
     generator: torch.Generator | None
     label_smoothing: float
     y_from_encoder: bool
-    group: Group
-    equal_shards: bool
-    workspace: int | None
     precision: str
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..ring import Group
 from .autograd import LossModule, LossResult, first_derivative_only, outside_graphs, save, saved
-from .batch import Diagnostics, Execution, Inputs, LossBatch, prepare
+from .batch import Diagnostics, Execution, ExecutionOptions, Inputs, LossBatch, prepare
 from .checks import DTYPES, check_duplicates, check_number, check_tensor, product_dtype
 from .directions import (
     CROSS,
@@ -60,7 +60,7 @@ class Guide:
     margin_kind: str = "absolute"
 
 
-class InfoNCEOptions(TypedDict, total=False):
+class InfoNCEOptions(ExecutionOptions, total=False):
     """The options of `infonce_loss` that `InfoNCELoss` stores, for type checkers. `infonce_loss` documents them."""
 
     directions: Sequence[str]
@@ -72,11 +72,6 @@ class InfoNCEOptions(TypedDict, total=False):
     hardness: float
     hardness_on: str
     in_batch: bool
-    group: Group
-    equal_shards: bool
-    backend: str | None
-    workspace: int | None
-    precision: str
 
 
 class InfoNCEInputs(TypedDict, total=False):

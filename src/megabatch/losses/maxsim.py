@@ -6,7 +6,7 @@ The score of a query and a document is Σ_t max_u q_t·d_u. A tile holds the tok
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from torch import Tensor
 from ..ring import Group, Ring
 from ..tiles.contract import accumulator
 from .autograd import LossModule, outside_graphs
+from .batch import SharingOptions
 from .checks import DTYPES, check_tensor, product_dtype
 from .similarity import ScoreInputs, SimilarityRules, softmax_of_scores
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class MaxSimOptions(TypedDict, total=False):
+class MaxSimOptions(SharingOptions, total=False):
     """The options of `maxsim_loss` that `MaxSimLoss` stores, for type checkers. `maxsim_loss` documents them."""
 
     normalize: bool
@@ -30,9 +31,6 @@ class MaxSimOptions(TypedDict, total=False):
     symmetric: bool
     duplicates: str
     label_smoothing: float
-    group: Group
-    equal_shards: bool
-    workspace: int | None
 
 
 @outside_graphs

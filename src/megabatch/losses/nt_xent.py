@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, ClassVar, Literal, overload
 
 from torch import Tensor
 
 from ..ring import Group
 from .autograd import outside_graphs
-from .batch import Diagnostics, Execution, Inputs
+from .batch import Diagnostics, Execution, ExecutionOptions, Inputs
 from .directions import DIRECTIONS
 from .infonce import FurtherInputs, InfoNCERules, directions_loss
 
@@ -26,17 +26,12 @@ class NTXentRules(InfoNCERules):
     same_rows: ClassVar[bool] = True
 
 
-class NTXentOptions(TypedDict, total=False):
+class NTXentOptions(ExecutionOptions, total=False):
     """The arguments of `nt_xent_loss`, for type checkers."""
 
     ids: Tensor | None
     duplicates: str
     weights: Tensor | None
-    group: Group
-    equal_shards: bool
-    backend: str | None
-    workspace: int | None
-    precision: str
 
 
 @overload

@@ -6,7 +6,7 @@ It has no normaliser: value and gradients come from one pass over the tiles, one
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypedDict, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from .autograd import (
     save,
     saved,
 )
-from .batch import Diagnostics, Execution, Inputs, LossBatch, diagnose, prepare
+from .batch import Diagnostics, Execution, ExecutionOptions, Inputs, LossBatch, diagnose, prepare
 from .checks import check_duplicates
 from .one_piece import accept, loss_in_one_piece, one_piece_of
 from .operators import ValueAndGradients, declare, in_one_piece, is_operator_call
@@ -35,15 +35,10 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class SigLipOptions(TypedDict, total=False):
+class SigLipOptions(ExecutionOptions, total=False):
     """The options of `siglip_loss` that `SigLipLoss` stores, for type checkers. `clip_loss` documents them."""
 
     duplicates: str
-    group: Group
-    equal_shards: bool
-    backend: str | None
-    workspace: int | None
-    precision: str
 
 
 @overload

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from ..tiles import backend_for
 from ..tiles.contract import Softmax, accumulator, merge
 from ..tiles.scores import Place, ScoredPairs, add_tile_, gradient_, no_sums
 from .autograd import LossModule, first_derivative_only, outside_graphs, save, saved
-from .batch import RankSummary, SharedCall, agree, summarise
+from .batch import RankSummary, SharedCall, SharingOptions, agree, summarise
 from .checks import (
     check_duplicates,
     check_group,
@@ -43,7 +43,7 @@ PAIR_BYTES = 64
 Similarity = Callable[[Any, Any], Tensor]
 
 
-class SimilarityOptions(TypedDict, total=False):
+class SimilarityOptions(SharingOptions, total=False):
     """The options of `similarity_loss` that `SimilarityLoss` stores, for type checkers. `similarity_loss` documents them."""
 
     similarity: Similarity
@@ -51,9 +51,6 @@ class SimilarityOptions(TypedDict, total=False):
     symmetric: bool
     duplicates: str
     label_smoothing: float
-    group: Group
-    equal_shards: bool
-    workspace: int | None
     pair_bytes: int
 
 
