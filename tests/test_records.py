@@ -47,9 +47,15 @@ RECORDS = (
     *(Record("optimizer", (name,), 2, frozenset({"audit/readers/open_clip.py", "published.py"})) for name in optimizers.OPTIMIZERS),
     # The table and the file of the library or format. Elsewhere, config.py names the defaults, environment.py packages of a bug
     # report, towers/known.py models of libraries, and the audit the tools whose files it reads, and towers with random weights (it
-    # does not import torch; a test compares its list with the libraries). "text" is also the kind of a sample.
+    # does not import torch; a test compares its list with the libraries). OpenCLIP has optional dependencies, which a plan imports
+    # only if it needs them. "text" is also the kind of a sample.
     *(
-        Record("tower library", (name, f"{name}:"), 2, TOOLS | {"config.py", "environment.py", "towers/known.py"})
+        Record(
+            "tower library",
+            (name, f"{name}:"),
+            2,
+            TOOLS | {"config.py", "environment.py", "towers/known.py", "towers/open_clip.py"},
+        )
         for name in LIBRARIES
         if name != "text"
     ),

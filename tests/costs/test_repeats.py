@@ -70,6 +70,20 @@ def test_memory_from_a_few_equal_blocks_is_that_of_all(name: str, checkpointing:
     assert a.phases == b.phases and a.parts == b.parts and a.reserved_bytes == b.reserved_bytes
 
 
+def test_blocks_after_frozen_layers_are_not_traced_whole() -> None:
+    """No gradient flows further than the first block, as with LoRA: nothing but the end of backward ends it."""
+
+    def build() -> nn.Module:
+        model = Stack()
+        model.embed.requires_grad_(False)
+        return model
+
+    setup = Setup(chunk=4)
+    few, whole = (_traced(build, rows_of, 8, setup, None, whole=whole) for whole in (False, True))
+    a, b = (summarize(step, whole_step(step, 8)) for step in (few, whole))
+    assert few.runs and a.phases == b.phases and a.parts == b.parts and a.reserved_bytes == b.reserved_bytes
+
+
 @SLOW
 def test_blocks_that_differ_in_what_they_keep_are_traced_whole() -> None:
     build = lambda: Stack(unequal=True)  # noqa: E731

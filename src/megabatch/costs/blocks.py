@@ -52,6 +52,10 @@ class BlockTracker:
             for handle in handles:
                 handle.remove()
 
+    def end_backward(self) -> None:
+        """Leave the first block: its input has no node that tells the end of its backward if no gradient flows further."""
+        self._set(None)
+
     def _enter_hook(self, block: Block) -> Callable[..., None]:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             if block.position == 0:

@@ -12,13 +12,14 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..towers.repeats import TEMPLATE, BlockRun, equal_blocks, few_blocks
 from .blocks import Block, BlockTracker
 from .cuda_dispatch import dispatch_as_cuda
+from .fake_tensors import CachingFakeMode, fake_parameters
 from .operations import OpClass, class_of, flops_of, implicit_ops, tensors_in, utilization_of
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -101,6 +102,11 @@ class CallCounter(TorchDispatchMode):
         self.calls: list[_CountedCall] = []
         self._blocks = blocks
         self._of_block: dict[Block, list[_CountedCall]] = collections.defaultdict(list)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # As in CachingFakeMode.
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -207,12 +213,12 @@ def _count_passes(
     blocks = BlockTracker(runs)
     forward, backward = CallCounter(blocks), CallCounter(blocks)
     dtype = AUTOCAST_DTYPES.get(precision)
-    trainable = [p for p in module.parameters() if p.requires_grad]
     args, kwargs = ((), rows) if isinstance(rows, dict) else (rows if isinstance(rows, (tuple, list)) else (rows,), {})
     with ExitStack() as contexts:
         if device == "cuda":
             contexts.enter_context(dispatch_as_cuda())
-        contexts.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        contexts.enter_context(CachingFakeMode())
+        trainable = contexts.enter_context(fake_parameters(module))
         contexts.enter_context(blocks.watching())
         with torch.enable_grad(), torch.autocast("cpu", dtype, enabled=dtype is not None), forward:
             with few_blocks(runs):

@@ -28,6 +28,11 @@ class SkipCompute(TorchDispatchMode):
     Building a model then takes a second, where initialising gigabytes with random numbers and trying the result takes a minute.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # As in CachingFakeMode.
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         creates = not any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +35,7 @@ def build(request: TowerRequest) -> BuiltTower:
     """
     name = request.model
     try:
-        open_clip = without_torchvision.import_open_clip()
+        open_clip = _import_for_shapes(name) if request.shapes_only else without_torchvision.import_open_clip()
     except Exception as error:
         raise import_failed("open_clip", "open_clip_torch", error) from error
     if name not in open_clip.list_models():
@@ -94,11 +95,36 @@ def kind_of(model: str, side: str) -> Kind:
 def own_dim(model: str) -> int | None:
     """Return the width of the joint embeddings of an OpenCLIP model, or None if it is not known."""
     try:
-        found = without_torchvision.import_open_clip().get_model_config(model)
+        found = _import_for_shapes(model).get_model_config(model)
     except Exception:
         # `build` says what is wrong.
         return None
     return None if found is None else int(found["embed_dim"])
+
+
+def _import_for_shapes(model: str) -> Any:
+    """Return OpenCLIP for building a model that computes nothing: as it is imported already, else without what it can do without.
+
+    timm and transformers take seconds to import, and most models need neither. OpenCLIP imports them if they are installed.
+    """
+    if "open_clip" in sys.modules:
+        return without_torchvision.import_open_clip()
+    light = _private_copy(("timm", "transformers"))
+    vision = (light.get_model_config(model) or {}).get("vision_cfg", {})
+    return _private_copy(("transformers",)) if vision.get("timm_model_name") else light
+
+
+@functools.cache
+def _private_copy(without: tuple[str, ...]) -> Any:
+    """Return the module open_clip, imported as if some packages were not installed, which nobody else imports afterwards."""
+    hidden = {name: None for name in without if name not in sys.modules}
+    # Python raises ModuleNotFoundError for a module that is None here.
+    sys.modules.update(hidden)  # type: ignore[arg-type]
+    try:
+        return without_torchvision.import_open_clip()
+    finally:
+        for name in [name for name in sys.modules if name in hidden or name.partition(".")[0] == "open_clip"]:
+            del sys.modules[name]
 
 
 @functools.lru_cache(maxsize=2)

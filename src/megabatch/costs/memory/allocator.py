@@ -29,8 +29,10 @@ class SegmentBlock:
         self.previous: SegmentBlock | None = None
         self.next: SegmentBlock | None = None
 
-    def __lt__(self, other: SegmentBlock) -> bool:
-        return (self.size, self.address) < (other.size, other.address)
+    @property
+    def key(self) -> tuple[int, int]:
+        """What the free blocks of a pool are ordered by; no two blocks have the same."""
+        return self.size, self.address
 
 
 class CachingAllocator:
@@ -38,15 +40,17 @@ class CachingAllocator:
 
     def __init__(self) -> None:
         self.reserved = 0
-        self._pools: dict[bool, list[SegmentBlock]] = {True: [], False: []}
+        # The keys of the free blocks in order, and the blocks.
+        self._pools: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
+        self._free: dict[tuple[int, int], SegmentBlock] = {}
         self._next_address = 0
 
     def allocate(self, size: int) -> SegmentBlock:
         """Return a block of at least `size` bytes, a multiple of 512."""
         small = size <= SMALL
         pool = self._pools[small]
-        index = bisect_left(pool, SegmentBlock(-1, size))
-        block = pool.pop(index) if index < len(pool) else self._new_segment(size)
+        index = bisect_left(pool, (size, -1))
+        block = self._free.pop(pool.pop(index)) if index < len(pool) else self._new_segment(size)
         remainder = block.size - size
         if remainder >= 512 if small else remainder > SMALL:
             split = SegmentBlock(block.address + size, remainder)
@@ -54,7 +58,7 @@ class CachingAllocator:
             if split.next is not None:
                 split.next.previous = split
             block.next, block.size = split, size
-            insort(pool, split)
+            self._insert(pool, split)
         block.free = False
         return block
 
@@ -63,10 +67,14 @@ class CachingAllocator:
         pool = self._pools[size <= SMALL]
         for neighbour in (block.previous, block.next):
             if neighbour is not None and neighbour.free:
-                del pool[bisect_left(pool, neighbour)]
+                del pool[bisect_left(pool, neighbour.key)], self._free[neighbour.key]
                 block = _merge(*sorted((block, neighbour), key=lambda b: b.address))
         block.free = True
-        insort(pool, block)
+        self._insert(pool, block)
+
+    def _insert(self, pool: list[tuple[int, int]], block: SegmentBlock) -> None:
+        insort(pool, block.key)
+        self._free[block.key] = block
 
     def _new_segment(self, size: int) -> SegmentBlock:
         length = SMALL_SEGMENT if size <= SMALL else MEDIUM_SEGMENT if size < MEDIUM else -(-size // SMALL_SEGMENT) * SMALL_SEGMENT

@@ -111,7 +111,7 @@ class ContrastiveStep(TracedStep):
                 gradient = torch.empty_like(out)
                 # A slice of the gradient of all embeddings, which ComposedStep counts.
                 self.do_not_count(gradient)
-                out.backward(gradient)
+                self.backward(out, gradient)
                 del gradient
             del out
             if self.shards is not None:

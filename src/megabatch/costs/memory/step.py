@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map
 from ...towers.repeats import equal_blocks, few_blocks
 from ..blocks import BlockTracker
 from ..cuda_dispatch import dispatch_as_cuda
+from ..fake_tensors import CachingFakeMode
 from .optimizers import build_optimizer, create_state
 from .repeats import complete
 from .setup import Setup
@@ -69,7 +70,7 @@ class FakeParameters:
 def recording(setup: Setup) -> Iterator[Recorder]:
     """A context in which tensors are fake and a recorder follows them, on the device of the setup."""
     recorder = Recorder(KernelWorkspaces(setup.capability) if setup.device == "cuda" else None)
-    with recording_again(recorder, FakeTensorMode(allow_non_fake_inputs=True)):
+    with recording_again(recorder, CachingFakeMode()):
         yield recorder
 
 
@@ -136,6 +137,12 @@ class TracedStep:
         """Return the module's output, computed with few of its equal blocks."""
         with few_blocks(self.runs), self.autocast():
             return module(*args, **kwargs)
+
+    def backward(self, out: Tensor, gradient: Tensor | None = None) -> None:
+        """Run the backward of an output."""
+        out.backward(gradient)
+        assert self.recorder.blocks is not None
+        self.recorder.blocks.end_backward()
 
     def completed(self, lists: list[list[Event]]) -> list[list[Event]]:
         """Return the events with those of the blocks that did not run."""
@@ -235,7 +242,7 @@ class SupervisedStep(TracedStep):
             self.recorder.moment = "loss"
             value = self.loss(output) if self.loss is not None else default_loss(output)
         with self.recorder.during("backward", "temporaries", "backward of the loss"):
-            value.backward()
+            self.backward(value)
 
 
 def default_loss(output: Any) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -123,12 +124,23 @@ class Recorder(TorchDispatchMode):
         # The storage of a gradient that another was just added to, and the allocation of the sum.
         self._last_sum: tuple[int, int] | None = None
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Nothing is compiled here; otherwise torch wraps every dispatch in `torch._dynamo.disable`.
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.prim.device.default:
-            # Asked for more often than anything is computed: the answer of a fake tensor, without its dispatch.
-            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args, **(kwargs or {}))
-        out = func(*args, **(kwargs or {}))
+        if args and isinstance(args[0], FakeTensor):
+            # Asked for more often than anything is computed: the answers of a fake tensor, without its dispatch.
+            if func is torch.ops.prim.device.default:
+                return args[0].fake_device
+            if func is torch.ops.aten._local_scalar_dense.default and args[0].constant is not None:
+                with no_dispatch():
+                    return args[0].constant.item()
         self.operations.add(func._schema.name)
+        if _only_writes_lists(func, args):
+            return None
+        out = func(*args, **(kwargs or {}))
         copies_weights = func is torch.ops.aten._to_copy.default and self.part_of(args[0]) == "weights"
         results = tree_leaves(out)
         workspaces = self.workspaces.of(func, args, out) if self.workspaces is not None else []
@@ -215,6 +227,16 @@ class Recorder(TorchDispatchMode):
             and events[-2][:2] == (self._last_sum[1], True)
         ):
             events[-2:] = events[:-3:-1]
+
+
+def _only_writes_lists(func: Any, args: Any) -> bool:
+    """Whether an operation of an optimizer writes to lists of tensors in place: it allocates nothing, and hundreds of tensors take
+    their time even as fake ones. Tensors with known values, the step counts, have to be computed."""
+    name = func._schema.name
+    if not (name.startswith("aten::_foreach_") and name.endswith("_")):
+        return False
+    first = args[0][0]
+    return isinstance(first, FakeTensor) and first.constant is None
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -1,0 +1,180 @@
+"""Fake tensors for counting and tracing: torch's, with a faster answer for operations that were seen before.
+
+A step calls the same operations on the same shapes many times: in every block, in every chunk, and for the counts as for the
+memory. `FakeTensorMode` caches their results, but building its keys takes longer than the rest of a trace.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+
+aten = torch.ops.aten
+# Views whose kernels need shapes only: called directly, they share the storage of their first argument.
+VIEWS = frozenset(
+    {
+        aten._unsafe_view.default,
+        aten.expand.default,
+        aten.permute.default,
+        aten.select.int,
+        aten.slice.Tensor,
+        aten.squeeze.dim,
+        aten.t.default,
+        aten.transpose.int,
+        aten.unsqueeze.default,
+        aten.view.default,
+    }
+)
+# Arguments that are equal if they compare equal and have the same type.
+VALUES = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+# Other results than tensors: sizes that attention returns, and gradients that were not asked for.
+PLAIN_RESULTS = (int, type(None))
+
+
+class NewTensor(NamedTuple):
+    """A result in memory of its own."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Results(NamedTuple):
+    """What an operation returns: new tensors and numbers. single: one tensor, not a tuple."""
+
+    leaves: tuple[Any, ...]
+    single: bool
+
+
+class CachingFakeMode(FakeTensorMode):
+    """`FakeTensorMode` that remembers results by the shapes of the arguments, and calls the kernels of views directly.
+
+    Whatever else is asked, such as writes in place and tensors with known values, is `FakeTensorMode`'s.
+    """
+
+    # None: not to be remembered. Kept for all modes: it holds no tensors.
+    _remembered: ClassVar[dict[Any, Results | None]] = {}
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Nothing is compiled here; otherwise torch wraps every dispatch in `torch._dynamo.disable`.
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.dispatch(func, types, args, kwargs or {})
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        is_view = func in VIEWS
+        key = (func, torch.get_default_dtype(), *_key(args), *_key(kwargs.items())) if is_view or _is_functional(func) else (None,)
+        if None in key:
+            return super().dispatch(func, types, args, kwargs)
+        if is_view:
+            with in_kernel_invocation_manager(self):
+                out = func(*args, **kwargs)
+            return FakeTensor(self, out, args[0].fake_device)
+        if key not in self._remembered:
+            out = super().dispatch(func, types, args, kwargs)
+            self._remembered[key] = _results(out, args, kwargs)
+            return out
+        results = self._remembered[key]
+        if results is None:
+            return super().dispatch(func, types, args, kwargs)
+        made = tuple(self._new(leaf) if isinstance(leaf, NewTensor) else leaf for leaf in results.leaves)
+        return made[0] if results.single else made
+
+    def _new(self, like: NewTensor) -> FakeTensor:
+        with in_kernel_invocation_manager(self):
+            out = torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device="meta")
+        return FakeTensor(self, out, like.device)
+
+
+@contextmanager
+def fake_parameters(module: nn.Module) -> Iterator[list[nn.Parameter]]:
+    """A context, within a fake mode, in which the parameters of a module are fake; yields those that require a gradient.
+
+    Real ones would be converted in every operation. A parameter in several places (tied weights) stays one.
+    """
+    before = [(owner, name, p) for owner in module.modules() for name, p in owner._parameters.items() if p is not None]
+    fake = {
+        p: nn.Parameter(torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="cpu"), p.requires_grad)
+        for p in dict.fromkeys(p for _, _, p in before)
+    }
+    # By setattr: recurrent layers keep a second list of their weights.
+    try:
+        for owner, name, p in before:
+            setattr(owner, name, fake[p])
+        yield [p for p in fake.values() if p.requires_grad]
+    finally:
+        for owner, name, p in before:
+            setattr(owner, name, p)
+
+
+@functools.cache
+def _is_functional(func: Any) -> bool:
+    """Whether an operation writes to none of its arguments, returns none of them, and is not made of other operations."""
+    schema = func._schema
+    return (
+        func.namespace == "aten"
+        and not any(each.alias_info is not None for each in (*schema.arguments, *schema.returns))
+        and not func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+        and not {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags)
+    )
+
+
+def _key(values: Any) -> Any:
+    """Yield what a result depends on: shapes of tensors, and other values with their types. None for anything else."""
+    for value in values:
+        kind = type(value)
+        if kind is FakeTensor:
+            plain = value.constant is None and value.layout is torch.strided and not value.dtype.is_complex
+            yield (value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device) if plain else None
+        elif kind in VALUES:
+            yield kind, value
+        elif kind in (tuple, list):
+            inner = (kind, *_key(value))
+            yield None if None in inner else inner
+        else:
+            yield None
+
+
+def _results(out: Any, args: Any, kwargs: Any) -> Results | None:
+    """Return how to make the results of an operation again; None if they are not tensors with memory of their own."""
+    leaves = out if isinstance(out, tuple) else (out,)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if not all(isinstance(leaf, (FakeTensor, *PLAIN_RESULTS)) for leaf in leaves):
+        return None
+    storages = {tensor.untyped_storage()._cdata for tensor in tensors}
+    given = {each.untyped_storage()._cdata for each in _tensors((args, tuple(kwargs.values())))}
+    if len(storages) < len(tensors) or storages & given:
+        return None
+    made = [_remember(leaf) if isinstance(leaf, FakeTensor) else leaf for leaf in leaves]
+    if any(isinstance(leaf, FakeTensor) for leaf in made):
+        return None
+    return Results(tuple(made), not isinstance(out, tuple))
+
+
+def _remember(tensor: FakeTensor) -> NewTensor | FakeTensor:
+    """Return how to make a tensor again; the tensor itself if it has a value, or is a part of its memory."""
+    like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    same_bytes = tensor.untyped_storage().nbytes() == like.untyped_storage().nbytes()
+    if tensor.constant is not None or tensor.storage_offset() or not same_bytes:
+        return tensor
+    return NewTensor(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.fake_device)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    """Return the tensors of nested tuples and lists."""
+    if isinstance(tree, (tuple, list)):
+        return [tensor for each in tree for tensor in _tensors(each)]
+    return [tree] if isinstance(tree, Tensor) else []
