@@ -271,6 +271,7 @@ def test_collisions_with_unknown_data_are_those_with_replacement():
     ("task", "word"),
     [
         (clip(data=100_000), "Fine-tune"),
+        (clip(data=8 * M, params=986 * M), "smaller"),
         (TrainingTask("embedder", data=M, seen=M, params=110 * M), "pretrained"),
         (tokens(10**9, 7 * B), "fine-tune"),
         (TrainingTask("classifier", data=5_000, seen=500_000, params=86 * M), "pretrained"),
@@ -280,6 +281,19 @@ def test_a_budget_that_cannot_train_from_scratch_is_told_what_to_do_instead(task
     (line,) = warnings_for(task)
     assert word in line
     assert warnings_for(replace(task, start="pretrained")) == []
+
+
+def test_the_reasons_of_a_rule_agree_with_its_interval():
+    for seen in (60 * M, 128 * M, 384 * M, 1_280 * M):
+        advice = advise_batch(clip(data=seen, epochs=1))
+        assert f"{advice.low:,.0f}" in advice.why and f"{advice.high:,.0f}" in advice.why
+    # Rounded up to the next unit.
+    assert "for 1 B tokens" in advise_batch(tokens(10**9 - 512, 124 * M)).why
+
+
+def test_no_training_warms_up_longer_than_any_published_one():
+    longest = max(recipe.warmup for recipe in RECIPES if recipe.warmup and recipe.task.kind != "classifier")
+    assert advise_warmup(clip(data=12 * B, epochs=1), 512).value == longest
 
 
 def test_an_ordinary_training_gets_no_warning():

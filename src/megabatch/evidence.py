@@ -39,6 +39,8 @@ HOPELESS_UPDATES, POOR_UPDATES = 100, 250
 USUAL_UPDATES = 150_000
 # Below so many samples seen, a CLIP of usual size learns little from scratch (FACTS["clip from scratch"]).
 CLIP_LEAST_SEEN = 100_000_000
+# Above so many parameters, a CLIP from scratch should see at least so many samples (FACTS["clip sizes"]).
+LARGE_CLIP, LARGE_CLIP_SEEN = 500_000_000, 1_280_000_000
 
 # Fine-tuning on pairs: updates that published trainings make (FACTS["published fine-tuning"]), the batch below which quality falls
 # (FACTS["fine-tuning pairs"]), and the largest that is usual.
@@ -73,6 +75,8 @@ LARGE_MODEL, LARGE_CONTRASTIVE = 20_000_000, 16_384
 RATE_RANGE = 16
 # Warm-up: share of a short run, steps of a long run, share of a very long run (FACTS["image-text warm-up"] and the others).
 WARMUP_SHARE, USUAL_WARMUP, LONG_WARMUP = 0.05, 2_000, 0.01
+# The most steps of warm-up that a published training takes, SigLIP 2's.
+MOST_WARMUP_STEPS = 20_000
 # The largest share of a run that a sweep spends on warm-up.
 MOST_WARMUP = 0.2
 # Epochs if none are given, by kind of model and whether it is trained from scratch (FACTS["epochs"]); the samples that a CLIP from
@@ -191,6 +195,11 @@ FACTS = {
         "DataComp, arXiv 2304.14108; arXiv 2103.00020",
         "medium",
     ),
+    "clip sizes": Fact(
+        "DataComp trains ViT-B/32 with 12.8 M and 128 M samples seen, ViT-B/16 with 1.28 B, and ViT-L/14 with 12.8 B",
+        "arXiv 2304.14108",
+        "high",
+    ),
     "embedder from scratch": Fact(
         "every published text embedder starts from a pretrained language model, also those with hundreds of millions of pairs",
         "E5, GTE, BGE, nomic-embed, Contriever",
@@ -224,6 +233,12 @@ FACTS = {
         "CLIP from scratch is trained at 4e-4 to 1e-3 from 4,096 to 90,000 pairs; no published rate falls below 4,096",
         "DataComp's scale_configs.py; OpenCLIP's and MetaCLIP's configurations",
         "medium",
+    ),
+    "embedder scratch rate": Fact(
+        "no text embedder from scratch is published; this is the rate of CLIP's towers", "CLIP's rates", "low"
+    ),
+    "views rate": Fact(
+        "SimCLR trains with LARS at 0.3 × batch / 256; for AdamW this is the rate of CLIP's towers", "arXiv 2002.05709", "low"
     ),
     "locked rate": Fact("with a locked tower the other one is trained at 1e-3", "contrastors (nomic-embed-vision)", "medium"),
     "clip fine-tuning rate": Fact("CLIP is fine-tuned at 1e-6 to 1e-4", "arXiv 2212.00638, 2311.18803", "medium"),

@@ -78,6 +78,7 @@ class ObjectiveSpec:
     max_scale: where its paper clamps the learnable scale.
     saturation: pairs of a batch above which more negatives bought nothing (arXiv 2303.15343, table 5).
     open_clip_flag: the flag of OpenCLIP's command line that selects this loss.
+    views: whether both sides of a pair are views of one sample, which one tower encodes.
     """
 
     name: ObjectiveName
@@ -99,6 +100,7 @@ class ObjectiveSpec:
     max_scale: float | None = None
     saturation: int | None = None
     open_clip_flag: str | None = None
+    views: bool = False
 
     def flops_of(self, shard: int, batch: int, width: int, options: LossOptions = PLAIN_LOSS) -> float:
         """Return the operations of forward and backward of one rank: its `shard` rows with the `batch` rows of all ranks."""
@@ -198,6 +200,7 @@ OBJECTIVES: dict[str, ObjectiveSpec] = {
             name="nt_xent",
             cost_name="nt_xent",
             title="NT-Xent of two views (SimCLR)",
+            views=True,
             contrastive=True,
             metric="recall",
             held_out_metric="recall@1",

@@ -105,7 +105,7 @@ def _from_batch_negatives(task: TrainingTask, seen: int) -> Advice:
         low, saturation = max(least, power_near(value / 4)), min(saturation, evidence.FINETUNE_MOST)
         why = f"{seen:,} pairs seen / about {evidence.FINETUNE_UPDATES:,} updates, as published fine-tunings make"
         if value == least:
-            why = f"the smallest that keeps quality; {seen:,} pairs seen leave {math.ceil(seen / value):,} updates"
+            why = f"the smallest that keeps quality with {seen:,} pairs seen; they leave {math.ceil(seen / value):,} updates"
         facts = [FACTS["published fine-tuning"], FACTS["fine-tuning pairs"], FACTS["unlabelled text"]]
     elif task.start == "locked":
         value, low = power_near(bound / 2), power_near(bound / 8)
@@ -120,7 +120,8 @@ def _from_batch_negatives(task: TrainingTask, seen: int) -> Advice:
     else:
         value, low = power_below(math.sqrt(floor * bound)), floor
         why = (
-            f"between {floor:,}, the usual minimum, and {bound:,.0f}, which leaves the {needed:,} updates needed for {seen:,} seen"
+            f"between {floor:,}, the usual minimum, and {min(power_near(bound), saturation):,}, which leaves about the {needed:,}"
+            f" updates needed for {seen:,} seen"
         )
         facts = [FACTS["published updates"], *facts, FACTS["data"]]
     if value >= saturation:
@@ -231,7 +232,7 @@ ADAM_RATES: dict[tuple[Kind, Start], RateRule] = {
     ("image-text", "scratch"): RateRule(5e-4, 32_768, "clip rate"),
     ("image-text", "locked"): RateRule(1e-3, 32_768, "locked rate"),
     ("image-text", "pretrained"): RateRule(1e-5, 512, "clip fine-tuning rate"),
-    ("embedder", "scratch"): RateRule(5e-4, 32_768, "clip rate"),
+    ("embedder", "scratch"): RateRule(5e-4, 32_768, "embedder scratch rate"),
     ("embedder", "locked"): RateRule(1e-3, 32_768, "locked rate"),
     ("embedder", "pretrained"): RateRule(2e-5, 256, "embedder rate", params=110_000_000),
     # The batch is in tokens.
@@ -260,7 +261,7 @@ def advise_rate(task: TrainingTask, batch: int) -> Advice:
         fact, lr = FACTS["lora rate"], evidence.LORA_RATE
         return Advice(lr, lr / 3, lr * 3, fact.says, fact.source, fact.confidence)
     rule = ADAM_RATES[task.kind, task.start]
-    fact = FACTS[rule.fact]
+    fact = FACTS["views rate" if task.pairs and OBJECTIVES[task.loss].views else rule.fact]
     size = batch * task.length if task.kind == "lm" else batch
     # Below the range in which the square root was tested, a rate that followed it further would be too small to learn.
     growth = max(size / rule.batch, 1 / evidence.RATE_RANGE if rule.falls else 1.0)
@@ -271,7 +272,8 @@ def advise_rate(task: TrainingTask, batch: int) -> Advice:
     why += "" if growth == 1 else f", times √({round(growth * rule.batch):,}/{rule.batch:,})"
     if rule.params is not None and task.params is not None:
         lr *= (rule.params / task.params) ** evidence.RATE_SIZE
-        why += f", times ({_short(rule.params)}/{_short(task.params)})^{evidence.RATE_SIZE:g}"
+        if _short(rule.params) != _short(task.params):
+            why += f", times ({_short(rule.params)}/{_short(task.params)})^{evidence.RATE_SIZE:g}"
     elif task.kind == "image-text" and task.start == "scratch" and (task.params or evidence.LARGE_MODEL) < evidence.LARGE_MODEL:
         lr, why = lr * 2, f"{why}, twice for towers below {_short(evidence.LARGE_MODEL)} parameters"
     lr = round_rate(lr)
@@ -322,10 +324,11 @@ def advise_warmup(task: TrainingTask, batch: int) -> Advice:
         # Five epochs of ninety, whatever the steps are.
         value, why = share, f"{evidence.WARMUP_SHARE:.0%} of {steps:,} steps, as five epochs of ninety"
     else:
-        value = min(share, max(usual, evidence.LONG_WARMUP * steps))
+        value = min(share, max(usual, min(evidence.LONG_WARMUP * steps, evidence.MOST_WARMUP_STEPS)))
         why = f"{evidence.WARMUP_SHARE:.0%} of {steps:,} steps"
         if value < share:
-            why = f"{value:,.0f} of {steps:,} steps, at least {usual:,} or {evidence.LONG_WARMUP:.0%} of a long run"
+            reason = "as many as long runs usually take" if value <= usual else "as very long runs take"
+            why = f"{value:,.0f} of {steps:,} steps, {reason}"
     value = max(1, round(value))
     return Advice(value, max(1, value / 4), min(steps, value * 4), f"{why}; {fact.says}", fact.source, fact.confidence)
 
@@ -376,6 +379,7 @@ def nearest(task: TrainingTask, count: int = 2) -> list[Recipe]:
         return far
 
     alike = [recipe for recipe in RECIPES if recipe.task.kind == task.kind and recipe.task.start == task.start]
+    alike = [recipe for recipe in alike if OBJECTIVES[recipe.task.loss].views == OBJECTIVES[task.loss].views]
     return sorted((recipe for recipe in alike if recipe.batch and recipe.task.seen), key=distance)[:count]
 
 
@@ -383,12 +387,25 @@ def warnings_for(task: TrainingTask, batch: int | None = None) -> list[str]:
     """Return sentences that say why the training is a bad idea and what to do instead; empty if it is not."""
     lines = []
     large = task.params is None or task.params >= evidence.LARGE_MODEL
-    if task.kind == "image-text" and task.start == "scratch" and large and (task.seen or math.inf) < evidence.CLIP_LEAST_SEEN:
+    if (
+        task.kind == "image-text"
+        and task.start == "scratch"
+        and large
+        and _is_pairs_of_media(task)
+        and (task.seen or math.inf) < evidence.CLIP_LEAST_SEEN
+    ):
         fact = FACTS["clip from scratch"]
         lines.append(
             f"This budget cannot train CLIP from scratch: {task.seen:,} samples seen, and {fact.says} ({fact.source})."
-            " Fine-tune pretrained weights (start=pretrained), or lock a pretrained image tower (start=locked)."
+            " Fine-tune pretrained weights (--start pretrained), or lock a pretrained image tower (--start locked)."
         )
+    elif task.kind == "image-text" and task.start == "scratch" and _is_pairs_of_media(task) and task.seen is not None:
+        fact = FACTS["clip sizes"]
+        if (task.params or 0) > evidence.LARGE_CLIP and task.seen < evidence.LARGE_CLIP_SEEN:
+            lines.append(
+                f"{_short(task.seen)} samples seen are few for {_short(task.params or 0)} parameters from scratch: {fact.says}"
+                f" ({fact.source}). Take a smaller model, fine-tune pretrained weights (--start pretrained), or train longer."
+            )
     if task.kind == "embedder" and task.start == "scratch":
         fact = FACTS["embedder from scratch"]
         lines.append(f"Start from pretrained weights: {fact.says} ({fact.source}).")
@@ -403,7 +420,7 @@ def warnings_for(task: TrainingTask, batch: int | None = None) -> list[str]:
     if task.kind == "classifier" and task.start == "scratch" and large and (task.data or math.inf) < evidence.CLASSIFIER_LEAST:
         lines.append(
             f"{task.data:,} images are few for {_short(task.params or evidence.LARGE_MODEL)} parameters from scratch: start from"
-            " pretrained weights (start=pretrained)."
+            " pretrained weights (--start pretrained)."
         )
     if batch is not None and task.pairs and task.seen is not None and math.ceil(task.seen / batch) < evidence.HOPELESS_UPDATES:
         lines.append(
@@ -411,6 +428,11 @@ def warnings_for(task: TrainingTask, batch: int | None = None) -> list[str]:
             f" ({FACTS['updates from scratch'].source}): take a smaller batch or train longer."
         )
     return lines
+
+
+def _is_pairs_of_media(task: TrainingTask) -> bool:
+    """Whether pairs are an image and a text, not two views of one image."""
+    return not OBJECTIVES[task.loss].views
 
 
 def power_near(number: float) -> int:
@@ -428,7 +450,8 @@ def power_below(number: float) -> int:
 
 
 def _short(count: int) -> str:
-    size, unit = next((each for each in ((1e12, "T"), (1e9, "B")) if count >= each[0]), (1e6, "M"))
+    # Each limit is where three digits would round up to the next unit.
+    size, unit = next((each for each in ((1e12, "T"), (1e9, "B")) if count >= 0.9995 * each[0]), (1e6, "M"))
     return f"{count / size:.3g} {unit}"
 
 

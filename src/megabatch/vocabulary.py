@@ -91,16 +91,17 @@ def foreign(name: str) -> ForeignName | None:
     return FOREIGN.get(name.strip("-").replace("-", "_").lower())
 
 
-def identity(batch: int, ranks: int, chunk: int, *, pairs: bool = True, negatives: int = 0) -> str:
+def identity(batch: int, ranks: int, chunk: int, *, pairs: bool = True, negatives: int = 0, open_clip: bool = True) -> str:
     """Return a batch in megabatch's words and in those of other trainers.
 
     chunk: rows that an encoder takes at once. pairs: whether samples are compared with each other. negatives: hard ones per query.
+    open_clip: whether OpenCLIP could train it, that is pairs of images and texts.
 
     >>> for sentence in identity(1024, 2, 128).split(". "):
     ...     print(sentence)
     batch 1,024 = 2 ranks × 512 = 2 × 4 chunks of 128; 1,023 negatives per query
     OpenCLIP: --batch-size 128 --accum-freq 4
-    Hugging Face: per_device_train_batch_size=512, no accumulation
+    Hugging Face: per_device_train_batch_size=512, no accumulation (its own CLIP loss takes the negatives of one GPU, 511)
     Sentence Transformers: per_device_train_batch_size=512, mini_batch_size=128, gather_across_devices=True.
     """
     shard = -(-batch // ranks)
@@ -117,10 +118,12 @@ def identity(batch: int, ranks: int, chunk: int, *, pairs: bool = True, negative
     if not pairs:
         accumulated = f"{chunk}, gradient_accumulation_steps={chunks}" if even else f"{shard}"
         return f"{equation}. Hugging Face: per_device_train_batch_size={accumulated}."
-    open_clip = f"{chunk} --accum-freq {chunks}" if even and chunks > 1 else f"{shard}"
+    size = f"{chunk} --accum-freq {chunks}" if even and chunks > 1 else f"{shard}"
+    in_open_clip = f" OpenCLIP: --batch-size {size}." if open_clip else ""
+    local = f" (its own CLIP loss takes the negatives of one GPU, {shard - 1:,})" if open_clip and ranks > 1 else ""
     crossing = ", gather_across_devices=True" if ranks > 1 else ""
     return (
-        f"{equation}; {batch * (1 + negatives) - 1:,} negatives per query. OpenCLIP: --batch-size {open_clip}. Hugging Face:"
-        f" per_device_train_batch_size={shard}, no accumulation. Sentence Transformers: per_device_train_batch_size={shard},"
+        f"{equation}; {batch * (1 + negatives) - 1:,} negatives per query.{in_open_clip} Hugging Face:"
+        f" per_device_train_batch_size={shard}, no accumulation{local}. Sentence Transformers: per_device_train_batch_size={shard},"
         f" mini_batch_size={chunk}{crossing}."
     )

@@ -82,7 +82,7 @@ def test_language_models_follow_their_tokens_on_any_machine():
 
 def test_a_plan_that_is_a_bad_idea_warns_and_names_what_others_did():
     hopeless = chosen("ViT-B/32", data="100k", epochs=10)
-    assert any("start=pretrained" in line for line in hopeless.warnings)
+    assert any("--start pretrained" in line for line in hopeless.warnings)
     tuned = chosen("ViT-B/32", data="100k", epochs=10, objective="finetune")
     assert tuned.warnings == () and tuned.batch < hopeless.batch
     assert tuned.others and all(recipe.task.start == "pretrained" for recipe in tuned.others)

@@ -195,7 +195,7 @@ def test_without_arguments_the_embedded_default_on_this_machine():
 def test_a_batch_that_is_given_is_kept_and_judged():
     trap = plan("ViT-L/14", tools=TOOLS, batch=512, **MEDICAL)
     assert trap.batch == 512
-    assert any("4,096" in note for note in trap.notes)
+    assert any("4,096" in warning for warning in trap.warnings)
 
 
 def test_supervised_and_fine_tuned_models_accumulate_and_language_models_have_no_file():
@@ -419,6 +419,86 @@ def test_the_answer_fits_one_screen_and_says_what_the_plan_says(medical):
         # The words of other trainers, and the published trainings beside it.
         assert f"per_device_train_batch_size={strategy.shard}" in text and f"mini_batch_size={strategy.chunk}" in text
         assert all(other.name in text for other in result.others) and result.others
+
+
+@pytest.fixture
+def on_screen():
+    """Print a plan as the command line does, and return its lines."""
+
+    def lines(result):
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            print_report(screen(result), width=80)
+        return out.getvalue().splitlines()
+
+    return lines
+
+
+@pytest.mark.parametrize("asked", [{"gpu": "cpu"}, {"gpu": "512xA100", "nodes": 64, "seen": "39B"}, {"gpu": "MI300X"}], ids=str)
+def test_no_line_of_an_answer_is_longer_than_a_screen(asked, on_screen):
+    lines = on_screen(plan("ViT-L/14", tools=TOOLS, data="2B", **asked))
+    assert max(map(len, lines)) <= 80
+    # One row for each batch and number of devices, and neither GPUs nor GPU-hours of a CPU.
+    rows = [line.split()[-6:-3] for line in lines[1 + next(i for i, line in enumerate(lines) if "Alternatives" in line) :]]
+    assert len({tuple(row) for row in rows if row}) == len([row for row in rows if row])
+    assert ("GPU" in " ".join(lines)) == (asked["gpu"] != "cpu")
+
+
+def test_alternatives_of_one_batch_are_shown_once(medical, on_screen):
+    half = next(way for way in medical.alternatives if way.name == "half the batch")
+    ways = tuple(half._replace(name=way.name) if way.name.startswith("what fits") else way for way in medical.alternatives)
+    text = "\n".join(on_screen(dataclasses.replace(medical, alternatives=ways)))
+    assert "half the batch" in text and "without chunks" not in text and "without chunks" in "\n".join(on_screen(medical))
+
+
+def test_a_run_within_a_budget_is_not_warned_of_it():
+    """Tracing the chosen chunk may raise the memory model, so that chunks become smaller and steps slower."""
+
+    def underestimated(request, run, work, machine):
+        model = predict(request, run, work, machine)
+
+        def predicted(strategy):
+            found = model(strategy)
+            return found if strategy.chunk <= 64 else found._replace(reserved_bytes=3 * found.reserved_bytes)
+
+        return predicted
+
+    for hours in (24, 48):
+        result = plan("ViT-L/14", tools=TOOLS._replace(predict=underestimated), data="400M", gpu="8xA100-80GB", hours=hours)
+        assert result.hours <= hours and not any("allowed" in text for text in result.warnings)
+
+
+def test_only_what_a_trainer_can_train_is_written_in_its_words(medical):
+    assert "OpenCLIP" in medical.identity and "OpenCLIP" not in dataclasses.replace(medical, open_clip=False).identity
+
+
+def test_two_views_of_an_image_share_a_tower_and_are_no_clip():
+    views = plan("resnet50", tools=TOOLS, loss="nt_xent", data="1.28M", gpu="8xA100-80GB")
+    assert views.run.y.name == "x" and not views.open_clip and not views.others
+    assert views.negatives_per_query == 2 * views.batch - 2
+    assert not any("CLIP" in text for text in views.warnings) and views.number("learning rate").confidence == "low"
+
+
+def test_published_language_models_are_compared_in_tokens(on_screen):
+    result = plan("gpt2", tools=TOOLS, objective="lm", data="10B", text_length=512, gpu="8xA100-80GB")
+    assert result.text_length == 512
+    other = next(other for other in result.others if other.name.startswith("GPT-2 124M, FineWeb"))
+    row = next(line for line in on_screen(result) if other.name in line)
+    assert f"{other.batch * other.length / 1e3:.3g} k" in row
+
+
+def test_a_language_model_that_is_fine_tuned_on_pairs_is_said_to_be_one():
+    asked = {"tools": TOOLS, "objective": "finetune", "data": "50k", "gpu": "8xA100-80GB"}
+    assert any("--objective lm" in text for text in plan("gpt2", **asked).warnings)
+    assert not any("--objective lm" in text for text in plan("bert-base-uncased", **asked).warnings)
+
+
+def test_lora_is_not_advised_to_those_who_use_it():
+    asked = {"tools": TOOLS, "objective": "lm", "data": "20M", "gpu": "RTX3060", "memory": "1GiB"}
+    for rank, word in ((None, "LoRA"), (16, "QLoRA")):
+        with pytest.raises(ValueError, match=rf"[^Q]{word}") as raised:
+            plan("gpt2", lora=rank, **asked)
+        assert ("QLoRA" in str(raised.value)) == (rank is not None)
 
 
 def test_accumulation_is_named_with_the_negatives_that_it_would_leave(medical):

@@ -62,7 +62,8 @@ def within_budget(problem: Problem, estimator: Estimator) -> Spending:
             f"The budget of {limits} allows {usual * hours / taken:,.3g} epochs. Planned are {usual:g}, the usual number; give"
             " epochs=… to train longer."
         )
-        return Spending(whole, found, f"{usual:g} epochs, fewer than the budget of {limits} allows", (note,))
+        length = f"{usual:g} epoch{'' if usual == 1 else 's'}, the usual number"
+        return Spending(whole, found, f"{length}, fewer than the budget of {limits} allows", (note,))
     seen = fit_seen(hours, most, lambda number: hours_of(*at(number)))
     within, found = at(seen)
     notes = []
@@ -97,7 +98,7 @@ def hours_of(problem: Problem, estimator: Estimator) -> float:
     """Return the hours of a problem at the batch that it needs."""
     batch = choose_batch(problem, estimator).batch
     steps = -(-problem.budget.seen // batch)
-    return steps * estimator.fastest(batch).seconds / 3600
+    return steps * estimator.checked(batch)[0].seconds / 3600
 
 
 def time_warnings(problem: Problem, hours: float, cost: float | None) -> list[str]:
@@ -111,9 +112,13 @@ def time_warnings(problem: Problem, hours: float, cost: float | None) -> list[st
             " leave them out, and the plan takes what fits."
         )
     if hours > LONG_HOURS:
-        length = f"{hours / ABSURD_HOURS:,.3g} years" if hours > ABSURD_HOURS else f"{hours / 24:,.0f} days"
+        length = (
+            f"{hours / ABSURD_HOURS:,.{1 if hours < 100 * ABSURD_HOURS else 0}f} years"
+            if hours > ABSURD_HOURS
+            else f"{hours / 24:,.0f} days"
+        )
         gpus = problem.machine.gpus * hours / (7 * 24)
-        device = "accelerators" if problem.machine.device.type == "cpu" else f"GPUs of this kind, about {gpus:,.0f} for a week"
+        device = "accelerators" if problem.machine.device.type == "cpu" else f"about {gpus:,.0f} GPUs of this kind for a week's run"
         lines.append(
             f"The run takes {length} on {problem.machine.gpus} × {problem.machine.device.name}: use {device}, see fewer samples, or"
             " fine-tune a pretrained model."

@@ -76,9 +76,10 @@ def choose_batch(problem: Problem, estimator: Estimator) -> BatchChoice:
     task = task_of(problem, estimator.parameters)
     others = tuple(recipes.nearest(task))
     if problem.given is not None:
-        remarks = (*judge(task, problem.given), *_batch_norm(estimator, problem.given))
+        remarks = tuple(_batch_norm(estimator, problem.given))
         choice = BatchChoice(problem.given, math.ceil(seen / problem.given), "as requested", "given", "high", remarks)
-        return choice._replace(warnings=tuple(recipes.warnings_for(task, problem.given)), others=others)
+        against = (*recipes.warnings_for(task, problem.given), *judge(task, problem.given))
+        return choice._replace(warnings=against, others=others)
     noise = estimator.calibration.noise
     measured = request.critical is not None or (noise is not None and not noise.coupled)
     if estimator.calibration.sweep is not None and estimator.calibration.same_data:
@@ -194,7 +195,7 @@ def judge(task: TrainingTask, batch: int) -> tuple[str, ...]:
     check_batch(batch, task.data)
     advice = advise_batch(task)
     assert advice is not None
-    remarks, updates = [], math.ceil(task.seen / batch)
+    remarks, updates, first = [], math.ceil(task.seen / batch), advice.source.partition("; ")[0]
     if task.pairs and updates < (needed := updates_needed(task.seen, task.start)) / 2:
         remarks.append(f"{updates:,} updates are few, about {needed:,} are needed: take a smaller batch or see more samples.")
     if task.pairs and batch > evidence.CEILING:
@@ -202,10 +203,11 @@ def judge(task: TrainingTask, batch: int) -> tuple[str, ...]:
             f"Above {evidence.CEILING:,} quality fell in every published run from scratch ({FACTS['negatives'].source})."
         )
     elif batch > 2 * advice.high:
-        remarks.append(f"Usual are {advice.low:,.0f} to {advice.high:,.0f} ({advice.source}): {advice.why}.")
+        remarks.append(f"A batch of {batch:,} is large: usual are {advice.low:,.0f} to {advice.high:,.0f} ({first}): {advice.why}.")
     elif 2 * batch < advice.low:
         remarks.append(
-            f"The budget allows {advice.value:,.0f}, usual are {advice.low:,.0f} to {advice.high:,.0f} ({advice.source})."
+            f"A batch of {batch:,} is small: the samples seen allow {advice.value:,.0f}, and {advice.low:,.0f} to"
+            f" {advice.high:,.0f} are usual ({first})."
         )
     return tuple(remarks)
 

@@ -16,7 +16,7 @@ from .calibration import Calibration, calibrate
 from .problem import Problem
 from .reading import ReadingRate, reading_rate
 from .request import Request
-from .search import ChunkSizes, Estimate, candidate_strategies, chunk_sizes, nothing_fits, search
+from .search import ChunkSizes, Estimate, NothingFitsError, candidate_strategies, chunk_sizes, search
 from .sides import both_sides
 from .workload import Workload, loss_options, traced, workload
 
@@ -38,13 +38,14 @@ class Tools(NamedTuple):
 @dataclass(frozen=True)
 class Estimator:
     """The memory and time models of a problem. peaks: traced memory, extrapolated. task: counted work of a step. count: counts the
-    work of a step of another run of the same request."""
+    work of a step of another run of the same request. text_length: tokens of the texts whose work was counted."""
 
     problem: Problem
     calibration: Calibration
     task: StepWork
     peaks: PeakMemory
     count: Callable[[config.Run], StepWork]
+    text_length: int | None = None
 
     @property
     def parameters(self) -> int:
@@ -78,7 +79,7 @@ class Estimator:
         least = (LEAST_BYTES * self.task.trainable + FROZEN_BYTES * (self.parameters - self.task.trainable)) // machine.gpus
         if least > self.problem.limit:
             # Tracing a step of such a model would take minutes.
-            raise nothing_fits(self.problem.limit, least, sharded=machine.gpus > 1)
+            raise self._nothing_fits(least, sharded=machine.gpus > 1)
         # Sharding saves weights, gradients and optimizer state only, so it is tried if these take a large part of the memory. If
         # weights, gradients and DDP's buckets alone take more than there is, nothing else can work.
         state = self.state_bytes / self.problem.limit
@@ -98,7 +99,15 @@ class Estimator:
         )
         candidates = [each for each in candidates if self.calibration.allows(replace(each, chunk=1))] or candidates
         seconds = lambda strategy: self.seconds(strategy, machine)  # noqa: E731
-        return search(candidates, self.memory, seconds, self.problem.limit, self.sizes)
+        try:
+            return search(candidates, self.memory, seconds, self.problem.limit, self.sizes)
+        except NothingFitsError as error:
+            raise self._nothing_fits(error.smallest, sharded=error.sharded) from None
+
+    def _nothing_fits(self, smallest: int, *, sharded: bool) -> NothingFitsError:
+        problem = self.problem
+        lora, memory = problem.request.lora is not None, problem.machine.device.memory
+        return NothingFitsError(problem.limit, smallest, sharded=sharded, lora=lora, memory=memory)
 
     def fastest_or_none(self, batch: int, machine: Machine | None = None) -> Estimate | None:
         """Return the fastest strategy, or None if the data or the batch is too small or nothing fits."""
@@ -155,7 +164,9 @@ def estimator_for(problem: Problem, tools: Tools | None = None) -> Estimator:
         towers = tools.workload(request, run, problem.precision, machine).towers
         return replace(task, towers=both_sides(towers, pairs=request.pairs, negatives=request.negatives))
 
-    return Estimator(problem, calibration, task, PeakMemory(tools.predict(request, base, work, machine)), count)
+    lengths = [length for tower in work.built if tower.kind == "text" if (length := getattr(tower.prepare, "length", None))]
+    length = request.length if request.objective == "lm" else max(lengths, default=None)
+    return Estimator(problem, calibration, task, PeakMemory(tools.predict(request, base, work, machine)), count, length)
 
 
 def _with_two_chunks(strategy: Strategy) -> Strategy:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from .. import config
 from ..costs.strategy import Strategy
 from ..evidence import Confidence
+from ..objectives import OBJECTIVES
 from ..vocabulary import identity
 
 # The key of a run's file that holds a number of the plan.
@@ -32,6 +33,9 @@ KEYS = {
     "peak memory": "planned.peak_bytes",
     "seconds per step": "planned.seconds_per_step",
 }
+
+# Source of the samples seen, if they follow from hours or money.
+BUDGET_GIVEN = "the budget given"
 
 
 class Number(NamedTuple):
@@ -64,7 +68,10 @@ class Alternative(NamedTuple):
 
 
 class PublishedRun(NamedTuple):
-    """A published training beside the plan. batch: samples of one step. warmup: steps. None: its source does not say."""
+    """A published training beside the plan. batch: samples of one step. warmup: steps. None: its source does not say.
+
+    optimizer: its family, if that is not the plan's. length: tokens of a language model's sequences.
+    """
 
     name: str
     batch: int | None
@@ -72,6 +79,8 @@ class PublishedRun(NamedTuple):
     lr: float | None
     warmup: int | None
     source: str
+    optimizer: str | None = None
+    length: int = 1024
 
 
 class CurvePoint(NamedTuple):
@@ -89,6 +98,7 @@ class Plan:
     warnings: why the plan, or the question, is a bad idea. pairs: whether samples are compared with each other.
     negatives: mined hard negatives per query. data, seen: samples, and how many training sees. price: of one GPU per hour.
     others: the nearest published trainings. edits: what the plan changed in the run that it was given.
+    text_length: tokens of a text, where texts alone are trained on. open_clip: whether OpenCLIP trains such models.
     usual: the interval of batches in which published and measured trainings of this kind lie; None if the batch was given.
     numbers: every number with its reason, source and confidence. alternatives: other choices with memory, time, updates and cost.
     notes: what to know before the run. changes: what would change the plan. memory, time: the parts of the peak and of a step.
@@ -120,6 +130,8 @@ class Plan:
     edits: tuple[str, ...] = ()
     usual: tuple[int, int] | None = None
     device_type: str = "cuda"
+    text_length: int | None = None
+    open_clip: bool = True
 
     @property
     def batch(self) -> int:
@@ -133,13 +145,17 @@ class Plan:
     @property
     def negatives_per_query(self) -> int:
         """Items that each query is compared with beside its own, over all GPUs."""
+        if self.run is not None and self.pairs and OBJECTIVES[self.run.loss.objective].views:
+            # Both views of every other sample.
+            return 2 * self.batch - 2
         return self.batch * (1 + self.negatives) - 1 if self.pairs else 0
 
     @property
     def identity(self) -> str:
         """The batch in the words of other trainers."""
         strategy = self.strategy
-        return identity(self.batch, strategy.ranks, strategy.chunk, pairs=self.pairs, negatives=self.negatives)
+        kind: dict[str, bool] = {"pairs": self.pairs, "open_clip": self.open_clip}
+        return identity(self.batch, strategy.ranks, strategy.chunk, **kind, negatives=self.negatives)
 
     @property
     def comments(self) -> dict[str, str]:

@@ -13,13 +13,14 @@ from ..costs.memory import Prediction
 from ..costs.time import interval
 from ..evidence import FACTS, Confidence, Fact, collisions
 from ..optimizers import OPTIMIZERS
+from ..towers.known import find_text_model
 from .alternatives import alternatives, changes, curve
 from .budget import time_warnings, within_budget
 from .calibration import Calibration
 from .choose_batch import choose_batch, task_of
 from .estimator import Estimator, Tools, estimator_for
 from .hyperparameters import GIVEN, Hyperparameters, KnownRate, derive_hyperparameters
-from .plan import Number, Plan, PublishedRun
+from .plan import BUDGET_GIVEN, Number, Plan, PublishedRun
 from .problem import Problem, problem_of
 from .request import Request, asked_by_run, parse_base
 from .search import Estimate
@@ -67,6 +68,7 @@ def plan_for(problem: Problem, estimator: Estimator, progress: Callable[[str], o
     choice = choose_batch(problem, estimator)
     estimate, predicted = estimator.checked(choice.batch)
     strategy, machine, calibration = estimate.strategy, problem.machine, estimator.calibration
+    task = task_of(problem, estimator.parameters)
     follows = _with_values_of_file(hyperparameters(problem, estimator, strategy.batch), problem)
     run = run_of(problem, estimate, follows)
     numbers = (
@@ -102,15 +104,38 @@ def plan_for(problem: Problem, estimator: Estimator, progress: Callable[[str], o
         data=problem.budget.data,
         seen=problem.budget.seen,
         price=price,
-        warnings=(*choice.warnings, *time_warnings(problem, hours, cost)),
+        warnings=(*choice.warnings, *time_warnings(problem, hours, cost), *_other_readings(problem)),
         others=tuple(
-            PublishedRun(recipe.name, recipe.batch, recipe.task.seen, recipe.lr, recipe.warmup, recipe.source)
+            PublishedRun(
+                recipe.name,
+                recipe.batch,
+                recipe.task.seen,
+                recipe.lr,
+                recipe.warmup,
+                recipe.source,
+                None if recipe.task.optimizer == task.optimizer else recipe.task.optimizer.upper(),
+                recipe.task.length,
+            )
             for recipe in choice.others
         ),
+        text_length=estimator.text_length if task.kind in ("embedder", "lm") else None,
+        open_clip=task.kind == "image-text" and not problem.objective.views,
         edits=_edits(problem, run),
         device_type=machine.device.type,
         usual=None if choice.low is None or choice.high is None else (choice.low, choice.high),
     )
+
+
+def _other_readings(problem: Problem) -> list[str]:
+    """Return what else the question could mean."""
+    request = problem.request
+    known = find_text_model(request.model) if isinstance(request.model, str) else None
+    if known is None or not known.causal or request.objective != "finetune":
+        return []
+    return [
+        f"{request.model} is a language model: this plan fine-tunes it as a text embedder on pairs. To fine-tune it as a language"
+        " model, ask with --objective lm --start pretrained, and --data in tokens."
+    ]
 
 
 def _run_numbers(problem: Problem, run: config.Run | None, spent: str) -> list[Number]:
@@ -118,7 +143,7 @@ def _run_numbers(problem: Problem, run: config.Run | None, spent: str) -> list[N
     data, _, seen = problem.budget
     request, unit = problem.request, "sequences" if problem.request.objective == "lm" else "samples"
     if spent:
-        why, source = spent, "the budget given"
+        why, source = spent, BUDGET_GIVEN
     elif request.seen is not None or request.epochs is not None:
         why, source = "as requested", "given"
     else:

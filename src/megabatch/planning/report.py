@@ -12,10 +12,12 @@ from ..reporting.format import Format, bytes_text, count_text, seconds_text, who
 from ..reporting.html import as_html
 from ..reporting.markdown import as_markdown
 from ..reporting.report import Code, Column, KeyNumber, Notes, Paragraph, Report, Section, Table
-from .plan import Alternative, Plan
+from .plan import BUDGET_GIVEN, Alternative, Plan
 
 # Parts below this share of the whole are drawn together.
 SMALLEST_PART = 0.01
+# The share of a step spent on waiting for data from which a sentence says what to do, and the name of that part.
+MUCH_WAITING, WAITING = 0.2, "waiting for data"
 # The alternatives that a terminal shows, in this order, at most three of them.
 ON_SCREEN = ("half the batch", "twice the GPUs", "what fits without chunks", "twice the batch", "half the chunk, nothing kept")
 
@@ -43,9 +45,16 @@ def answer(plan: Plan) -> list[str]:
     return [
         headline(plan),
         f"learning rate {rate.value:g}, warm-up {warmup.value:,} of {updates:,} updates, {samples_text(plan.seen)} {samples} seen"
-        f" ({epochs} epoch{'' if epochs == '1' else 's'})",
+        f" ({epochs} epoch{'' if epochs == '1' else 's'}){_text_length(plan)}",
         f"{spent}{cost}; {bytes_text(plan.peak_bytes)} of {bytes_text(plan.device_bytes)} per {_device(plan)}",
     ]
+
+
+def _text_length(plan: Plan) -> str:
+    """Return the tokens of a text, which memory and time depend on."""
+    if plan.text_length is None:
+        return ""
+    return f", {plan.text_length:,} tokens each (others: --text-length)"
 
 
 def reasons(plan: Plan) -> list[str]:
@@ -57,17 +66,32 @@ def reasons(plan: Plan) -> list[str]:
         lines.append(f"Negatives (high): {_negatives(plan)}")
     lines.append(f"Rate ({rate.confidence}): {_clauses(rate.why, 2)}. Warm-up ({warmup.confidence}): {_clauses(warmup.why)}.")
     lines.append(f"Memory ({plan.number('peak memory').confidence}): {_memory(plan)}")
-    seconds = plan.number("seconds per step")
-    largest = _largest(plan.time)
-    parts = ", ".join(f"{name} {part / sum(plan.time.values()):.0%}" for name, part in list(largest.items())[:3])
-    lines.append(f"Time ({seconds.confidence}): {seconds_text(plan.seconds_per_step)} per update, of which {parts}.")
+    lines.append(_time(plan))
+    length = plan.number("samples seen")
+    if length.source == BUDGET_GIVEN:
+        lines.append(f"Length ({length.confidence}): {_clauses(length.why)}.")
     return lines
+
+
+def _time(plan: Plan) -> str:
+    """Return the time of an update with its interval, its largest parts, and what to do if it is spent on waiting for data."""
+    seconds, total = plan.number("seconds per step"), sum(plan.time.values())
+    shares = {name: part / total for name, part in _largest(plan.time).items()}
+    parts = ", ".join(f"{name} {share:.0%}" for name, share in list(shares.items())[:3] if share >= 0.005)
+    # The number is shown as "0.61 s (0.42–0.9)" if it is a prediction.
+    interval = [seconds_text(float(end)) for end in seconds.shown.partition(" (")[2].rstrip(")").split("–") if end]
+    line = f"Time ({seconds.confidence}): {seconds_text(plan.seconds_per_step)} per update"
+    line += (f" ({' to '.join(interval)})" if interval else "") + f", of which {parts}."
+    if shares.get(WAITING, 0.0) > MUCH_WAITING and plan.run is not None:
+        line += f" More worker processes (data.workers, {plan.run.data.workers} now) or smaller image files shorten it."
+    return line
 
 
 def _negatives(plan: Plan) -> str:
     """Return where a query's negatives come from, and how many accumulation would leave."""
     strategy = plan.strategy
-    origin = f"from all {strategy.ranks} {_device(plan)}s" if strategy.ranks > 1 else "from the whole batch"
+    all_devices = "both" if strategy.ranks == 2 else f"all {strategy.ranks}"
+    origin = f"from {all_devices} {_device(plan)}s" if strategy.ranks > 1 else "from the whole batch"
     sentence = f"{plan.negatives_per_query:,} per query, {origin}"
     if strategy.chunk < strategy.shard:
         accumulated = strategy.ranks * strategy.chunk * (1 + plan.negatives) - 1
@@ -75,6 +99,9 @@ def _negatives(plan: Plan) -> str:
             f"; gradient caching reaches them in chunks. Accumulating {strategy.chunks} micro-batches instead would leave"
             f" {accumulated:,}"
         )
+    equal = next((number.value for number in plan.numbers if number.name == "colliding pairs per batch"), 0)
+    if isinstance(equal, (int, float)) and equal >= 0.5:
+        sentence += f". About {equal:,.0f} pairs of equal items in a batch are masked"
     return f"{sentence}."
 
 
@@ -116,8 +143,8 @@ def hours_text(hours: float) -> str:
         return seconds_text(3600 * hours) if hours < 1 / 60 else f"{60 * hours:.0f} min"
     if hours < 100:
         return f"{hours:.3g} h"
-    days = hours / 24
-    return f"{days:,.3g} days" if days < 1000 else f"{days / 365.25:,.3g} years"
+    days, years = hours / 24, hours / 24 / 365.25
+    return f"{days:,.3g} days" if days < 1000 else f"{years:,.3g} years" if years < 1000 else f"{years:,.0f} years"
 
 
 def samples_text(count: float) -> str:
@@ -142,7 +169,14 @@ def screen(plan: Plan) -> Report:
     """Return the short report for a terminal: warnings, the answer, why, what others did, and three alternatives."""
     first, *rest = answer(plan)
     _, *tools = plan.identity.rstrip(".").split(". ")
-    chosen = [way for name in ON_SCREEN for way in plan.alternatives if way.name == name][:3]
+    ways = [way for name in ON_SCREEN for way in plan.alternatives if way.name == name]
+    if plan.device_type == "cpu":
+        ways = [way for way in ways if way.gpus == plan.strategy.ranks]
+    # Half the batch may be what fits without chunks.
+    different: dict[tuple[int, int], Alternative] = {}
+    for way in ways:
+        different.setdefault((way.batch, way.gpus), way)
+    chosen = list(different.values())[:3]
     sections = [
         *([Section("", [Paragraph(f"Warning: {text}", warning=True) for text in plan.warnings])] if plan.warnings else []),
         Section("", [Paragraph(line) for line in (first, *rest)]),
@@ -246,34 +280,45 @@ def _numbers(plan: Plan) -> Table:
 
 
 def _others(plan: Plan) -> Table:
+    tokens = plan.run is None
     columns = [
         Column("name", "", kind="text"),
-        Column("batch", "batch", whole),
-        Column("seen", "seen", samples_text),
+        Column("batch", "tokens a step" if tokens else "batch", samples_text if tokens else whole),
+        Column("seen", "tokens seen" if tokens else "seen", samples_text),
         Column("lr", "rate", lambda rate: f"{rate:g}"),
         Column("warmup", "warm-up", whole),
         Column("source", "source", kind="text", detail=True),
     ]
-    return Table(columns, [other._asdict() for other in plan.others])
+    rows = []
+    for other in plan.others:
+        row = other._asdict()
+        row["name"] += f" ({other.optimizer})" if other.optimizer else ""
+        if tokens:
+            # Sequences of different lengths cannot be compared.
+            row |= {name: row[name] * other.length for name in ("batch", "seen") if row[name] is not None}
+        rows.append(row)
+    return Table(columns, rows)
 
 
 def _alternatives(plan: Plan, ways: Sequence[Alternative], *, brief: bool = False) -> Table:
     columns = [
         Column("name", "", kind="word"),
         Column("batch", "batch", whole),
-        Column("gpus", "GPUs", whole),
+        Column("gpus", f"{_device(plan)}s", whole),
         *([] if brief else [Column("chunk", "chunk", whole), Column("keep", "kept", whole)]),
         Column("peak_bytes", "memory", bytes_text),
         *([] if brief else [Column("seconds_per_step", "one update", seconds_text)]),
         Column("updates", "updates", whole),
         Column("hours", "the run", hours_text),
-        Column("cost", "cost" if plan.price is not None else "GPU-hours", money_text if plan.price is not None else _gpu_hours),
+        Column("cost", "cost", money_text) if plan.price is not None else Column("cost", f"{_device(plan)}-hours", _gpu_hours),
     ]
-    return Table(columns, [way._asdict() for way in ways])
+    # A screen has 80 columns.
+    short = {"what fits without chunks": "without chunks"} if brief else {}
+    return Table(columns, [{**way._asdict(), "name": short.get(way.name, way.name)} for way in ways])
 
 
 def _gpu_hours(hours: float) -> str:
-    return f"{hours:,.3g}" if hours < 1000 else f"{hours:,.0f}"
+    return f"{hours:,.3g}" if hours < 1000 else f"{hours:,.0f}" if hours < 1e7 else samples_text(hours)
 
 
 def _figures(plan: Plan) -> list[Figure]:

@@ -208,7 +208,8 @@ def base_run(request: Request) -> config.Run:
     first, _, second = (full_name(part) for part in request.model.partition("+"))
     library = find_library(first)
     dim = request.dim or library.own_dim(first.partition(":")[2]) or library.plan_dim
-    second = second or (first if library.both_sides else library.partner) or ""
+    partner = SHARED if request.pairs and objectives.OBJECTIVES[request.loss].views else library.partner
+    second = second or (first if library.both_sides else partner) or ""
     trained = request.start != "scratch"
     sizes = (request.text_length, request.image_size)
     x = config.Tower(first, size_options(first, "x", *sizes), _weights(first, trained), locked=request.start == "locked")

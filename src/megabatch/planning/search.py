@@ -57,21 +57,30 @@ def search(
                 best = better
     if best is None:
         smallest = min(memory(dataclasses.replace(candidate, chunk=1, keep=0)) for candidate in candidates)
-        raise nothing_fits(limit, smallest, sharded=any(candidate.sharding != "ddp" for candidate in candidates))
+        raise NothingFitsError(limit, smallest, sharded=any(candidate.sharding != "ddp" for candidate in candidates))
     return best
 
 
-def nothing_fits(limit: int, smallest: int, *, sharded: bool) -> ValueError:
-    """Return the error for a model that takes more memory than may be used. sharded: whether sharding its weights was tried."""
-    remedy = (
-        ", even with sharded weights; take more or larger devices, LoRA, or a smaller model, or split its layers too by tensor"
-        " parallelism (torch.distributed.tensor.parallel), which `plan` does not cover"
-        if sharded
-        else "; take a larger device, more devices (the weights are then sharded), LoRA, or a smaller model"
-    )
-    return ValueError(
-        f"{limit / 2**30:.1f} GiB of memory may be used, but the model takes at least {smallest / 2**30:.1f} GiB{remedy}"
-    )
+class NothingFitsError(ValueError):
+    """A model takes more memory than may be used.
+
+    sharded: whether sharding its weights was tried. lora: whether only adapters are trained. memory: of the whole device.
+    """
+
+    def __init__(self, limit: int, smallest: int, *, sharded: bool, lora: bool = False, memory: int = 0) -> None:
+        self.limit, self.smallest, self.sharded = limit, smallest, sharded
+        less = "shorter texts, or weights in 4 bits (QLoRA), which `plan` does not cover" if lora else "LoRA"
+        remedy = (
+            f", even with sharded weights; take more or larger devices, {less}, or a smaller model, or split its layers too by"
+            " tensor parallelism (torch.distributed.tensor.parallel), which `plan` does not cover"
+            if sharded
+            else f"; take a larger device, more devices (the weights are then sharded), {less}, or a smaller model"
+        )
+        if smallest < 0.95 * memory:
+            remedy += f"; or allow more than {limit / memory:.0%} of the device's memory (--share {smallest / memory + 0.02:.2f})"
+        super().__init__(
+            f"{limit / 2**30:.1f} GiB of memory may be used, but the model takes at least {smallest / 2**30:.1f} GiB{remedy}"
+        )
 
 
 def _handicap(strategy: Strategy) -> float:
@@ -139,7 +148,8 @@ def candidate_strategies(
         raise ValueError(f"gpus is {ranks}: must be at least 1; a CPU counts as one")
     if batch % ranks:
         raise ValueError(
-            f"batch is {batch:,} and gpus is {ranks}: the batch must be a multiple of the GPUs, so that all hold equal shards"
+            f"batch is {batch:,} and gpus is {ranks}: the batch must be a multiple of the GPUs, so that all hold equal shards; take"
+            f" {max(1, batch // ranks) * ranks:,} or {(batch // ranks + 1) * ranks:,}"
         )
     shardings = shardings if ranks > 1 else ("ddp",)
     shard = batch // ranks

@@ -37,7 +37,7 @@ def count_text(number: float) -> str:
     ('1,024', '65,536', '400 k', '1.23 M')
     """
     # Each limit is where three digits would round up to the next unit.
-    for least, size, unit in ((999.5e6, 1e9, "G"), (999.5e3, 1e6, "M"), (1e5, 1e3, "k")):
+    for least, size, unit in ((999.5e9, 1e12, "T"), (999.5e6, 1e9, "G"), (999.5e3, 1e6, "M"), (1e5, 1e3, "k")):
         if abs(number) >= least:
             return f"{number / size:.3g} {unit}"
     return f"{number:,.0f}"
