@@ -212,7 +212,9 @@ FACTS = {
         "medium",
     ),
     "fine-tuning lm": Fact(
-        "language models are fine-tuned on instructions at 16 to 128 sequences", "Alpaca, LIMA, QLoRA (recalled)", "low"
+        "language models are fine-tuned on instructions at 16 to 128 sequences",
+        "Stanford Alpaca, README (128); LIMA, QLoRA (recalled)",
+        "low",
     ),
     "lm batch": Fact(
         "the optimal and the critical batch grow as a power of the tokens seen, with no effect of the model's size; GPT-2 124M"
@@ -258,7 +260,7 @@ FACTS = {
         "arXiv 2005.14165, table 2.1; 2302.13971",
         "high",
     ),
-    "lm fine-tuning rate": Fact("2e-5 at 7 B parameters, 5e-5 at BERT's size", "arXiv 1810.04805; Alpaca (recalled)", "low"),
+    "lm fine-tuning rate": Fact("2e-5 at 7 B parameters, 5e-5 at BERT's size", "arXiv 1810.04805; Stanford Alpaca, README", "low"),
     "classifier rate": Fact("1e-3 at 1,024 with AdamW", "DeiT, arXiv 2012.12877; Swin, arXiv 2103.14030", "medium"),
     "classifier fine-tuning rate": Fact("2e-5 to 5e-5 with AdamW", "arXiv 1810.04805, 2109.01903", "medium"),
     "image-text warm-up": Fact(
