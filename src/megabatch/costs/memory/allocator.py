@@ -125,5 +125,7 @@ def replay(trace: Trace, events: StepEvents) -> tuple[Trace, int]:
             allocator.release(blocks.pop(event.allocation), requested.bytes)
         if event.is_allocation:
             block = blocks[event.allocation] = allocator.allocate(requested.bytes)
-            allocations[event.allocation] = replace(requested, remainder=block.size - requested.bytes)
+            remainder = block.size - requested.bytes
+            if allocations[event.allocation].remainder != remainder:
+                allocations[event.allocation] = replace(requested, remainder=remainder)
     return Trace(allocations, trace.events), allocator.reserved
