@@ -60,7 +60,7 @@ def predict_memory(
     >>> import torch
     >>> prediction = predict_memory(lambda: torch.nn.Linear(1024, 1024), lambda rows: torch.empty(rows, 1024), 4096)
     >>> prediction.parts["weights"], prediction.parts["optimizer"]
-    (4198400, 8397824)
+    (4198400, 8396800)
     """
     setup = setup or Setup()
     check_rows(rows)
