@@ -105,7 +105,13 @@ def arguments(**changes: Any) -> argparse.Namespace:
 
 
 def train(
-    model: nn.Module, loss: nn.Module, data: list[tuple[Tensor, Tensor]], teacher: nn.Module | None = None, **changes: Any
+    model: nn.Module,
+    loss: nn.Module,
+    data: list[tuple[Tensor, Tensor]],
+    teacher: nn.Module | None = None,
+    *,
+    rate: float = 0.005,
+    **changes: Any,
 ) -> Any:
     """Train one epoch in OpenCLIP's train_one_epoch; return the weights."""
     open_clip()
@@ -113,6 +119,6 @@ def train(
 
     args = arguments(**changes)
     # Not Adam, which would hide a gradient that is a multiple of the true one.
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.005, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
     train_one_epoch(model, {"train": Data(Loader(data))}, loss, 0, optimizer, None, None, teacher, args)
     return {name.removeprefix("module."): value.clone() for name, value in model.state_dict().items()}

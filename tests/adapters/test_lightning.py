@@ -181,15 +181,20 @@ def on_two_ranks(rank: int, size: int) -> Any:
     fit(model, data(rank, size), [finder])
     regressor, noise = regression(), NoiseScale()
     fit(regressor, data(rank, size), [noise])
-    return finder.optimal_chunk, weights(model), noise.state_dict()["steps"]
+    return finder.optimal_chunk, weights(model), noise.state_dict()["steps"], in_two_precisions(rank, size)
 
 
-def test_two_ranks_agree_on_the_chunk_and_on_the_weights():
+@pytest.fixture(scope="module")
+def two_ranks() -> Any:
     from world import World
 
     world = World()
-    [(chunk, first, noise), (other_chunk, second, _)] = world.run(2, on_two_ranks)
+    yield world.run(2, on_two_ranks)
     world.close()
+
+
+def test_two_ranks_agree_on_the_chunk_and_on_the_weights(two_ranks):
+    [(chunk, first, noise, _), (other_chunk, second, *_)] = two_ranks
     assert chunk == other_chunk == LIMIT - 2
     reference = module_class()()
     fit(reference, data(0, 1), [])
@@ -197,3 +202,44 @@ def test_two_ranks_agree_on_the_chunk_and_on_the_weights():
         assert torch.equal(first[name], second[name])
         assert torch.allclose(first[name], value, atol=1e-6), name
     assert noise[0] == pytest.approx(list(noise_by_hand(1, 2).steps[0]), rel=1e-4)
+
+
+def trained_by_sgd(gathers: bool, rank: int, size: int, **options: Any) -> dict[str, torch.Tensor]:
+    """Return the weights after three steps with our loss in chunks, or with the formula on rows that Lightning gathers."""
+
+    class Pair(module_class()):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if not gathers:
+                return super().training_step(batch, batch_idx)
+            x, y = (nn.functional.normalize(e(rows), dim=1) for e, rows in zip((self.image, self.text), batch, strict=True))
+            x, y = (self.all_gather(rows, sync_grads=True).reshape(-1, rows.shape[1]).float() for rows in (x, y))
+            logits, target = self.logit_scale.exp() * x @ y.T, torch.arange(len(x))
+            return (nn.functional.cross_entropy(logits, target) + nn.functional.cross_entropy(logits.T, target)) / 2
+
+        def configure_optimizers(self) -> Any:
+            # AdamW would hide a gradient that is a multiple of the true one.
+            return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+    model = Pair(chunk=3)
+    fit(model, data(rank, size), [], **options)
+    return weights(model)
+
+
+def in_two_precisions(rank: int, size: int) -> Any:
+    return {
+        (gathers, precision): trained_by_sgd(gathers, rank, size, precision=precision)
+        for gathers in (True, False)
+        for precision in ("32-true", "bf16-mixed")
+    }
+
+
+def test_three_steps_on_two_ranks_end_at_the_weights_of_gathered_rows_also_in_bf16(two_ranks):
+    from mixed_precision import errors
+
+    start = weights(module_class()())
+    for *_, found in two_ranks:
+        exact = found[True, "32-true"]
+        for name, value in found[False, "32-true"].items():
+            assert torch.allclose(value, exact[name], rtol=0, atol=1e-6), name
+        error = errors(found[False, "bf16-mixed"], found[True, "bf16-mixed"], exact, start)
+        assert error.agree(), error

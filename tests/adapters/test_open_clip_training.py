@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from mixed_precision import Errors, errors
 from open_clip_training import CONTEXT, arguments, batches, open_clip, tiny_clip, train
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -120,15 +121,48 @@ def on_two_ranks(rank: int, size: int) -> dict[str, float]:
     return differences
 
 
-@pytest.mark.slow
-def test_two_processes_end_at_the_weights_of_openclip():
-    # A separate World: torch.distributed.nn, which OpenCLIP uses, keeps the first process group that it sees.
+def in_bf16_on_two_ranks(rank: int, size: int) -> dict[str, Errors]:
+    world, data = {"rank": rank, "world_size": size, "distributed": True}, batches(STEPS, ROWS, rank)
+    found = {}
+    for kind in KINDS:
+        (ours, theirs), start = losses(kind, **world), dict(model_for(kind).state_dict())
+
+        def weights(loss: nn.Module, precision: str, chunk: int | None = None, kind: str = kind) -> dict[str, torch.Tensor]:
+            model = model_for(kind) if chunk is None else adapter.encode_in_chunks(model_for(kind), chunk)
+            # A small rate: each step's rounding errors are then not multiplied by the next.
+            return trained(kind, DistributedDataParallel(model), loss, data, **world, precision=precision, rate=1e-4)
+
+        exact, rounded = (weights(theirs, precision) for precision in ("fp32", "amp_bf16"))
+        found[kind] = errors(weights(ours, "amp_bf16"), rounded, exact, start)
+        if kind in ("clip", "siglip"):
+            found[f"{kind} in chunks"] = errors(weights(ours, "amp_bf16", 3), rounded, exact, start)
+    return found
+
+
+def in_both_precisions(rank: int, size: int) -> tuple[dict[str, float], dict[str, Errors]]:
+    return on_two_ranks(rank, size), in_bf16_on_two_ranks(rank, size)
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Any:
+    # A separate World, and one task: torch.distributed.nn, which OpenCLIP uses, keeps the first process group that it sees.
     world = World()
-    results = world.run(2, on_two_ranks)
+    yield world.run(2, in_both_precisions)
     world.close()
-    for differences in results:
+
+
+@pytest.mark.slow
+def test_two_processes_end_at_the_weights_of_openclip(two_ranks):
+    for differences, _ in two_ranks:
         assert len(differences) == 8
         assert max(differences.values()) < ROUNDING, differences
+
+
+@pytest.mark.slow
+def test_two_processes_in_bf16_end_at_the_weights_of_openclip(two_ranks):
+    for _, found in two_ranks:
+        assert len(found) == 6
+        assert all(case.agree() for case in found.values()), found
 
 
 class Task(nn.Module):

@@ -66,6 +66,18 @@ def test_every_layout_gives_the_loss_of_its_trainer():
     assert_equal(gradients(found, x, y), true)
 
 
+def test_passages_and_ids_may_have_one_row_for_each_query():
+    x, y = interleaved()
+    ids = torch.tensor([[0, 1, 2], [3, 4, 0], [5, 6, 7], [8, 9, 5]])
+    same = ids.flatten()[None] == ids[:, :1]
+    same[torch.arange(QUERIES), torch.arange(QUERIES) * GROUP] = False
+    scores = (SCALE * x @ y.T).masked_fill(same, -torch.inf)
+    true = gradients(cross_entropy(scores, torch.arange(QUERIES) * GROUP), x, y)
+    assert not torch.allclose(true[0], formula(x, y))
+    for passages, numbers in ((y, ids.flatten()), (y.unflatten(0, (QUERIES, GROUP)), ids)):
+        assert_equal(gradients(retrieval.grouped_loss(x, passages, SCALE, ids=numbers, group=None), x, y), true)
+
+
 def test_what_is_left_to_flagembedding_is_computed_there():
     x, y = interleaved()
     scores, _ = OurEmbedder()._compute_in_batch_neg_loss(x, y, torch.ones(1))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from mixed_precision import errors
 from torch import nn
 from world import World
 
@@ -19,6 +20,7 @@ from benchmarks.peers import declare_torchvision_schemas
 declare_torchvision_schemas()
 
 from megabatch.adapters import transformers as adapter  # noqa: E402
+from megabatch.adapters.retrieval import grouped_loss  # noqa: E402
 from megabatch.adapters.transformers import ContrastiveSettings, ContrastiveTrainer  # noqa: E402
 
 ROWS, STEPS = 8, 3
@@ -52,6 +54,33 @@ class OwnPair(nn.Module):
         return {"q": nn.functional.normalize(q, dim=1), "d": nn.functional.normalize(d, dim=1)}
 
 
+class Groups(nn.Module):
+    """Queries, and a positive and two hard negatives for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.layer = nn.EmbeddingBag(50, 16), nn.Linear(16, 16)
+        self.logit_scale = nn.Parameter(torch.tensor(10.0).log())
+
+    def forward(self, query: torch.Tensor, passages: torch.Tensor, **labels: Any) -> dict[str, torch.Tensor]:
+        def embed(words: torch.Tensor) -> torch.Tensor:
+            return nn.functional.normalize(self.layer(self.words(words)), dim=-1)
+
+        return {"q": embed(query), "p": embed(passages.flatten(0, 1)).unflatten(0, passages.shape[:2])}
+
+    def own_loss(self, query: torch.Tensor, passages: torch.Tensor) -> torch.Tensor:
+        """The cross-entropy of the scores of all passages, of which that with number i·G belongs to query i."""
+        q, p = self(query, passages).values()
+        scores = self.logit_scale.exp() * q @ p.flatten(0, 1).T
+        return nn.functional.cross_entropy(scores, torch.arange(len(q)) * passages.shape[1])
+
+
+def groups(count: int) -> list[dict[str, torch.Tensor]]:
+    words = torch.randint(0, 50, (count, 4, 5), generator=torch.Generator().manual_seed(3))
+    return [{"query": row[0], "passages": row[1:]} for row in words]
+
+
 def samples(count: int) -> list[dict[str, torch.Tensor]]:
     g = torch.Generator().manual_seed(7)
     images = torch.randn(count, 3, 16, 16, generator=g)
@@ -75,7 +104,8 @@ def train(
 
     class Theirs(InOrder, Trainer):
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
-            return model(**inputs, return_loss=True).loss
+            own_loss = getattr(model, "own_loss", None)
+            return model(**inputs, return_loss=True).loss if own_loss is None else own_loss(**inputs)
 
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(
@@ -222,6 +252,29 @@ def test_data_parallel_is_refused():
 
 
 def on_two_ranks(rank: int, size: int) -> dict[str, Any]:
+    found = {}
+    for kind in ("clip", "siglip"):
+        for chunk in (None, 3):
+            found[kind, chunk] = train(tiny_model(kind), rows=ROWS // 2, settings=ContrastiveSettings(chunk=chunk))
+    found["unused"] = train(tiny_model(), rows=ROWS // 2, settings=ContrastiveSettings(chunk=3), ddp_find_unused_parameters=False)
+    found["evaluation"] = evaluation(samples(ROWS)[rank :: size + 1])
+    return found
+
+
+def every_case(rank: int, size: int) -> tuple[dict[Any, Any], dict[Any, Any]]:
+    start(rank, size)
+    return on_two_ranks(rank, size), accumulated_and_mixed_on_two_ranks()
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Any:
+    world = World()
+    yield world.run(2, every_case)
+    world.close()
+
+
+def start(rank: int, size: int) -> None:
+    """Make the Trainer take this process for one of torchrun's."""
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -230,13 +283,6 @@ def on_two_ranks(rank: int, size: int) -> dict[str, Any]:
         "MASTER_PORT": "29511",
     }
     warnings.simplefilter("ignore")
-    found = {}
-    for kind in ("clip", "siglip"):
-        for chunk in (None, 3):
-            found[kind, chunk] = train(tiny_model(kind), rows=ROWS // 2, settings=ContrastiveSettings(chunk=chunk))
-    found["unused"] = train(tiny_model(), rows=ROWS // 2, settings=ContrastiveSettings(chunk=3), ddp_find_unused_parameters=False)
-    found["evaluation"] = evaluation(samples(ROWS)[rank :: size + 1])
-    return found
 
 
 def evaluation(rows: list[dict[str, torch.Tensor]]) -> tuple[float, float]:
@@ -250,18 +296,61 @@ def evaluation(rows: list[dict[str, torch.Tensor]]) -> tuple[float, float]:
 
 
 @pytest.mark.slow
-def test_two_ranks_end_at_the_weights_of_one_with_the_whole_batch():
+def test_two_ranks_end_at_the_weights_of_one_with_the_whole_batch(two_ranks):
     """Rank r takes batches r, r + 2, …: the same rows in another order, which does not matter to the loss."""
-    world = World()
-    results = world.run(2, on_two_ranks)
-    world.close()
     expected = {kind: train(tiny_model(kind)) for kind in ("clip", "siglip")}
-    for found in results:
+    for found, _ in two_ranks:
         # Each rank has its own negatives in evaluation, where ranks may have different numbers of batches.
-        ours, theirs = found.pop("evaluation")
+        ours, theirs = found["evaluation"]
         assert ours == pytest.approx(theirs, rel=1e-5)
-        for case, weights in found.items():
+        for case, weights in ((case, value) for case, value in found.items() if case != "evaluation"):
             assert largest_difference(weights, expected["siglip" if case[0] == "siglip" else "clip"]) < ROUNDING, case
+
+
+IN_GROUPS = ContrastiveSettings(outputs=("q", "p"), loss=grouped_loss)
+
+
+def accumulated_and_mixed_on_two_ranks() -> dict[Any, Any]:
+    found: dict[Any, Any] = {}
+    for chunk in (None, 3):
+        common: dict[str, Any] = {"rows": ROWS // 2, "settings": ContrastiveSettings(chunk=chunk)}
+        for kind in ("clip", "siglip"):
+            found["bf16", kind, chunk] = train(tiny_model(kind), **common, bf16=True)
+        found["accumulation", "clip", chunk] = train(
+            tiny_model(), **common, data=samples(2 * STEPS * ROWS), gradient_accumulation_steps=2
+        )
+        in_groups = {"rows": ROWS // 2, "settings": IN_GROUPS._replace(chunk=chunk)}
+        found["hard negatives", "groups", chunk] = train(Groups(), **in_groups, data=groups(STEPS * ROWS))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", [None, 3])
+def test_hard_negatives_end_at_the_weights_of_the_formula(chunk):
+    found, expected = (
+        train(Groups(), data=groups(STEPS * ROWS), settings=settings) for settings in (IN_GROUPS._replace(chunk=chunk), None)
+    )
+    assert largest_difference(found, expected) < ROUNDING
+    assert largest_difference(found, dict(Groups().state_dict())) > 1e-3
+
+
+@pytest.mark.slow
+def test_two_ranks_with_accumulation_bf16_or_hard_negatives_end_at_the_weights_of_one_with_the_whole_batch(two_ranks):
+    expected = {
+        "accumulation": train(tiny_model(), data=samples(2 * STEPS * ROWS), gradient_accumulation_steps=2),
+        "hard negatives": train(Groups(), data=groups(STEPS * ROWS)),
+    }
+    kinds = ("clip", "siglip")
+    exact, rounded = ({kind: train(tiny_model(kind), bf16=bf16) for kind in kinds} for bf16 in (False, True))
+    for _, found in two_ranks:
+        for (case, kind, chunk), weights in found.items():
+            first = two_ranks[0][1][case, kind, chunk]
+            assert all(torch.equal(value, first[name]) for name, value in weights.items()), "ranks agree"
+            if case in expected:
+                assert largest_difference(weights, expected[case]) < ROUNDING, (case, chunk)
+            else:
+                error = errors(weights, rounded[kind], exact[kind], dict(tiny_model(kind).state_dict()))
+                assert error.agree(), (kind, chunk, error)
 
 
 def audited(**options: Any) -> adapter.AuditCallback:

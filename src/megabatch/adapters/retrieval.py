@@ -24,6 +24,8 @@ from ..ring import Group
 def positives_first(passages: Tensor, queries: int) -> Tensor:
     """Return interleaved passages as [positives; negatives]: passage i·G is the positive of query i, with G = passages / queries.
 
+    passages: (N·G, …): embeddings, or numbers such as ids.
+
     >>> positives_first(torch.arange(6).view(6, 1), queries=2).flatten().tolist()
     [0, 3, 1, 2, 4, 5]
     """
@@ -62,12 +64,21 @@ def split_by_labels(rows: Tensor, labels: Tensor) -> QueriesAndPassages:
     return QueriesAndPassages(rows[anchors], torch.cat([rows[anchors + 1], rows[is_negative]]))
 
 
-def grouped_loss(queries: Tensor, passages: Tensor, scale: Tensor | float, *, group: Group = ..., **options: Any) -> Tensor:
+def grouped_loss(
+    queries: Tensor, passages: Tensor, scale: Tensor | float, *, ids: Tensor | None = None, group: Group = ..., **options: Any
+) -> Tensor:
     """Return the loss of queries against all passages, where those of a query stand together, its positive first.
 
-    scale: 1 / temperature. group and options: as in `megabatch.clip_loss`.
+    passages: (N·G, D) for N queries, or (N, G, D): then it is a loss for a Trainer whose model returns both by name,
+        `megabatch.adapters.transformers.ContrastiveSettings(loss=grouped_loss)`.
+    scale: 1 / temperature. ids: one for each passage, in their order. group and options: as in `megabatch.clip_loss`.
     """
-    return clip_loss(queries, positives_first(passages, len(queries)), scale, symmetric=False, group=group, **options)
+    if passages.ndim == 3:
+        passages = passages.flatten(0, 1)
+    if ids is not None:
+        ids = positives_first(ids.flatten(), len(queries))
+    passages = positives_first(passages, len(queries))
+    return clip_loss(queries, passages, scale, symmetric=False, ids=ids, group=group, **options)
 
 
 class SimpleContrastiveLoss:
