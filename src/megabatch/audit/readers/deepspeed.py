@@ -89,6 +89,7 @@ def facts_of(name: str, table: Mapping[str, Any]) -> TrainingFacts:
         weight_decay=number("optimizer.params.weight_decay", float),
         warmup=_warmup(number, scheduler, stated),
         steps=number("scheduler.params.total_num_steps"),
+        # Without the key, 0.19.3 and later clip at 1, earlier versions not at all: the file does not say which version reads it.
         clip_norm=number("gradient_clipping", float),
         clip_at="step",
         schedule_at="step",

@@ -164,7 +164,8 @@ def _facts(name: str, table: Mapping[str, Any], extra: Mapping[str, Any]) -> Tra
         beta2=values["adam_beta2"] if optimizer and FAMILIES[optimizer].uses_beta2 else None,
         weight_decay=values["weight_decay"],
         decays_gains=False,
-        clip_norm=values["max_grad_norm"] or 0.0,
+        # DeepSpeed clips, not the Trainer, which only fills in what is "auto" there.
+        clip_norm=zero.clip_norm if values.get("deepspeed") and not _is_auto(config) else values["max_grad_norm"] or 0.0,
         clip_at="step",
         schedule_at="step",
         steps=steps,
@@ -186,6 +187,10 @@ def _facts(name: str, table: Mapping[str, Any], extra: Mapping[str, Any]) -> Tra
         disagreement=" ".join(_disagreements(name, values)[0]) or None,
     )
     return with_facts(facts, extra)
+
+
+def _is_auto(config: Mapping[str, Any] | None) -> bool:
+    return config is not None and config.get("gradient_clipping") == "auto"
 
 
 def _is_true(value: Any) -> bool | None:
