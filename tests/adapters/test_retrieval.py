@@ -43,10 +43,11 @@ class Embedder:
 
     temperature = 1 / SCALE
 
-    def _compute_in_batch_neg_loss(
-        self, q_reps: Any, p_reps: Any, teacher_targets: Any = None, compute_score_func: Any = None
-    ) -> Any:
-        return SCALE * q_reps @ p_reps.T, formula(q_reps, p_reps)
+    def _compute_in_batch_neg_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return "in batch", args, kwargs
+
+    def _compute_cross_device_neg_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return "cross device", args, kwargs
 
 
 class OurEmbedder(retrieval.InBatchLossMixin, Embedder):
@@ -78,10 +79,21 @@ def test_passages_and_ids_may_have_one_row_for_each_query():
         assert_equal(gradients(retrieval.grouped_loss(x, passages, SCALE, ids=numbers, group=None), x, y), true)
 
 
-def test_what_is_left_to_flagembedding_is_computed_there():
+@pytest.mark.parametrize("place, method", [("in batch", "in_batch"), ("cross device", "cross_device")])
+def test_teachers_scores_and_lists_are_left_to_flagembedding(place, method):
     x, y = interleaved()
-    scores, _ = OurEmbedder()._compute_in_batch_neg_loss(x, y, torch.ones(1))
-    assert scores.shape == (QUERIES, QUERIES * GROUP)
+    call = getattr(OurEmbedder(), f"_compute_{method}_neg_loss")
+    for arguments in ((x, y, torch.ones(1), None), (x, y, None, max), ([x], [y], None, None)):
+        assert call(*arguments, all_scores=1) == (place, arguments, {"all_scores": 1})
+
+
+def test_options_reach_the_loss_of_ms_swift():
+    x, y = interleaved()
+    rows, labels = torch.stack([x, y[::GROUP]], 1).flatten(0, 1), torch.ones(QUERIES)
+    expected = cross_entropy(10.0 * x @ y[::GROUP].T, torch.arange(QUERIES), label_smoothing=0.1)
+    # ms-swift's default temperature is 0.1.
+    found = retrieval.InfonceLoss(label_smoothing=0.1)({"last_hidden_state": rows}, labels)
+    assert torch.allclose(found, expected, rtol=1e-9)
 
 
 def test_queries_may_have_different_numbers_of_negatives():
@@ -98,6 +110,7 @@ def test_queries_may_have_different_numbers_of_negatives():
         lambda: retrieval.split_by_labels(torch.zeros(5, 2), torch.tensor([0, 1, 1])),
         lambda: retrieval.split_by_labels(torch.zeros(5, 2), torch.tensor([1, 0, 0])),
         lambda: retrieval.SimpleContrastiveLoss()(torch.zeros(1, 2), torch.zeros(2, 2), target=torch.zeros(1)),
+        lambda: retrieval.SimpleContrastiveLoss()(torch.zeros(1, 2), torch.zeros(2, 2), reduction="sum"),
         lambda: retrieval.DistributedContrastiveLoss(),
     ],
 )
@@ -116,7 +129,10 @@ def on_two_ranks(rank: int, size: int) -> list[list[torch.Tensor]]:
         lambda f: OurEmbedder()._compute_cross_device_neg_loss(f(x), f(y))[1],
         lambda f: retrieval.InfonceLoss(temperature=1 / SCALE)({"last_hidden_state": f(rows)}, labels),
         lambda f: retrieval.DistributedContrastiveLoss(scale_loss=False, temperature=1 / SCALE)(f(x), f(y)),
+        lambda f: retrieval.InfonceLoss(temperature=1 / SCALE, group=None)({"last_hidden_state": f(rows)}, labels),
     ]
+    with pytest.raises(ValueError, match="target"):
+        retrieval.DistributedContrastiveLoss()(x, y, target=labels)
     results = []
     for call in calls:
         torch.manual_seed(0)
@@ -136,8 +152,10 @@ def test_two_ranks_give_the_gradient_of_the_mean_over_all_queries(world):
     layer = torch.nn.Linear(8, 8, bias=False).double()
     x, y = (torch.cat(parts) for parts in zip(*(interleaved(rank) for rank in range(2)), strict=True))
     true = gradients(formula(layer(x), layer(y)), layer.weight)
-    for tevatron, flag, swift, unscaled in world.run(2, on_two_ranks):
+    alone = [formula(layer(x), layer(y)) for x, y in (interleaved(rank) for rank in range(2))]
+    for rank, (tevatron, flag, swift, unscaled, own) in enumerate(world.run(2, on_two_ranks)):
         assert_equal([tevatron[0], 2 * tevatron[1]], true)
         assert_equal(flag, true)
         assert_equal(swift, true)
         assert_equal([unscaled[0], 2 * unscaled[1]], true)
+        assert_equal(own, [alone[rank].detach(), *torch.autograd.grad(sum(alone) / 2, layer.weight, retain_graph=True)])

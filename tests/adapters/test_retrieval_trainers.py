@@ -1,11 +1,12 @@
 """Retrieval trainers with the overrides of docs/trainers.md end at the weights of their own losses, on one process and on two.
 
-Each test needs its package, which the tests do not install: FlagEmbedding 1.4 and ms-swift 4.6, though the latter asks for other
-versions of some libraries. Left out: Tevatron 2, which is on no package index; test_retrieval.py has its layout.
+Each test needs its package, which the tests do not install: FlagEmbedding 1.4; ms-swift 4.6, though it asks for other versions of
+some libraries; Tevatron and GradCache from their repositories, since the package indexes have Tevatron of 2022 only.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 import warnings
@@ -248,4 +249,81 @@ def test_ms_swift_on_two_processes_ends_at_its_own_weights(swift, world, decoder
     results = world.run(2, ms_swift_on_two_ranks, decoder, case)
     for ours, theirs, *exact in results:
         check_swift(case, ours, theirs, lambda exact=exact: exact[0])
+        assert largest_difference(ours, results[0][0]) == 0.0, "ranks agree"
+
+
+# The temperature, whether Tevatron's own training caches gradients, and training arguments. With a cache, Tevatron ignores the
+# temperature: ours, which has a cache and the temperature, is compared with its training without a cache.
+TEVATRON_CASES: dict[str, tuple[float, bool, dict[str, Any]]] = {
+    "cached": (1.0, True, {}),
+    "temperature": (0.1, False, {}),
+    "accumulation": (1.0, True, {"gradient_accumulation_steps": 2}),
+}
+
+
+def tevatron(ours: bool, case: str) -> dict[str, torch.Tensor]:
+    """Return the weights after some steps of Tevatron's trainer; ours: with --grad_cache and the override of docs/trainers.md."""
+    from tevatron.retriever import gc_trainer
+    from tevatron.retriever.arguments import TevatronTrainingArguments
+    from tevatron.retriever.modeling import DenseModel
+    from tevatron.retriever.trainer import TevatronTrainer
+
+    temperature, caches, arguments = TEVATRON_CASES[case]
+    rows = STEPS * QUERIES * int(os.environ.get("WORLD_SIZE", "1")) * arguments.get("gradient_accumulation_steps", 1)
+    passages, words = texts(rows * GROUP, seed=1), tokenizer()
+    data = [(text, passages[i * GROUP : (i + 1) * GROUP]) for i, text in enumerate(texts(rows))]
+
+    def collate(features: list[tuple[str, list[str]]]) -> list[Any]:
+        columns = [query for query, _ in features], [passage for _, group in features for passage in group]
+        return [words(column, padding=True, return_tensors="pt") for column in columns]
+
+    classes = gc_trainer.SimpleContrastiveLoss, gc_trainer.DistributedContrastiveLoss
+    if ours:
+        gc_trainer.SimpleContrastiveLoss, gc_trainer.DistributedContrastiveLoss = (
+            functools.partial(kind, temperature=temperature)
+            for kind in (retrieval.SimpleContrastiveLoss, retrieval.DistributedContrastiveLoss)
+        )
+    model = DenseModel(bert(), pooling="mean", normalize=True, temperature=temperature)
+    try:
+        with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            args = TevatronTrainingArguments(
+                **settings(folder, RATE, warmup_ratio=0.0, gc_q_chunk_size=4, gc_p_chunk_size=5, **arguments)
+            )
+            kind = gc_trainer.GradCacheTrainer if ours or caches else TevatronTrainer
+            kind(model=model, args=args, train_dataset=data, data_collator=collate).train()
+    finally:
+        gc_trainer.SimpleContrastiveLoss, gc_trainer.DistributedContrastiveLoss = classes
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def check_tevatron(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert largest_difference(ours, theirs) < 1e-6
+    start = {f"encoder.{name}": value for name, value in bert().state_dict().items()}
+    assert largest_difference(ours, start) > 1e-3
+
+
+@pytest.fixture
+def tevatron_package() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pytest.importorskip("grad_cache", reason="needs GradCache")
+        pytest.importorskip("tevatron.retriever.gc_trainer", reason="needs Tevatron")
+
+
+@pytest.mark.parametrize("case", TEVATRON_CASES)
+def test_tevatron_ends_at_its_own_weights(tevatron_package, case):
+    check_tevatron(*(tevatron(kind, case) for kind in (True, False)))
+
+
+def tevatron_on_two_ranks(rank: int, size: int, case: str) -> list[dict[str, torch.Tensor]]:
+    with started_by_torchrun(rank, size):
+        return [tevatron(kind, case) for kind in (True, False)]
+
+
+@pytest.mark.parametrize("case", TEVATRON_CASES)
+def test_tevatron_on_two_processes_ends_at_its_own_weights(tevatron_package, world, case):
+    results = world.run(2, tevatron_on_two_ranks, case)
+    for ours, theirs in results:
+        check_tevatron(ours, theirs)
         assert largest_difference(ours, results[0][0]) == 0.0, "ranks agree"
