@@ -86,14 +86,69 @@ def test_other_errors_and_models_that_never_fit_are_raised():
         broken()
 
 
+class Counter:
+    """Something with a state that is no module."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def test_whatever_a_step_changes_is_restored():
+    """Positional and keyword arguments, and what `state` names: modules, and objects with a state_dict."""
+    first, second, outside = Counter(), Counter(), Counter()
+    layers, tried = [nn.Linear(1, 1) for _ in range(2)], []
+    before = [layer.weight.item() for layer in layers]
+
+    @find_executable_batch_size(starting_batch_size=4, state=[outside])
+    def step(chunk, counter, layer, *, other_counter, other_layer):
+        tried.append(chunk)
+        for each in (counter, other_counter, outside):
+            each.count += 1
+        with torch.no_grad():
+            layer.weight += 1
+            other_layer.weight += 1
+        if chunk > 2:
+            raise torch.OutOfMemoryError("out of memory.")
+
+    step(first, layers[0], other_counter=second, other_layer=layers[1])
+    assert tried == [4, 3, 2]
+    assert (first.count, second.count, outside.count) == (1, 1, 1)
+    assert [layer.weight.item() for layer in layers] == pytest.approx([weight + 1 for weight in before])
+    assert step.__name__ == "step"
+
+
+def test_a_chunk_has_at_least_one_row():
+    with pytest.raises(ValueError, match="starting_batch_size"):
+        find_executable_batch_size(lambda chunk: None, starting_batch_size=0)
+
+
 def on_two_ranks(rank: int, size: int) -> Any:
     # The second rank has less memory.
-    return train(25 - 7 * rank, rank, size, starting_batch_size=32)
+    found = train(25 - 7 * rank, rank, size, starting_batch_size=32)
+    # The ranks ask for different sizes.
+    reduced = train(25, rank, size, starting_batch_size=32, reduce_batch_size_fn=lambda: 10 + 7 * rank)[0]
+
+    @find_executable_batch_size(starting_batch_size=32, group=None)
+    def alone(chunk):
+        if chunk > 25 - 7 * rank:
+            raise torch.OutOfMemoryError("out of memory.")
+
+    alone()
+    return *found, reduced, alone.chunk
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*out of memory")
 def test_ranks_find_the_chunk_that_runs_on_all(world):
-    [(chunk, tried, first), (other, also_tried, second)] = world.run(2, on_two_ranks)
+    [(chunk, tried, first, *more), (other, also_tried, second, *other_more)] = world.run(2, on_two_ranks)
+    # The smallest that a rank asks for; and with group=None, each rank finds its own.
+    assert (more, other_more) == ([10, 25], [10, 17])
     assert chunk == other == 17
     assert tried == also_tried == [32, 28, 25, 22, 19, 17, 17, 17]
     for name in ("layer.weight", "layer.bias"):
