@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from world import error_of
 
 import megabatch
 
@@ -131,6 +133,106 @@ def test_trials_are_limited():
     assert (finder.optimal_chunk, len(finder.trials)) == (2, 2)
 
 
+@pytest.mark.parametrize(
+    "options, limit, sizes",
+    [
+        ({"init_val": 2, "max_val": 3}, 100, [2, 3]),
+        ({"init_val": 12}, LIMIT, [12, 6, 3]),
+        ({"init_val": 8}, 100, [8, 16]),
+        ({"init_val": 100}, 100, [16]),
+    ],
+)
+def test_powers_stay_between_one_row_and_the_batch(options, limit, sizes):
+    from megabatch.adapters.lightning import ChunkFinder
+
+    model, finder = module_class()(limit=limit), ChunkFinder(steps_per_trial=2, margin=0.0, **options)
+    fit(model, data(0, 1), [finder])
+    assert [trial.size for trial in finder.trials] == sizes
+    assert finder.optimal_chunk == sizes[-1]
+    if all(trial.ran for trial in finder.trials):
+        assert len(model.seen) == 2 * len(sizes) + STEPS
+
+
+def test_rows_and_memory_stay_free():
+    from megabatch.adapters.lightning import ChunkFinder
+    from megabatch.measuring.fit.memory import resident_bytes
+
+    # The module refuses more than five rows, whatever the memory: of those, 40% stay free.
+    finder = ChunkFinder("binsearch", steps_per_trial=1, margin=0.4)
+    fit(module_class()(limit=LIMIT), data(0, 1), [finder])
+    assert finder.optimal_chunk == 3
+    for options in ({"budget": 1, "margin": 0.0}, {"budget": resident_bytes() + 2**30, "margin": 0.999}):
+        with pytest.raises(ValueError, match="no chunk ran"):
+            fit(module_class()(), data(0, 1), [ChunkFinder(steps_per_trial=1, **options)])
+
+
+def test_other_callbacks_see_the_training_alone():
+    from megabatch.adapters.lightning import ChunkFinder
+
+    class Counter(library().Callback):
+        count = 0
+
+        def on_before_backward(self, *args: Any) -> None:
+            self.count += 1
+
+    counter, finder = Counter(), ChunkFinder(steps_per_trial=1)
+    trainer = fit(module_class()(), data(0, 1), [counter, finder])
+    assert (counter.count, len(finder.trials)) == (STEPS, 4)
+    assert trainer.callbacks[:2] == [counter, finder]
+    idle = ChunkFinder()
+    fit(module_class()(), data(0, 1), [idle], fast_dev_run=True)
+    assert idle.optimal_chunk is None
+
+
+def test_a_training_step_may_take_the_batch_alone_and_return_a_dict():
+    from megabatch.adapters.lightning import ChunkFinder
+
+    class Short(module_class()):
+        def training_step(self, batch: Any) -> Any:
+            return {"loss": super().training_step(batch, 0), "more": 1}
+
+    finder = ChunkFinder("binsearch", steps_per_trial=1, margin=0.0)
+    fit(Short(limit=LIMIT), data(0, 1), [finder])
+    assert finder.optimal_chunk == LIMIT
+
+
+def test_trials_divide_and_clear_gradients_as_the_training_does():
+    """Two trial steps end at the weights of two steps with the loss divided by the accumulated batches."""
+    from megabatch.adapters import lightning as adapter
+
+    model = module_class()()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    strategy = SimpleNamespace(
+        training_step=model.training_step,
+        backward=lambda loss, optimizer: loss.backward(),
+        optimizer_step=lambda optimizer, closure: optimizer.step(closure),
+    )
+    model.log = lambda *args, **options: None
+    trainer = SimpleNamespace(strategy=strategy, optimizers=[optimizer], accumulate_grad_batches=4)
+    [batch, *_] = data(0, 1)
+    for _ in range(2):
+        adapter._training_step(trainer, model, batch, 0)()
+    expected = module_class()()
+    expected.log = model.log
+    for _ in range(2):
+        optimizer = torch.optim.SGD(expected.parameters(), lr=0.1 / 4)
+        optimizer.zero_grad()
+        expected.training_step(batch, 0).backward()
+        optimizer.step()
+    for name, value in weights(expected).items():
+        assert torch.allclose(weights(model)[name], value, rtol=1e-5, atol=1e-7), name
+
+
+def test_manual_optimization_is_refused():
+    from megabatch.adapters.lightning import ChunkFinder, NoiseScale
+
+    for callback in (ChunkFinder(), NoiseScale()):
+        model = module_class()()
+        model.automatic_optimization = False
+        with pytest.raises(ValueError, match="manually"):
+            fit(model, data(0, 1), [callback])
+
+
 def regression(name: str = "lightning") -> Any:
     class Regression(library(name).LightningModule):
         def __init__(self) -> None:
@@ -172,6 +274,57 @@ def test_the_noise_of_accumulated_batches_is_that_of_a_plain_loop():
     assert (noise.estimate().steps, "critical_batch" in trainer.callback_metrics) == (6, noise.estimate().signal > 0)
 
 
+def micro_batches(steps: int, *rows: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return micro-batches with these numbers of rows for each step; the second value follows from the first."""
+    x = torch.randn(steps, sum(rows), 8, generator=torch.Generator().manual_seed(2))
+    return [(part, part @ torch.ones(8, 1)) for step in x for part in step.split(list(rows))]
+
+
+def test_the_noise_counts_the_rows_of_each_batch_and_whole_steps_only():
+    from megabatch.adapters.lightning import NoiseScale
+
+    noise, short, silent = NoiseScale(), NoiseScale(window=2), NoiseScale(log=False)
+    batches, options = micro_batches(4, 10, 6), {"accumulate_grad_batches": 2}
+    model = regression()
+    trainer = fit(model, batches, [noise], **options)
+    # The last step has one batch.
+    fit(regression(), batches[:-1], [short], **options)
+    assert (noise.estimate().steps, short.estimate().steps, short.state_dict()["steps"]) == (4, 2, noise.state_dict()["steps"][1:3])
+    # A gradient of which half is that of 10 rows and half that of 6.
+    other = regression()
+    by_hand = megabatch.NoiseScale(other, group=None)
+    for x, y in batches[:2]:
+        with by_hand.micro_batch(rows=len(x), share=0.5):
+            (other.training_step((x, y), 0) / 2).backward()
+    by_hand.step()
+    assert noise.state_dict()["steps"][0] == pytest.approx(list(by_hand.steps[0]), rel=1e-4)
+    assert not any(parameter._backward_hooks for parameter in model.parameters())
+    assert "critical_batch" in trainer.callback_metrics
+    assert "critical_batch" not in fit(regression(), batches, [silent], **options).callback_metrics
+
+
+def test_the_noise_goes_on_from_a_checkpoint():
+    from megabatch.adapters.lightning import NoiseScale
+
+    first, second = NoiseScale(), NoiseScale()
+    fit(regression(), micro_batches(2, 8, 8), [first], accumulate_grad_batches=2)
+    second.load_state_dict(first.state_dict())
+    assert second.state_dict() == first.state_dict()
+    fit(regression(), micro_batches(3, 8, 8), [second], accumulate_grad_batches=2)
+    assert second.estimate().steps == 5
+
+
+def test_one_batch_per_step_has_no_noise_and_warns():
+    from megabatch.adapters.lightning import NoiseScale
+
+    model = regression()
+    trainer = SimpleNamespace(world_size=1, accumulate_grad_batches=1, precision_plugin=None, strategy=SimpleNamespace(model=model))
+    with pytest.warns(UserWarning, match="accumulate_grad_batches=2"):
+        NoiseScale().on_train_start(trainer, model)
+    with pytest.raises(ValueError, match="no training"):
+        NoiseScale().estimate()
+
+
 def on_two_ranks(rank: int, size: int) -> Any:
     library()
     from megabatch.adapters.lightning import ChunkFinder, NoiseScale
@@ -179,6 +332,13 @@ def on_two_ranks(rank: int, size: int) -> Any:
     # The second rank has less memory.
     model, finder = module_class()(limit=LIMIT - 2 * rank), ChunkFinder("binsearch", steps_per_trial=1, margin=0.0)
     fit(model, data(rank, size), [finder])
+    # The second rank has fewer rows.
+    shorter = ChunkFinder(init_val=1, steps_per_trial=1, margin=0.0)
+    fit(module_class()(), [tuple(column[: 8 - 3 * rank] for column in batch) for batch in data(rank, size)], [shorter])
+    assert shorter.optimal_chunk == 5
+    meeting = module_class()()
+    meeting.norm = nn.SyncBatchNorm(8)
+    assert "SyncBatchNorm" in error_of(lambda: fit(meeting, data(rank, size), [ChunkFinder()]))
     regressor, noise = regression(), NoiseScale()
     fit(regressor, data(rank, size), [noise])
     return finder.optimal_chunk, weights(model), noise.state_dict()["steps"], in_two_precisions(rank, size)

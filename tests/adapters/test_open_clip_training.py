@@ -187,8 +187,29 @@ def test_an_adapted_task_has_the_gradients_of_openclip(kind):
     encoders = tasks[0].trainable_module.encode_image, tasks[0].trainable_module.encode_text
     assert [encode.chunks for encode in encoders] == [3, 3]
     assert adapter.adapt(tasks[1], accum_freq=4).loss.accum_freq == 4
+    kept = adapter.adapt(Task(model_for(kind), losses(kind)[1]), chunk=3, keep=2).trainable_module
+    assert [encode._keep.requested for encode in (kept.encode_image, kept.encode_text)] == [2, 2]
     for found, true in zip(tasks[0].parameters(), tasks[1].parameters(), strict=True):
         assert torch.allclose(found.grad, true.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_a_converted_coca_loss_has_its_padding_and_weights():
+    theirs = open_clip().CoCaLoss(caption_loss_weight=2.0, clip_loss_weight=0.0, pad_id=7)
+    ours, g = adapter.convert(theirs), torch.Generator().manual_seed(0)
+    x, y = torch.randn(2, 4, 16, generator=g, requires_grad=True).unbind()
+    logits, labels = torch.randn(4, CONTEXT, 10, generator=g), torch.arange(4 * CONTEXT).view(4, CONTEXT) % 10
+    expected, found = (loss(x, y, logits, labels, torch.tensor(10.0)) for loss in (theirs, ours))
+    assert torch.allclose(torch.stack(found), torch.stack([value.float() for value in expected]))
+    # Without a weight, the matrix is not computed.
+    assert not found[0].requires_grad
+
+
+def test_a_teacher_gets_no_gradient():
+    student, teacher = (torch.randn(2, 4, 16).requires_grad_() for _ in range(2))
+    scale, teachers_scale = (torch.tensor(value, requires_grad=True) for value in (10.0, 20.0))
+    sum(adapter.DistillClipLoss()(*student, scale, *teacher, teachers_scale)).backward()
+    assert teacher.grad is teachers_scale.grad is None
+    assert student.grad is not None and scale.grad is not None
 
 
 def test_losses_without_a_counterpart_stay_openclips():
@@ -261,6 +282,32 @@ def test_the_accumulation_of_coca_stays_openclips(training_script, monkeypatch, 
     monkeypatch.setattr(script, "main", lambda rest: parsed.append(script.parse_args(rest)))
     adapter.main([*words, "--model", model, "--batch-size", "2", "--accum-freq", "4"])
     assert (parsed[0].batch_size, parsed[0].accum_freq) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        ("--batch-size 8", (8, 1, None)),
+        ("--batch-size 8 --chunk 3", (8, 1, 3)),
+        ("--batch-size 2 --accum-freq 4", (8, 1, 2)),
+        ("--batch-size 2 --accum-freq 4 --chunk 3", (8, 1, 3)),
+    ],
+)
+def test_the_training_script_has_our_loss_and_the_chunk(training_script, monkeypatch, words, expected):
+    script, _, shared = training_script
+    found = []
+
+    def main(rest: list[str]) -> None:
+        args = script.parse_args(rest)
+        args.distill, args.rank, args.world_size = False, 0, 1
+        model, *_ = script.create_model_and_transforms(args.model)
+        chunks = {getattr(encode, "chunk", None) for encode in (model.encode_image, model.encode_text)}
+        found.extend([(args.batch_size, args.accum_freq, *chunks), type(script.create_loss(args))])
+
+    monkeypatch.setattr(script, "main", main)
+    adapter.main([*shared, *words.split()])
+    assert found == [expected, adapter.ClipLoss]
 
 
 def saved_weights(folder: Any, name: str) -> dict[str, torch.Tensor]:
