@@ -226,6 +226,7 @@ def test_settings_reach_the_encoder_and_the_loss():
     assert trainer._encoder(model) is encoder is not trainer._encoder(OwnPair())
     trainer.contrastive = settings._replace(tokens=None)
     loss, outputs = trainer.compute_loss(model, {**inputs, "return_loss": True}, return_outputs=True)
+    assert all(torch.equal(outputs[name], rows) for name, rows in model(**inputs).items())
     expected = megabatch.reference.clip_loss(outputs["q"], outputs["d"], model.logit_scale.exp(), label_smoothing=0.1)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
 
@@ -249,6 +250,18 @@ def test_a_model_with_a_bias_may_train_with_the_softmax_loss():
 def test_data_parallel_is_refused():
     with pytest.raises(ValueError, match="torchrun"):
         adapter.unwrapped(nn.DataParallel(tiny_model()))
+
+
+def test_the_model_inside_torch_compile_is_found():
+    model = OwnPair()
+    assert adapter.unwrapped(torch.compile(model, backend="eager")) is model
+
+
+def test_a_model_without_a_scale_is_explained():
+    model = OwnPair()
+    del model.logit_scale
+    with pytest.raises(ValueError, match="logit_scale"):
+        train(model, data=pairs(ROWS), settings=ContrastiveSettings(outputs=("q", "d")))
 
 
 def on_two_ranks(rank: int, size: int) -> dict[str, Any]:
@@ -373,6 +386,24 @@ def test_the_audit_warns_or_stops_before_the_first_step():
     finding = next(finding for finding in callback.findings if finding.code == "no-warmup")
     with pytest.raises(ValueError, match="no-warmup"):
         audited(fail_on=finding.severity)
+
+
+def test_the_audit_knows_data_ranks_model_and_facts(monkeypatch):
+    from transformers import TrainingArguments
+
+    calls: list[Any] = []
+
+    def record(reading: Any, model: Any, *, data: Any, ranks: Any) -> Any:
+        calls.append((reading.training.objective, reading.training.gather, type(model).__name__, data, ranks))
+        return audit(reading, model, data=data, ranks=ranks)
+
+    audit = adapter.audit
+    monkeypatch.setattr(adapter, "audit", record)
+    monkeypatch.setattr(TrainingArguments, "world_size", 4)
+    # Only the first process warns: this would be an error.
+    monkeypatch.setattr(TrainingArguments, "process_index", 1)
+    assert audited(fail_on=None).findings
+    assert calls == [("clip", "exact", "CLIPModel", ROWS, 4)]
 
 
 def on_sharded_ranks(rank: int, size: int) -> dict[str, Any]:
