@@ -388,7 +388,7 @@ def test_the_audit_warns_or_stops_before_the_first_step():
         audited(fail_on=finding.severity)
 
 
-def test_the_audit_knows_data_ranks_model_and_facts(monkeypatch):
+def test_the_audit_is_told_what_the_arguments_do_not_state(monkeypatch):
     from transformers import TrainingArguments
 
     calls: list[Any] = []
