@@ -18,6 +18,7 @@ Cases of Sentence Transformers 6.2 (tests/sentence_transformer/losses) that are 
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections import Counter
@@ -321,6 +322,56 @@ def test_duplicate_texts_are_no_negatives(model):
     assert float(want) != pytest.approx(value_of(MultipleNegativesRankingLoss(model), model, batch), rel=1e-3)
 
 
+def test_pairs_are_joined_through_any_number_of_equal_texts_and_the_order_of_words_counts(model):
+    # Each pair shares a text with the next one, so no text of another pair is a negative.
+    chain = [["w1", "w2", "w2", "w3", "w3", "w4", "w4"], ["w10", "w10", "w11", "w11", "w12", "w12", "w13"]]
+    assert value_of(MultipleNegativesRankingLoss(model, duplicates="mask"), model, chain) == pytest.approx(0.0, abs=1e-12)
+    turned = [["w1", "w2", "w3"], ["w10 w11", "w11 w10", "w10 w11 w11"]]
+    whole, masked = (value_of(MultipleNegativesRankingLoss(model, duplicates=kind), model, turned) for kind in (None, "mask"))
+    assert masked == pytest.approx(whole, rel=1e-12) != pytest.approx(0.0)
+    with pytest.raises(ValueError, match="duplicates"):
+        MultipleNegativesRankingLoss(model, duplicates="mask").compute_loss_from_embeddings([torch.ones(2, 4)] * 2)
+
+
+def test_chunks_have_as_many_rows_as_the_limit_allows(model):
+    # Ten tokens each, with those that begin and end a text.
+    batch, shapes = [[" ".join(["w1"] * 8)] * 12] * 2, list[tuple[int, ...]]()
+    hook = model.register_forward_pre_hook(lambda module, inputs: shapes.append(tuple(inputs[0]["input_ids"].shape)))
+    # A budget of tokens replaces the number of rows.
+    for options, rows in (({"mini_batch_size": 5}, [2, 5, 5]), ({"mini_batch_size": 2, "mini_batch_num_tokens": 49}, [4, 4, 4])):
+        shapes.clear()
+        value_of(MultipleNegativesRankingLoss(model, **options), model, batch)
+        assert shapes == [(count, 10) for count in rows * 2]
+    hook.remove()
+
+
+def test_the_encoder_is_that_of_the_model_at_each_call(model):
+    loss = MultipleNegativesRankingLoss(model, keep=2)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.1)
+    for each in (model, other):
+        loss.model = each
+        found = value_and_gradients(loss, each, features_of(model, columns()))
+        want = value_and_gradients(MultipleNegativesRankingLoss(each), each, features_of(model, columns()))
+        assert_close(found, want)
+        assert loss._cached[1]._keep.requested == 2
+
+
+@pytest.mark.slow
+def test_the_trainer_optimizes_a_learnable_scale_without_weight_decay(model, tmp_path):
+    from datasets import Dataset
+    from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+
+    data = Dataset.from_dict({"anchor": texts(4), "positive": texts(4, seed=1)})
+    arguments = SentenceTransformerTrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none", weight_decay=0.1)
+    loss = MultipleNegativesRankingLoss(model, learnable_scale=True)
+    groups = SentenceTransformerTrainer(model=model, args=arguments, train_dataset=data, loss=loss).create_optimizer().param_groups
+    decays = [group["weight_decay"] for group in groups for parameter in group["params"] if parameter is loss.norm.log_scale]
+    assert decays == [0.0] and {group["weight_decay"] for group in groups} == {0.0, 0.1}
+
+
 @pytest.mark.slow
 def test_negatives_above_the_margin_are_left_out(model):
     batch = columns(2)
@@ -498,6 +549,14 @@ def test_the_model_card_names_the_loss(model, tmp_path):
 SHARDS = (slice(0, 4), slice(4, 10))
 
 
+def with_repetitions() -> list[list[str]]:
+    """Return columns in which positives occur twice on a rank, and on both."""
+    batch = columns()
+    batch[1][5] = batch[1][8]
+    batch[1][9] = batch[1][2]
+    return batch
+
+
 def on_ranks(rank: int, size: int, folder: str, gather: bool, options: dict[str, Any]) -> dict[str, Any]:
     model = load(folder).double().train()
     loss = MultipleNegativesRankingLoss(
@@ -505,7 +564,7 @@ def on_ranks(rank: int, size: int, folder: str, gather: bool, options: dict[str,
     )
     # As the trainer does after it has wrapped the model.
     loss.model = DDP(model, find_unused_parameters=True)
-    batch = [column[SHARDS[rank]] for column in columns()]
+    batch = [column[SHARDS[rank]] for column in with_repetitions()]
     value = loss(features_of(model, batch), None)
     value.backward()
     counts = []
@@ -530,9 +589,9 @@ def on_ranks(rank: int, size: int, folder: str, gather: bool, options: dict[str,
 def test_ranks_train_as_one_process_with_one_exchange(world, model, folder, gather):
     options = {"directions": ALL, "hardness_mode": "hard_negatives", "hardness_strength": 5.0}
     results = world.run(2, on_ranks, folder, gather, options)
-    loss = MultipleNegativesRankingLoss(model, learnable_scale=True, **options)
+    loss = MultipleNegativesRankingLoss(model, learnable_scale=True, duplicates="mask", **options)
     model.zero_grad()
-    parts = [columns()] if gather else [[column[shard] for column in columns()] for shard in SHARDS]
+    parts = [with_repetitions()] if gather else [[column[shard] for column in with_repetitions()] for shard in SHARDS]
     for part in parts:
         (loss(features_of(model, part), None) / len(parts)).backward()
     want = [p.grad for p in model.parameters() if p.grad is not None]

@@ -243,8 +243,27 @@ def test_a_model_with_a_bias_may_train_with_the_softmax_loss():
         loss, outputs = ContrastiveTrainer(model, args, contrastive=settings).compute_loss(model, batch, return_outputs=True)
     loss.backward()
     expected = megabatch.reference.clip_loss(outputs["image_embeds"], outputs["text_embeds"], model.logit_scale.exp())
+    # SiglipModel's bias has the shape (1,).
+    assert loss.shape == ()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     assert model.logit_bias.grad == 0
+
+
+def test_a_loss_of_your_own_gets_scale_and_bias_as_numbers():
+    from transformers import TrainingArguments
+
+    model, data = tiny_model("siglip"), samples(ROWS)
+    assert model.logit_scale.shape == model.logit_bias.shape == (1,)
+    batch = {name: torch.stack([row[name] for row in data]) for name in data[0]}
+
+    def own(x: Any, y: Any, scale: Any, bias: Any, *, group: Any) -> Any:
+        assert scale.shape == bias.shape == ()
+        return megabatch.siglip_loss(x, y, scale, bias, group=group)
+
+    with tempfile.TemporaryDirectory() as folder:
+        args = TrainingArguments(folder, report_to=[], use_cpu=True)
+        found = ContrastiveTrainer(model, args, contrastive=ContrastiveSettings(loss=own)).compute_loss(model, batch)
+    assert found.item() == pytest.approx(model(**batch, return_loss=True).loss.item(), rel=1e-5)
 
 
 def test_data_parallel_is_refused():
