@@ -287,9 +287,12 @@ def test_the_noise_counts_the_rows_of_each_batch_and_whole_steps_only():
     batches, options = micro_batches(4, 10, 6), {"accumulate_grad_batches": 2}
     model = regression()
     trainer = fit(model, batches, [noise], **options)
-    # The last step has one batch.
-    fit(regression(), batches[:-1], [short], **options)
+    fit(regression(), batches[:-2], [short], **options)
     assert (noise.estimate().steps, short.estimate().steps, short.state_dict()["steps"]) == (4, 2, noise.state_dict()["steps"][1:3])
+    # The last step has two of three batches.
+    whole = NoiseScale()
+    fit(regression(), micro_batches(2, 6, 5, 5)[:-1], [whole], accumulate_grad_batches=3)
+    assert whole.estimate().steps == 1
     # A gradient of which half is that of 10 rows and half that of 6.
     other = regression()
     by_hand = megabatch.NoiseScale(other, group=None)
