@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import megabatch
+from megabatch.chunks import division
 
 WORDS = 50
 
@@ -300,3 +301,27 @@ def test_split_functions_with_different_numbers_of_chunks_meet(world):
         ((model(packed(lengths))["embedding"] ** 3).sum() / 2).backward()
     for found in world.run(2, packed_step):
         assert close(found, [p.grad for p in model.parameters()])
+
+
+def divided(mask: Tensor, limit: int, least: int = 1, **more: Tensor) -> division.Division:
+    inputs = {"input_ids": torch.ones_like(mask), "attention_mask": mask, **more}
+    return division.ByTokens(None)(((), inputs), limit, least)
+
+
+def test_a_chunk_has_the_fewest_rows_that_are_asked_for():
+    """A batch normalisation needs two rows."""
+    mask = torch.ones(9, 2, dtype=torch.long)
+    assert (divided(mask, 8).sizes, divided(mask, 8, least=2).sizes) == ([1, 4, 4], [2, 3, 4])
+
+
+def test_padding_on_both_sides_stays_within_the_budget():
+    mask = torch.tensor([[1, 1, 0, 0, 0, 0], [0, 0, 0, 0, 1, 1]] * 3)
+    chunks = divided(mask, 12, position_ids=torch.arange(6).expand(6, 6))
+    assert sum(chunks.sizes) == 6 and max(chunks.costs) <= 12
+    assert all(piece["input_ids"].numel() == cost for (_, piece), cost in zip(chunks.pieces, chunks.costs, strict=True))
+
+
+def test_floating_point_inputs_are_cut_only_where_they_are_embeddings():
+    mask = (torch.arange(6) < torch.tensor([[2], [3]])).long()
+    [(_, piece)] = divided(mask, 100, inputs_embeds=torch.ones(2, 6, 4), pixel_values=torch.ones(2, 6, 4)).pieces
+    assert (piece["inputs_embeds"].shape, piece["pixel_values"].shape) == ((2, 3, 4), (2, 6, 4))
