@@ -10,7 +10,7 @@ Weights = dict[str, Tensor]
 # Parameters that bf16 does not bring to this fraction with the library's own loss say nothing: their gradients nearly cancel.
 READABLE = 0.1
 # Of two trainings in the same precision, the worst parameter of one is off by up to twice that of the other, in either direction:
-# seen over 28 batches of the models here, with errors of 0.01 to 0.06, a few times the 0.004 of bf16's last digit. A gradient that
+# seen over 23 batches of the models here, with errors of 0.01 to 0.06, a few times the 0.004 of bf16's last digit. A gradient that
 # is twice or half the true one is off by 1 or 0.5.
 SCATTER = 3.0
 
