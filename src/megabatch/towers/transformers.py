@@ -26,8 +26,9 @@ LOCAL = {"local_files_only": True, "trust_remote_code": False}
 # Attention implementations that come with transformers and PyTorch; any other name can be a kernel to download and execute.
 ATTENTION = (None, "eager", "sdpa")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt")
-# Tokens and pixels, if neither the options nor the model give them.
-DEFAULT_LENGTH, DEFAULT_SIZE = 77, 224
+# Tokens and pixels, if neither the options nor the model give them. Text embedders are trained on 128 tokens or more
+# (all-MiniLM-L6-v2 on 128, by its model card); the text models of CLIP and SigLIP have fewer positions, and keep them all.
+DEFAULT_LENGTH, DEFAULT_SIZE = 128, 224
 # The width of models whose record gives none.
 DEFAULT_WIDTH = 768
 
