@@ -16,6 +16,17 @@ from megabatch import reference
 KINDS = ("random", "clustered", "identical", "opposite")
 
 
+# Losses that are computed in one piece at small batches, and embeddings with a scale whose logits need different care.
+LOSSES_IN_ONE_PIECE = {"clip": ("clip_loss", {}), "rows only": ("clip_loss", {"symmetric": False}), "siglip": ("siglip_loss", {})}
+INPUTS_OF_ONE_PIECE = {
+    "small logits": ({}, 20.0),
+    "easy pairs": ({"kind": "clustered"}, 50.0),
+    "negative scale": ({"norm": 2.0}, -5.0),
+    "no common exponent": ({}, 500.0),
+    "huge": ({"norm": 100.0}, 1e4),
+}
+
+
 def embeddings(
     rows: int, extra: int = 0, width: int = 8, kind: str = "random", norm: float = 1.0, seed: int = 0
 ) -> tuple[Tensor, Tensor]:

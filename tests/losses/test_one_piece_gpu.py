@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cases import INPUTS_OF_ONE_PIECE as INPUTS
+from cases import LOSSES_IN_ONE_PIECE as LOSSES
 from cases import Case, embeddings
 
 import megabatch
@@ -16,16 +18,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-LOSSES = {"clip": ("clip_loss", {}), "rows only": ("clip_loss", {"symmetric": False}), "siglip": ("siglip_loss", {})}
 # Less than any matrix here needs, so that tiles compute it.
 TILES = 1000
-INPUTS = {
-    "small logits": ({}, 20.0),
-    "easy pairs": ({"kind": "clustered"}, 50.0),
-    "negative scale": ({"norm": 2.0}, -5.0),
-    "no common exponent": ({}, 500.0),
-    "huge": ({"norm": 100.0}, 1e4),
-}
 
 
 def leaves(rows: int, dtype: torch.dtype, loss: str, width: int = 64) -> list[torch.Tensor]:

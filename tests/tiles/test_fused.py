@@ -29,6 +29,7 @@ from megabatch.tiles.contract import ComputeOptions, NeedsGrad, Pairs, Softmax
 pytest.importorskip("triton")
 
 import triton.language as tl
+from interpreted import IN_INTERPRETER
 from reduction_kernel import expected, integers, rows_and_columns
 
 from megabatch.tiles import fused
@@ -36,21 +37,7 @@ from megabatch.tiles.fused import architectures, int8, launch, reductions, sigmo
 from megabatch.tiles.fused.gradient_panels import MIN_WIDTH_TO_SAVE_EXP, allocate_saved_exp
 from megabatch.tiles.fused.reductions import COUNTED, EXPONENTIALS, RANKING, SUMS
 
-if not architectures.INTERPRETED:
-    pytest.skip("kernels are compiled here, and tests on the GPU run them", allow_module_level=True)
-
-# The interpreter warns when numpy overflows or makes NaN, in values that the kernels discard.
-pytestmark = [
-    pytest.mark.sampled(4),
-    # Arithmetic is tested with scales that are useless for training.
-    pytest.mark.filterwarnings("ignore:scale="),
-    pytest.mark.usefixtures("unwritten_memory_is_no_number"),
-    pytest.mark.filterwarnings(
-        r"ignore:(overflow|divide by zero|invalid value) encountered in:RuntimeWarning:triton\.runtime\.interpreter"
-    ),
-    # Sums call numpy directly.
-    pytest.mark.filterwarnings(r"ignore:(overflow|invalid value) encountered in reduce:RuntimeWarning"),
-]
+pytestmark = [pytest.mark.sampled(4), *IN_INTERPRETER]
 
 EPS = torch.finfo(torch.float32).eps
 CUDA = torch.device("cuda")

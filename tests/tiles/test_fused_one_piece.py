@@ -8,39 +8,22 @@ import random
 
 import pytest
 import torch
+from cases import INPUTS_OF_ONE_PIECE as INPUTS
+from cases import LOSSES_IN_ONE_PIECE as LOSSES
 from cases import Case, embeddings
+from interpreted import IN_INTERPRETER
 
 import megabatch
 from megabatch import reference
-
-pytest.importorskip("triton")
-
 from megabatch.losses import one_piece as losses_in_one_piece
 from megabatch.tiles.contract import ComputeOptions
-from megabatch.tiles.fused import architectures, one_piece
+from megabatch.tiles.fused import one_piece
 
-if not architectures.INTERPRETED:
-    pytest.skip("kernels are compiled here, and tests on the GPU run them", allow_module_level=True)
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:scale="),
-    pytest.mark.usefixtures("unwritten_memory_is_no_number"),
-    pytest.mark.filterwarnings(
-        r"ignore:(overflow|divide by zero|invalid value) encountered in:RuntimeWarning:triton\.runtime\.interpreter"
-    ),
-]
+pytestmark = IN_INTERPRETER
 
 EPS = torch.finfo(torch.float32).eps
-LOSSES = {"clip": ("clip_loss", {}), "rows only": ("clip_loss", {"symmetric": False}), "siglip": ("siglip_loss", {})}
 # The last rows and columns of a tile, one row more, and several tiles of each kind.
 ROWS = (2, 33, 128, 300)
-INPUTS = {
-    "small logits": ({}, 20.0),
-    "easy pairs": ({"kind": "clustered"}, 50.0),
-    "negative scale": ({"norm": 2.0}, -5.0),
-    "no common exponent": ({}, 500.0),
-    "huge": ({"norm": 100.0}, 1e4),
-}
 
 
 @pytest.fixture(autouse=True)

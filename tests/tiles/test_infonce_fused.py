@@ -6,26 +6,13 @@ import pytest
 import torch
 from cases import Case, errors, formula, ours
 from infonce_cases import ALL, build_infonce, largest_infonce_logit
+from interpreted import IN_INTERPRETER
 
 import megabatch
 from megabatch import reference
 from megabatch.losses import symmetric
 
-pytest.importorskip("triton")
-
-from megabatch.tiles.fused import architectures
-
-if not architectures.INTERPRETED:
-    pytest.skip("kernels are compiled here, and tests on the GPU run them", allow_module_level=True)
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:scale="),
-    pytest.mark.usefixtures("unwritten_memory_is_no_number"),
-    pytest.mark.filterwarnings(
-        r"ignore:(overflow|divide by zero|invalid value) encountered in:RuntimeWarning:triton\.runtime\.interpreter"
-    ),
-    pytest.mark.filterwarnings(r"ignore:(overflow|invalid value) encountered in reduce:RuntimeWarning"),
-]
+pytestmark = IN_INTERPRETER
 
 OPTIONS = [
     {"directions": ALL, "drop_ratio": 0.9, "drop_above": {"x_to_y": 0.1}},
