@@ -1,7 +1,8 @@
 """Time a training step of CLIP in OpenCLIP's own loop, with its losses and with ours: `python -m benchmarks.open_clip_step`.
 
 Two batches: one that the GPU holds at once, and one in micro-batches. For the second, OpenCLIP has `--accum-freq`, which encodes
-twice and computes the loss of the whole batch once for every micro-batch; ours runs the encoders in chunks of the same size.
+twice and computes the loss of the whole batch once for every micro-batch; ours runs the encoders in chunks of the same size, and
+of a smaller one.
 Batches are on the GPU already. Before anything is timed, the losses of a step must agree.
 """
 
@@ -63,13 +64,14 @@ class Recorded(nn.Module):
         return outputs
 
 
-def measure(case: Case, ours: bool, options: argparse.Namespace) -> dict[str, Any]:
-    """Return seconds and peak memory of a step, and the loss of the first one."""
+def measure(case: Case, chunk: int | None, options: argparse.Namespace) -> dict[str, Any]:
+    """Return seconds and peak memory of a step, and the loss of the first one. chunk: of our encoders; None: OpenCLIP's loss."""
     declare_torchvision_schemas()
     import open_clip
     from open_clip_train.train import train_one_epoch
 
     torch.manual_seed(0)
+    ours = chunk is not None
     siglip = {"init_logit_scale": 2.3, "init_logit_bias": -10.0} if case.loss == "siglip" else {}
     model = open_clip.create_model(options.model, device=options.device, output_dict=True, **siglip)
     accum = 1 if ours else case.accum
@@ -95,8 +97,8 @@ def measure(case: Case, ours: bool, options: argparse.Namespace) -> dict[str, An
         local_rank=0,
     )
     loss = Recorded(adapter.create_loss(args) if ours else open_clip.create_loss(args))
-    if ours and case.accum > 1:
-        adapter.encode_in_chunks(model, case.rows)
+    if chunk is not None and chunk < case.pairs:
+        adapter.encode_in_chunks(model, chunk)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     micro = batches(model, case, options.device, accum)
 
@@ -130,57 +132,59 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Return the rows as Markdown, each of ours with its relation to OpenCLIP's."""
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """Return the rows as Markdown, each of ours with its relation to the last of OpenCLIP's."""
     lines = [
-        "| loss | pairs | micro-batch | | seconds | peak GiB | against OpenCLIP |",
-        "| --- | ---: | ---: | --- | ---: | ---: | --- |",
+        "| loss | pairs | implementation | rows at once | seconds | peak GiB | against OpenCLIP |",
+        "| --- | ---: | --- | ---: | ---: | ---: | --- |",
     ]
-    for theirs, ours in zip(rows[::2], rows[1::2], strict=True):
-        for name, row in (("OpenCLIP", theirs), ("**megabatch**", ours)):
-            peak = "" if row.get("peak_bytes") is None else f"{row['peak_bytes'] / 2**30:.1f}"
-            seconds = f"{row['seconds']:.3f}" if "seconds" in row else row["failed"]
-            relation = ""
-            if row is ours and "seconds" in theirs and "seconds" in ours:
-                relation = f"{theirs['seconds'] / ours['seconds']:.2f}× as fast"
-                if peak:
-                    relation += f", {theirs['peak_bytes'] / ours['peak_bytes']:.2f}× leaner"
-            lines.append(f"| {row['loss']} | {row['pairs']:,} | {row['rows']:,} | {name} | {seconds} | {peak} | {relation} |")
-    return "\n".join(lines)
+    theirs: dict[str, Any] = {}
+    for row in rows:
+        if row["chunk"] is None:
+            theirs = row
+        name, at_once = ("OpenCLIP", row["rows"]) if row["chunk"] is None else ("**megabatch**", row["chunk"])
+        peak = "" if row.get("peak_bytes") is None else f"{row['peak_bytes'] / 2**30:.1f}"
+        seconds = f"{row['seconds']:.3f}" if "seconds" in row else row["failed"]
+        relation = ""
+        if row is not theirs and "seconds" in theirs and "seconds" in row:
+            relation = f"{theirs['seconds'] / row['seconds']:.2f}× as fast"
+            if peak:
+                relation += f", {theirs['peak_bytes'] / row['peak_bytes']:.2f}× leaner"
+        lines.append(f"| {row['loss']} | {row['pairs']:,} | {name} | {at_once:,} | {seconds} | {peak} | {relation} |")
+    machine = rows[0]["machine"]
+    versions = f"torch {machine['torch']}, open_clip {machine['open_clip']}, {machine['date'][:10]}"
+    where = f"{machine.get('gpu', machine['cpu'])}, {versions}"
+    return "\n".join([*lines, "", f"{rows[0]['model']}, bf16 autocast: {where}."])
 
 
 def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="ViT-B-32")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--rows", type=int, default=4096, help="Pairs of a micro-batch.")
+    parser.add_argument("--rows", type=int, default=2048, help="Pairs of a micro-batch.")
     parser.add_argument("--accum", type=int, default=8, help="Micro-batches of the larger batch.")
+    parser.add_argument("--chunk", type=int, default=768, help="Pairs of a smaller chunk of the larger batch.")
     parser.add_argument("--steps", type=int, default=2, help="Timed steps.")
     parser.add_argument("--out", type=Path, default=FILE)
     options = parser.parse_args(words)
-    rows = []
-    for case in (Case(loss, options.rows, accum) for accum in (1, options.accum) for loss in ("clip", "siglip")):
-        for ours in (False, True):
-            row: dict[str, Any] = {
-                **case._asdict(),
-                "pairs": case.pairs,
-                "ours": ours,
-                "model": options.model,
-                "steps": options.steps,
-            }
+    rows: list[dict[str, Any]] = []
+    for case in (Case("clip", options.rows, options.accum), Case("clip", options.rows, 1), Case("siglip", options.rows, 1)):
+        values = []
+        for chunk in (None, case.rows, *([options.chunk] if case.accum > 1 else [])):
+            row = case._asdict() | {"pairs": case.pairs, "chunk": chunk, "model": options.model, "steps": options.steps}
             try:
-                row |= measure(case, ours, options)
+                row |= measure(case, chunk, options)
+                values.append(row["value"])
             except torch.OutOfMemoryError:
                 row["failed"] = "out of memory"
             if options.device == "cuda":
                 torch.cuda.empty_cache()
-            rows.append(row | {"machine": describe(options.device)})
             print(row, flush=True)
-        values = [row["value"] for row in rows[-2:] if "value" in row]
-        if max(values) - min(values) > AGREEMENT * max(map(abs, values)):
-            raise SystemExit(f"the losses {values} do not agree: nothing is reported")
-    report.write_rows(options.out, rows)
-    print(table(rows))
+            if values and max(values) - min(values) > AGREEMENT * max(map(abs, values)):
+                raise SystemExit(f"the losses {values} do not agree: nothing more is measured")
+            rows.append(row | {"machine": describe(options.device)})
+            report.write_rows(options.out, rows)
+    print(markdown(rows))
 
 
 if __name__ == "__main__":

@@ -247,6 +247,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
     machine = describe(options.device)
+    out = options.out or RESULTS / f"other-losses-{options.device}.jsonl"
     names = options.only.split(",") if options.only else [contest.name for contest in CONTESTS]
     rows, wrong = [], False
     for contest in CONTESTS:
@@ -260,10 +261,11 @@ def main(arguments: list[str] | None = None) -> int:
                 row = {"loss": contest.name, "implementation": name, "rows": size, "dtype": str(dtype).removeprefix("torch.")}
                 rows.append({**row, "gradient_error": error, **result, "machine": machine})
                 print(f"{contest.name:18} {size:8,} {name:20} {' '.join(_cells(rows[-1])):30} error {error:.1e}", flush=True)
+                # Written after every case, so that a run that is stopped loses nothing.
+                report.write_rows(out, rows)
                 gc.collect()
                 if options.device == "cuda":
                     torch.cuda.empty_cache()
-    report.write_rows(options.out or RESULTS / f"other-losses-{options.device}.jsonl", rows)
     print(markdown(rows))
     return int(wrong)
 

@@ -3,7 +3,8 @@
 A table stands between `<!-- table: FILE -->` and `<!-- end -->`. `FILE#summary` takes a few rows of `benchmarks.loss_small`,
 `FILE#clip` and `FILE#siglip` take the rows of one loss, `FILE#options` those of megabatch's options, `FILE#errors` reads rows of
 `benchmarks.errors`, and any other `FILE#CASE` takes the rows of that case of `benchmarks.encoders`. `FILE#steps`, `FILE#batches`,
-`FILE#clocks`, `FILE#feeding`, `FILE#other_losses`, `FILE#loss_small` and `FILE#ring` read rows of the programs of those names,
+`FILE#clocks`, `FILE#feeding`, `FILE#other_losses`, `FILE#loss_small`, `FILE#ring`, `FILE#trainers` and `FILE#open_clip_step` read
+rows of the programs of those names,
 `FILE#memory` and `FILE#limits` those of `benchmarks.memory_accuracy`, `FILE#time` those of `benchmarks.time_accuracy`.
 """
 
@@ -13,7 +14,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from benchmarks import batches, clocks, errors, feeding, loss_small, other_losses, report, ring, steps
+from benchmarks import batches, clocks, errors, feeding, loss_small, open_clip_step, other_losses, report, ring, steps, trainers
 from benchmarks.check import LOSSES
 from benchmarks.encoders import report as encoders
 from benchmarks.memory_accuracy import report as memory
@@ -29,6 +30,8 @@ PROGRAMS = {
     "other_losses": other_losses,
     "loss_small": loss_small,
     "ring": ring,
+    "trainers": trainers,
+    "open_clip_step": open_clip_step,
     "memory": memory,
     "time": seconds,
 }

@@ -343,12 +343,11 @@ def test_the_training_script_ends_at_the_weights_of_openclip(training_script, mo
 def test_the_benchmark_compares_equal_steps(training_script, tmp_path, capsys):
     from benchmarks import open_clip_step
 
-    words = "--device cpu --model tiny-test --rows 4 --accum 2 --steps 1"
+    words = "--device cpu --model tiny-test --rows 4 --accum 2 --chunk 2 --steps 1"
     open_clip_step.main([*words.split(), "--out", str(tmp_path / "rows.jsonl")])
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    assert [(row["loss"], row["pairs"], row["ours"]) for row in rows] == [
-        (loss, pairs, ours) for pairs in (4, 8) for loss in ("clip", "siglip") for ours in (False, True)
+    cases = {("clip", 4): (None, 4), ("siglip", 4): (None, 4), ("clip", 8): (None, 4, 2)}
+    assert [(row["loss"], row["pairs"], row["chunk"]) for row in rows] == [
+        (*case, chunk) for case, chunks in cases.items() for chunk in chunks
     ]
-    for theirs, ours in zip(rows[::2], rows[1::2], strict=True):
-        assert ours["value"] == pytest.approx(theirs["value"], rel=open_clip_step.AGREEMENT)
     assert capsys.readouterr().out.count("megabatch**") == 4

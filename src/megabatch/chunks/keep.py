@@ -58,7 +58,8 @@ class KeepAuto(Keep):
     The first step keeps one chunk, the last: backward needs it first, so that its graph exists only while no other does.
     (If the last chunks are smaller than the others, the one before them is kept too.) That step shows how much memory a graph
     takes, and how far memory rises above where the step began. From then on every call keeps what fits on top of that, so the peak
-    is at most that of the first step plus those graphs.
+    is at most that of the first step plus those graphs. The first step begins by resetting PyTorch's peak of allocated memory: a
+    higher one from before would hide how far this step rises.
     """
 
     def __init__(self) -> None:
@@ -80,9 +81,11 @@ class KeepAuto(Keep):
             if self.graph is None:
                 # If free memory cannot be read, this raises in the first step rather than in the second.
                 free_bytes(device)
+                reset_peak(device)
                 self.base = allocated_bytes(device)
             self.requested = len(costs) - last_full(costs)
             return self.requested
+        # All as large as the largest: tensors of many different sizes leave gaps in the allocator's memory.
         return self.requested + int(max(0, free_bytes(device) - self.rise) / max(1.0, self.unit_bytes * max(costs)))
 
     def record_peak(self, device: torch.device) -> None:
@@ -130,6 +133,12 @@ def allocated_bytes(device: torch.device) -> int:
 def peak_bytes(device: torch.device) -> int:
     """Return the highest number of bytes in tensors so far; 0 on a CPU, where it is not known."""
     return 0 if device.type == "cpu" else _module(device).max_memory_allocated(device)
+
+
+def reset_peak(device: torch.device) -> None:
+    """Let `peak_bytes` count from now on."""
+    if device.type != "cpu":
+        _module(device).reset_peak_memory_stats(device)
 
 
 def free_bytes(device: torch.device) -> int:
