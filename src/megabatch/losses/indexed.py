@@ -1,7 +1,8 @@
 """Softmax over classes that are sharded over ranks: the positive of row i is y[targets[i]]. Formula: reference.class_softmax_loss.
 
 The rows of x travel round the ring, since there are usually far fewer of them than classes; y and its gradient stay on their rank.
-Margins (CosFace, ArcFace) change the logit of the positive alone, which is never part of the sums over tiles.
+Margins (CosFace, ArcFace) change the logit of the positive alone, which is never part of the sums over tiles: the tiles take the
+places of the classes as ids, and leave out the pair of a row with its own class.
 """
 
 from __future__ import annotations
@@ -15,11 +16,9 @@ from torch import Tensor
 
 from ..ring import Group, Ring
 from ..tiles import backend_for
-from ..tiles.contract import ComputeOptions, Pairs, Softmax, Stats, accumulator, merge
-from ..tiles.products import add_products, no_product, walk
-from ..tiles.scores import Place, ScoredPairs, add_tile_, gradient_, no_sums
+from ..tiles.contract import ComputeOptions, NeedsGrad, Pairs, Softmax, Stats, Tiles, accumulator, merge
 from .autograd import LossModule, first_derivative_only, outside_autocast, outside_graphs, save, saved
-from .batch import RankSummary, SharedCall, SharingOptions, agree, summarise
+from .batch import ExecutionOptions, RankSummary, SharedCall, agree, summarise
 from .checks import (
     DTYPES,
     check_group,
@@ -42,7 +41,7 @@ LEAST_SINE = 1e-3
 COSINE_TOLERANCE = 0.02
 
 
-class ClassSoftmaxOptions(SharingOptions, total=False):
+class ClassSoftmaxOptions(ExecutionOptions, total=False):
     """The options of `class_softmax_loss`, which documents them, that `ClassSoftmaxLoss` stores, for type checkers."""
 
     margin: float
@@ -51,7 +50,6 @@ class ClassSoftmaxOptions(SharingOptions, total=False):
     generator: torch.Generator | None
     label_smoothing: float
     y_from_encoder: bool
-    precision: str
 
 
 @outside_graphs
@@ -70,6 +68,7 @@ def class_softmax_loss(
     y_from_encoder: bool = False,
     group: Group = ...,
     equal_shards: bool = False,
+    backend: str | None = None,
     workspace: int | None = None,
     precision: str = "ieee",
 ) -> Tensor:
@@ -98,7 +97,7 @@ def class_softmax_loss(
         y_from_encoder: whether DDP averages the gradients of what computes y (documents of a corpus). False: y is a parameter that
             this rank alone holds (class weights), and its gradient is complete. Classes that every rank holds need no group: the
             mean over a rank's own rows, group=None, is then right under DDP.
-        group, equal_shards, workspace, precision: as in `clip_loss`.
+        group, equal_shards, backend, workspace, precision: as in `clip_loss`.
 
     Returns the loss as a float32 scalar (float64 for float64 embeddings), the same on every rank. DDP's average of the gradients of
     what computes x is exactly the gradient of this loss.
@@ -110,6 +109,7 @@ def class_softmax_loss(
     >>> loss.backward()
     """
     rules = ClassRules(margin, angular_margin, sample, label_smoothing, y_from_encoder)
+    tiles: Tiles | None = None
 
     def describe(ring: Ring, waits: bool) -> tuple[RankSummary, dict[str, object]]:
         rules.check()
@@ -117,6 +117,8 @@ def class_softmax_loss(
         check_weights(weights, x)
         check_scalar("scale", scale, x)
         check_group(x, ring)
+        nonlocal tiles
+        tiles = backend_for(x.device, product_dtype(x), backend)
         check_workspace(workspace)
         check_precision(precision, False, product_dtype(x))
         facts = {
@@ -135,7 +137,8 @@ def class_softmax_loss(
     warn_of_small_scale(call.summaries[call.ring.rank].values[0], x, y)
     dtype = product_dtype(x)
     acc = accumulator(dtype)
-    space = backend_for(x.device, dtype, "eager").default_workspace(x.device) if workspace is None else workspace
+    assert tiles is not None
+    space = tiles.default_workspace(x.device) if workspace is None else workspace
     classes = [each.documents for each in call.summaries]
     first = sum(classes[: call.ring.rank])
     targets = targets.detach().to(torch.int64).contiguous()
@@ -150,6 +153,7 @@ def class_softmax_loss(
         weights_M=None if weights is None else weights.to(acc).contiguous(),
         first=first,
         kept=kept,
+        tiles=tiles,
         compute=ComputeOptions(space, precision),
     )
     if not any(call.requires_grad):
@@ -220,6 +224,7 @@ class ClassBatch:
     weights_M: Tensor | None
     first: int
     kept: Classes | None
+    tiles: Tiles
     compute: ComputeOptions
 
     @property
@@ -234,8 +239,9 @@ class ClassBatch:
         """Return the vectors of the classes that count."""
         return self.read(y) if self.kept is None else self.read(y.detach()[self.kept.rows_K])
 
-    def pairs(self, targets: Tensor, classes: int) -> ScoredPairs:
-        """Return the place of each row's class among this rank's; classes: how many it has."""
+    def own_classes(self, targets: Tensor, y_KD: Tensor) -> OwnClasses:
+        """Return the classes of the rows with these targets, as far as they are among this rank's, and which pairs count."""
+        classes = len(y_KD)
         local = targets - self.first
         if self.kept is not None:
             place_C = self.kept.place_C
@@ -246,7 +252,22 @@ class ClassBatch:
                 if len(place_C)
                 else local.new_full(local.shape, -1)
             )
-        return ScoredPairs(target_M=torch.where(local < classes, local, -1), smoothed=self.rules.label_smoothing > 0)
+        here_M = (local >= 0) & (local < classes)
+        # Rows whose class is elsewhere are spread over all classes, since sums are slow where many rows meet.
+        place_M = torch.where(here_M, local, torch.arange(len(local), device=local.device) % max(classes, 1))
+        ids_N = torch.arange(classes, device=local.device)
+        pairs = Pairs(ids_M=torch.where(here_M, local, -1), ids_N=ids_N, smoothed=self.rules.label_smoothing > 0)
+        return OwnClasses(here_M, place_M, y_KD[place_M] if classes else y_KD.new_zeros(len(local), y_KD.shape[1]), pairs)
+
+
+class OwnClasses(NamedTuple):
+    """The own classes of rows on one rank: whether each is here, its place among this rank's (any if it is not), its vector there;
+    and which pairs count."""
+
+    here_M: Tensor
+    place_M: Tensor
+    y_MD: Tensor
+    pairs: Pairs
 
 
 class ClassBlock(NamedTuple):
@@ -263,12 +284,14 @@ class ClassSaved(NamedTuple):
 
     rows: softmax of this rank's rows; dpos_M: gradient in the similarity of their positives, without the scale.
     slope: the gradient in the scale that the margins add to Σ x · dx; share: the factor of the mean.
+    saved_exp: the exponentials that the tiles have saved of this rank's own rows; the first backward takes them.
     """
 
     rows: Softmax
     dpos_M: Tensor
     slope: Tensor
     share: Tensor
+    saved_exp: list[Any]
 
 
 class _ClassSoftmaxLoss(torch.autograd.Function):
@@ -310,13 +333,18 @@ def _forward(x_MD: Tensor, y_KD: Tensor, scale: Tensor, batch: ClassBatch) -> tu
     """Return the loss of the whole batch, and what backward needs."""
     ring, rules = batch.call.ring, batch.rules
 
+    saved_exp: list[Any] = []
+
     def visit(block: ClassBlock, owner: int) -> tuple[None, tuple[Tensor, Tensor, Stats]]:
-        pairs = batch.pairs(block.targets_M, len(y_KD))
-        sums = no_sums(len(block.x_MD), len(y_KD), scale.detach(), pairs, columns=False)
-        for t in walk(block.x_MD, y_KD, Pairs(smoothed=True), batch.compute):
-            add_tile_(sums, t.z_RC, Place(t.rows, t.columns), scale, pairs)
-        assert pairs.target_M is not None
-        return None, ((pairs.target_M >= 0).to(scale.dtype), sums.positive_M, sums.rows)
+        own = batch.own_classes(block.targets_M, y_KD)
+        save_exp = owner == ring.rank and any(batch.call.requires_grad)
+        sums = batch.tiles.softmax_stats(
+            block.x_MD, y_KD, scale.detach(), own.pairs, columns=False, compute=batch.compute, save_exp=save_exp
+        )
+        if save_exp:
+            saved_exp.append(sums.saved_exp)
+        cosine_M = torch.where(own.here_M, batch.tiles.positives(block.x_MD, own.y_MD, batch.compute), 0)
+        return None, (own.here_M.to(scale.dtype), cosine_M, sums.rows)
 
     block = ClassBlock(x_MD, batch.targets_M, None, None)
     _, (found_M, cosine_M, stats) = ring.tour(block, batch.lengths, visit, merge)
@@ -325,8 +353,7 @@ def _forward(x_MD: Tensor, y_KD: Tensor, scale: Tensor, batch: ClassBatch) -> tu
         positive_M = rules.with_margin(cosine_M)
         (slope_M,) = torch.autograd.grad(positive_M, cosine_M, torch.ones_like(positive_M))
     cosine_M, positive_M = cosine_M.detach(), positive_M.detach()
-    tiles = backend_for(x_MD.device, batch.dtype, "eager")
-    loss_M, dpos_M, rows, _ = tiles.normalise(stats, None, positive_M, scale.detach(), batch.weights_M, rules.label_smoothing)
+    loss_M, dpos_M, rows, _ = batch.tiles.normalise(stats, None, positive_M, scale.detach(), batch.weights_M, rules.label_smoothing)
     weight = scale.new_full((), len(x_MD)) if batch.weights_M is None else batch.weights_M.sum()
     unknown, wide = (found_M == 0).sum(), (cosine_M.abs() > 1 + COSINE_TOLERANCE).sum()
     sums = torch.stack((loss_M.sum(), weight, unknown.to(weight), wide.to(weight)))
@@ -334,7 +361,7 @@ def _forward(x_MD: Tensor, y_KD: Tensor, scale: Tensor, batch: ClassBatch) -> tu
     _check_found(unknown, wide if rules.angular_margin else torch.zeros_like(wide), batch)
     share = 1 / weight
     slope = (dpos_M * (positive_M - slope_M * cosine_M)).sum()
-    return loss * share, ClassSaved(rows, dpos_M * slope_M, slope, share)
+    return loss * share, ClassSaved(rows, dpos_M * slope_M, slope, share, saved_exp)
 
 
 @outside_autocast
@@ -343,20 +370,45 @@ def _products(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return gx_MD and gy_KD, the products with the gradient in the logits."""
     need_x, need_y, need_scale = batch.call.requires_grad
-    gy_KD = no_product(y_KD, need_y)
+    needs_grad = NeedsGrad(need_x or need_scale, need_y)
+    gy_KD: Tensor | None = None
 
     def visit(block: ClassBlock, owner: int) -> tuple[None, Tensor | None]:
+        nonlocal gy_KD
         assert block.rows is not None and block.dpos_M is not None
-        pairs = batch.pairs(block.targets_M, len(y_KD))
-        gx = no_product(block.x_MD, need_x or need_scale)
-        for t in walk(block.x_MD, y_KD, Pairs(smoothed=True), batch.compute):
-            g_RC = gradient_(t.z_RC, Place(t.rows, t.columns), scale, pairs, block.rows, None, block.dpos_M)
-            add_products(block.x_MD, t, g_RC, gx, gy_KD, batch.compute)
-        return None, gx
+        own = batch.own_classes(block.targets_M, y_KD)
+        saved_exp = state.saved_exp.pop() if owner == batch.call.ring.rank and state.saved_exp else None
+        gx_MD, more_KD = batch.tiles.softmax_grads(
+            block.x_MD,
+            y_KD,
+            scale,
+            own.pairs,
+            block.rows,
+            None,
+            needs_grad=needs_grad,
+            compute=batch.compute,
+            saved_exp=saved_exp,
+        )
+        dpos_M1 = torch.where(own.here_M, block.dpos_M, 0)[:, None]
+        if gx_MD is not None:
+            gx_MD.addcmul_(dpos_M1, own.y_MD.to(gx_MD.dtype))
+        if more_KD is not None and len(y_KD):
+            _add_rows(more_KD, own.place_M, dpos_M1 * block.x_MD.to(more_KD.dtype))
+        gy_KD = merge(gy_KD, more_KD)
+        return None, gx_MD
 
     block = ClassBlock(x_MD, batch.targets_M, state.rows, state.dpos_M)
     _, gx_MD = batch.call.ring.tour(block, batch.lengths, visit, merge)
     return gx_MD, gy_KD
+
+
+def _add_rows(into: Tensor, places: Tensor, rows: Tensor) -> None:
+    """Add rows at their places, those of one place in a fixed order."""
+    if into.device.type == "cpu":
+        into.index_add_(0, places, rows)
+    else:
+        # Sorts the places, where index_add_ would add in any order.
+        into.index_put_((places,), rows, accumulate=True)
 
 
 def _sample(
