@@ -91,10 +91,22 @@ def foreign(name: str) -> ForeignName | None:
     return FOREIGN.get(name.strip("-").replace("-", "_").lower())
 
 
-def identity(batch: int, ranks: int, chunk: int, *, pairs: bool = True, negatives: int = 0, open_clip: bool = True) -> str:
+def negatives_per_query(batch: int, negatives: int = 0, views: bool = False) -> int:
+    """Return what each query is compared with beside its own. negatives: hard ones per query; views: two views of every sample.
+
+    >>> negatives_per_query(1024), negatives_per_query(1024, negatives=3), negatives_per_query(1024, views=True)
+    (1023, 4095, 2046)
+    """
+    return 2 * batch - 2 if views else batch * (1 + negatives) - 1
+
+
+def identity(
+    batch: int, ranks: int, chunk: int, *, pairs: bool = True, negatives: int = 0, views: bool = False, open_clip: bool = True
+) -> str:
     """Return a batch in megabatch's words and in those of other trainers.
 
     chunk: rows that an encoder takes at once. pairs: whether samples are compared with each other. negatives: hard ones per query.
+    views: whether a sample is compared in two views of itself.
     open_clip: whether OpenCLIP could train it, that is pairs of images and texts.
 
     >>> for sentence in identity(1024, 2, 128).split(". "):
@@ -123,7 +135,7 @@ def identity(batch: int, ranks: int, chunk: int, *, pairs: bool = True, negative
     local = f" (its own CLIP loss takes the negatives of one GPU, {shard - 1:,})" if open_clip and ranks > 1 else ""
     crossing = ", gather_across_devices=True" if ranks > 1 else ""
     return (
-        f"{equation}; {batch * (1 + negatives) - 1:,} negatives per query.{in_open_clip} Hugging Face:"
+        f"{equation}; {negatives_per_query(batch, negatives, views):,} negatives per query.{in_open_clip} Hugging Face:"
         f" per_device_train_batch_size={shard}, no accumulation{local}. Sentence Transformers: per_device_train_batch_size={shard},"
         f" mini_batch_size={chunk}{crossing}."
     )

@@ -153,8 +153,9 @@ def _fit(arguments: argparse.Namespace) -> None:
     _print_result(found, fit_report, arguments)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if not arguments.json and os.environ.get("RANK", "0") == "0" and isinstance(found.found, measurements.Fit):
-        pairs = objectives.OBJECTIVES[run.loss.objective].contrastive
-        print(vocabulary.identity(config.with_ranks(run, ranks).batch.size, ranks, found.found.chunk, pairs=pairs))
+        loss = objectives.OBJECTIVES[run.loss.objective]
+        kind = {"pairs": loss.contrastive, "views": loss.views}
+        print(vocabulary.identity(config.with_ranks(run, ranks).batch.size, ranks, found.found.chunk, **kind))
 
 
 def _profile(arguments: argparse.Namespace) -> None:

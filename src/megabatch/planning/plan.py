@@ -11,7 +11,7 @@ from .. import config
 from ..costs.strategy import Strategy
 from ..evidence import Confidence
 from ..objectives import OBJECTIVES
-from ..vocabulary import identity
+from ..vocabulary import identity, negatives_per_query
 
 # The key of a run's file that holds a number of the plan.
 KEYS = {
@@ -143,18 +143,24 @@ class Plan:
         return self.alternatives[0].hours
 
     @property
+    def views(self) -> bool:
+        """Whether a sample is compared in two views of itself."""
+        return self.run is not None and OBJECTIVES[self.run.loss.objective].views
+
+    def negatives_of(self, batch: int) -> int:
+        """Return the items that each query of a batch is compared with beside its own, over all GPUs."""
+        return negatives_per_query(batch, self.negatives, self.views) if self.pairs else 0
+
+    @property
     def negatives_per_query(self) -> int:
-        """Items that each query is compared with beside its own, over all GPUs."""
-        if self.run is not None and self.pairs and OBJECTIVES[self.run.loss.objective].views:
-            # Both views of every other sample.
-            return 2 * self.batch - 2
-        return self.batch * (1 + self.negatives) - 1 if self.pairs else 0
+        """Those of this plan's batch."""
+        return self.negatives_of(self.batch)
 
     @property
     def identity(self) -> str:
         """The batch in the words of other trainers."""
         strategy = self.strategy
-        kind: dict[str, bool] = {"pairs": self.pairs, "open_clip": self.open_clip}
+        kind: dict[str, bool] = {"pairs": self.pairs, "views": self.views, "open_clip": self.open_clip}
         return identity(self.batch, strategy.ranks, strategy.chunk, **kind, negatives=self.negatives)
 
     @property

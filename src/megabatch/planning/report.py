@@ -94,7 +94,7 @@ def _negatives(plan: Plan) -> str:
     origin = f"from {all_devices} {_device(plan)}s" if strategy.ranks > 1 else "from the whole batch"
     sentence = f"{plan.negatives_per_query:,} per query, {origin}"
     if strategy.chunk < strategy.shard:
-        accumulated = strategy.ranks * strategy.chunk * (1 + plan.negatives) - 1
+        accumulated = plan.negatives_of(strategy.ranks * strategy.chunk)
         sentence += (
             f"; gradient caching reaches them in chunks. Accumulating {strategy.chunks} micro-batches instead would leave"
             f" {accumulated:,}"

@@ -59,8 +59,9 @@ def train(run: config.Run, *, fresh: bool = False, trust_code: bool = False) -> 
         training.resume()
         with RunLogger(run, folder, training.samples, training.seen, silent=not here.first) as logger:
             if run.watch.bar:
-                pairs = OBJECTIVES[run.loss.objective].contrastive
-                logger.say(vocabulary.identity(run.batch.size, here.size, run.batch.chunk, pairs=pairs))
+                loss = OBJECTIVES[run.loss.objective]
+                kind = {"pairs": loss.contrastive, "views": loss.views}
+                logger.say(vocabulary.identity(run.batch.size, here.size, run.batch.chunk, **kind))
             _note_unknown_memory(run, here, logger)
             with StopSign() as sign:
                 training.run_steps(logger, sign)
