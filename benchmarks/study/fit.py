@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.study.runs import SEEDS, best_rate, cell_of, unpack
-from benchmarks.study.stack import Cell
+from benchmarks.study.stack import WARM_UP, Cell, Kind
 
 # A batch may lose this many points of recall, or this share of it if that is more.
 LOST_POINTS, LOST_SHARE = 0.01, 0.03
@@ -35,15 +35,6 @@ Row = Mapping[str, Any]
 class Interval(NamedTuple):
     low: float
     high: float
-
-
-class Kind(NamedTuple):
-    """What the cells of a curve share apart from the source."""
-
-    size: str
-    start: str
-    loss: str
-    smoothing: float
 
 
 class Point(NamedTuple):
@@ -102,14 +93,17 @@ class Law(NamedTuple):
 
 
 class RateLaw(NamedTuple):
-    """log2 rate = offset + e log2(batch) + f log2(samples). offset: the mean over kinds and sources."""
+    """log2 rate = offset + e log2(batch) + f log2(samples). offset: the mean over sources and kinds; offsets: of each kind."""
 
     offset: float
     e: float
     f: float
+    offsets: Mapping[Kind, float]
 
-    def rate(self, batch: float, samples: float) -> float:
-        return float(2 ** (self.offset + self.e * np.log2(batch) + self.f * np.log2(samples)))
+    def rate(self, batch: float, samples: float, kind: Kind | None = None) -> float:
+        """Return the rate of a kind of training, or of the mean kind if it was not fitted."""
+        offset = self.offset if kind is None else self.offsets.get(kind, self.offset)
+        return float(2 ** (offset + self.e * np.log2(batch) + self.f * np.log2(samples)))
 
 
 class HeldBack(NamedTuple):
@@ -158,7 +152,7 @@ def curves(rows: Iterable[Row], fewest: int = 3) -> list[Curve]:
         ordered = [winners[seed] for seed in SEEDS]
         hits = [unpack(row["hits"], row["queries"]) for row in ordered if "hits" in row]
         point = Point(cell.batch, best, [row["test_1"] for row in ordered], np.stack(hits) if len(hits) == len(SEEDS) else None)
-        found[cell.source, Kind(*cell[1:5]), cell.samples].append(point)
+        found[cell.source, cell.kind, cell.samples].append(point)
         pairs[cell.source] = int(own[0]["pairs"])
     return [
         Curve(source, kind, samples, pairs[source], sorted(points, key=lambda p: p.batch))
@@ -279,9 +273,11 @@ def hold_out_batches(given: Sequence[Curve]) -> list[HeldBack]:
 
 
 def best_rates(rows: Iterable[Row]) -> dict[Cell, float]:
-    """Return the best rate of every cell that has rates on both sides of it."""
+    """Return the best rate of every cell that has rates on both sides of it, with the usual warm-up."""
     rates = {}
     for cell, own in by_cell(rows).items():
+        if cell.warm_up != WARM_UP:
+            continue
         tried = sorted({row["rate"] for row in own})
         best = best_rate(own)
         if best is not None and tried[0] < best < tried[-1]:
@@ -291,23 +287,29 @@ def best_rates(rows: Iterable[Row]) -> dict[Cell, float]:
 
 def fit_rates(rates: Mapping[Cell, float]) -> RateLaw:
     """Return the law of the rate by least squares, with one offset for each source and kind."""
-    groups = sorted({cell[:5] for cell in rates})
+    groups = sorted({_group(cell) for cell in rates})
     if len(rates) < len(groups) + 2:
         raise ValueError(f"{len(rates)} tuned cells of {len(groups)} kinds are too few to fit the rate; run more cells first")
     design = np.zeros((len(rates), len(groups) + 2))
     for i, cell in enumerate(rates):
-        design[i, groups.index(cell[:5])] = 1
+        design[i, groups.index(_group(cell))] = 1
         design[i, -2:] = np.log2(cell.batch), np.log2(cell.samples)
     solution = np.linalg.lstsq(design, np.log2(list(rates.values())), rcond=None)[0]
-    return RateLaw(float(solution[:-2].mean()), float(solution[-2]), float(solution[-1]))
+    offsets = dict(zip(groups, solution[:-2].tolist(), strict=True))
+    kinds = {kind: fmean(offset for group, offset in offsets.items() if group[1] == kind) for _, kind in groups}
+    return RateLaw(fmean(offsets.values()), float(solution[-2]), float(solution[-1]), kinds)
+
+
+def _group(cell: Cell) -> tuple[str, Kind]:
+    return cell.source, cell.kind
 
 
 def rate_intervals(rates: Mapping[Cell, float], draws: int = DRAWS) -> dict[str, Interval]:
     """Return the interval of both exponents of the rate over draws of the sources and kinds, whose cells stay together."""
     generator = np.random.default_rng(0)
-    groups: dict[tuple[object, ...], list[Cell]] = defaultdict(list)
+    groups: dict[tuple[str, Kind], list[Cell]] = defaultdict(list)
     for cell in rates:
-        groups[cell[:5]].append(cell)
+        groups[_group(cell)].append(cell)
     names, laws = sorted(groups), []
     for _ in range(draws):
         # A group drawn twice is two groups with an offset each, which is the same fit with twice its weight.
@@ -325,10 +327,10 @@ def hold_out_rates(rows: Sequence[Row]) -> list[HeldBack]:
         law = fit_rates({cell: rate for cell, rate in rates.items() if cell.source != source})
         for cell, best in ((cell, rate) for cell, rate in rates.items() if cell.source == source):
             tested = {row["rate"]: row["test_1"] for row in cells[cell] if row["seed"] == SEEDS[0]}
-            planned = law.rate(cell.batch, cell.samples)
+            planned = law.rate(cell.batch, cell.samples, cell.kind)
             nearest = min(tested, key=lambda rate, planned=planned: abs(np.log2(rate / planned)))  # type: ignore[misc]
             lost = tested[best] - tested[nearest]
-            found.append(HeldBack(source, Kind(*cell[1:5]), cell.samples, cell.batch, planned, lost, tolerance(tested[best])))
+            found.append(HeldBack(source, cell.kind, cell.samples, cell.batch, planned, lost, tolerance(tested[best])))
     return found
 
 

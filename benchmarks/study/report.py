@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.study import fit, runs
-from benchmarks.study.fit import Curve, HeldBack, Interval, Kind, Row
+from benchmarks.study.fit import Curve, HeldBack, Interval, Row
+from benchmarks.study.runs import PLAIN
+from benchmarks.study.stack import Kind
 from megabatch.reporting.figures import Axis, Chart, Figure, Series, save
 from megabatch.reporting.format import count_text, percent_text
 
-PLAIN = Kind("small", "scratch", "clip", 0.0)
 PLACE = r"(<!-- study: {} -->\n).*?(<!-- end -->)"
 
 
@@ -183,7 +184,7 @@ def rates_text(rows: Sequence[Row]) -> str:
     law, intervals = fit.fit_rates(rates), fit.rate_intervals(rates)
     groups: dict[tuple[Any, ...], dict[int, float]] = defaultdict(dict)
     for cell, rate in rates.items():
-        groups[(*cell[:5], cell.samples)][cell.batch] = rate
+        groups[(cell.source, cell.kind, cell.samples)][cell.batch] = rate
     lines = []
     for batch in sorted({cell.batch for cell in rates}):
         ratios = [own[batch] / own[1024] for own in groups.values() if batch in own and 1024 in own]
@@ -243,7 +244,9 @@ def predictions(rows: Sequence[Row], records: Mapping[str, Any], sources: Sequen
     for source in sources:
         pairs = records[source]["train"]
         for samples in runs.BUDGETS.values():
-            rates = {str(b): rate_law.rate(b, samples) for b in runs.BATCHES if b <= pairs and samples // b >= runs.FEWEST_STEPS}
+            rates = {
+                str(b): rate_law.rate(b, samples, PLAIN) for b in runs.BATCHES if b <= pairs and samples // b >= runs.FEWEST_STEPS
+            }
             largest, planned = law.largest(samples, pairs), law.planned(samples, pairs)
             cases.append(
                 {"source": source, "samples": samples, "pairs": pairs, "largest": largest, "planned": planned, "rates": rates}
@@ -255,7 +258,7 @@ def predictions(rows: Sequence[Row], records: Mapping[str, Any], sources: Sequen
         "curves": len(curves),
         "law": law._asdict(),
         "intervals": {name: list(interval) for name, interval in intervals.items()},
-        "rate_law": rate_law._asdict(),
+        "rate_law": {"offset": rate_law.offsets[PLAIN], "e": rate_law.e, "f": rate_law.f},
         "predictions": cases,
     }
 

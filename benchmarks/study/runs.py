@@ -25,7 +25,7 @@ import torch.multiprocessing as processes
 from benchmarks.machine import describe
 from benchmarks.study import data, stack
 from benchmarks.study.features import TEXT_FEATURES, Features, load
-from benchmarks.study.stack import SIZES, Cell, Quality, Trained, Weights
+from benchmarks.study.stack import SIZES, Cell, Kind, Quality, Trained, Weights
 
 SEEDS = (0, 1, 2)
 # Rates are RATE * 2^k. The first grid of a source has 5 rates around RATE, later ones 3 around the best of the nearest cell.
@@ -39,8 +39,17 @@ FITTED = ("german", "glyphs", "packages", "dictionaries", "wordnet", "code", "na
 HELD_BACK = ("japanese", "sounds", "cjk")
 # The run whose towers other cells start from.
 PRETRAINING, PRETRAINING_RATE, PRETRAINING_SEED = Cell("code", "small", "scratch", "clip", 0.0, 1024, 4_000_000), 2e-3, 100
+# The run whose towers mine the hard negatives of a source, once. The largest batch that has them: its matrices are stored.
+MINING_RATE, MINING_SEED, MINING_BATCH, MINING_SAMPLES, MOST_HARD = 2e-3, 100, 1024, 1_000_000, 4096
+# Plain cells with this many samples measure the noise of their gradients.
+NOISE_SAMPLES = 1_000_000
+PLAIN = Kind("small", "scratch", "clip", 0.0)
+# Shares of warm-up beside the usual one.
+WARM_UPS = (0.02, 0.3)
 # Seconds of a job on an H200, before any was measured: a launch of a step, bytes and FLOPs per second, and what a job costs itself.
 STEP_SECONDS, BYTES_PER_SECOND, FLOPS, JOB_SECONDS = 2.5e-4, 2.5e12, 1.5e14, 1.0
+# A gradient outside a graph.
+EAGER_SECONDS = 4e-3
 # How float32 products of the towers are computed on CUDA: in TF32.
 PRODUCTS = "high"
 # Left for writing the last rows before the time limit.
@@ -57,49 +66,59 @@ class Job(NamedTuple):
 
 def cells(sources: Mapping[str, int], names: Sequence[str]) -> list[Cell]:
     """Return the cells of the named sources, the most informative first. sources: training pairs of each."""
-    plain = [(name, "small", "scratch", "clip", 0.0) for name in names]
-    few = [kind for kind in plain if kind[0] in ("german", "glyphs", "packages", *HELD_BACK)]
-    variants = [
-        (name, *variant)
-        for variant, (name, *_) in itertools.product(
-            (
-                ("small", "scratch", "siglip", 0.0),
-                ("large", "scratch", "clip", 0.0),
-                ("small", "scratch", "clip", 0.1),
-                ("small", "pretrained", "clip", 0.0),
-            ),
-            few,
-        )
+    plain = [(name, PLAIN) for name in names]
+    few = [name for name in names if name in ("german", "glyphs", "packages", *HELD_BACK)]
+    others = [
+        PLAIN._replace(loss="siglip"),
+        PLAIN._replace(size="large"),
+        PLAIN._replace(smoothing=0.1),
+        PLAIN._replace(start="pretrained"),
     ]
-    blocks: list[tuple[list[tuple[Any, ...]], Sequence[str], Sequence[int]]] = [
-        (plain, ["1M"], (1024, 256, 4096, 16384, 64)),
-        (plain, ["0.25M"], (256, 64, 1024, 4096, 16384)),
-        (plain[:4], ["4M"], (1024, 4096, 256, 16384, 32768)),
-        (variants, ["1M"], (1024, 4096, 256, 16384)),
-        (plain[:1], ["16M"], (4096, 1024, 16384, 32768, 256)),
-        (plain[4:], ["4M"], (1024, 4096, 256, 16384, 32768)),
-        (plain[1:], ["16M"], (4096, 1024, 16384, 32768, 256)),
-        (plain, ["1M"], (32768, 512, 2048, 8192)),
-        (plain, ["4M"], (64, 512, 2048, 8192)),
-        (variants, ["4M"], (1024, 4096, 256, 16384)),
-        (plain, ["16M"], (64,)),
+    # All kinds of one source before the next source.
+    variants = [(name, kind) for name in few for kind in others]
+    blocks: list[tuple[Sequence[tuple[str, Kind]], str, Sequence[int]]] = [
+        (plain, "1M", (1024, 256, 4096, 16384, 64)),
+        (plain, "0.25M", (256, 64, 1024, 4096, 16384)),
+        (plain[:4], "4M", (1024, 4096, 256, 16384, 32768)),
+    ]
+    for name in few:
+        blocks += [
+            ([(name, kind) for kind in others], "1M", (1024, 4096, 256, 16384)),
+            ([(name, PLAIN._replace(negatives=1))], "1M", (1024, 256, 4096, 64)),
+        ]
+        if name in few[:2]:
+            blocks.append(([(name, PLAIN._replace(warm_up=share)) for share in WARM_UPS], "1M", (256, 4096, 16384, 1024)))
+    blocks += [
+        (plain[:1], "16M", (4096, 1024, 16384, 32768, 256)),
+        (plain[4:], "4M", (1024, 4096, 256, 16384, 32768)),
+        (plain[1:], "16M", (4096, 1024, 16384, 32768, 256)),
+        (plain, "1M", (32768, 512, 2048, 8192)),
+        (plain, "4M", (64, 512, 2048, 8192)),
+        (variants, "4M", (1024, 4096, 256, 16384)),
+        (plain, "16M", (64,)),
     ]
     found = [
-        Cell(*kind, batch, BUDGETS[budget])
-        for kinds, budgets, batches in blocks
-        for budget, kind, batch in itertools.product(budgets, kinds, batches)
+        cell_for(source, kind, batch, BUDGETS[budget])
+        for kinds, budget, batches in blocks
+        for (source, kind), batch in itertools.product(kinds, batches)
     ]
     return [c for c in dict.fromkeys(found) if _possible(c, sources)]
 
 
+def cell_for(source: str, kind: Kind, batch: int, samples: int) -> Cell:
+    """Return the cell of a kind of training."""
+    return Cell(source=source, batch=batch, samples=samples, **kind._asdict())
+
+
 def _possible(cell: Cell, sources: Mapping[str, int]) -> bool:
     fits = cell.source in sources and cell.batch <= sources[cell.source] and cell.steps >= FEWEST_STEPS
+    fits = fits and not (cell.negatives and cell.batch > MOST_HARD)
     return fits and (cell.start == "scratch" or (PRETRAINING.source in sources and cell.source != PRETRAINING.source))
 
 
 def cell_of(row: Mapping[str, Any]) -> Cell:
     """Return the cell that a row belongs to."""
-    return Cell(*(row[field] for field in Cell._fields))
+    return Cell(**{field: row[field] for field in Cell._fields if field in row})
 
 
 def best_rate(rows: Iterable[Mapping[str, Any]]) -> float | None:
@@ -133,7 +152,7 @@ def guess_rate(cell: Cell, rows: Mapping[Cell, Sequence[Mapping[str, Any]]]) -> 
     """Return the best rate of the nearest cell that has one, and how many rates to try on either side of it."""
 
     def distance(other: Cell) -> float:
-        changed = sum(a != b for a, b in zip(cell[1:5], other[1:5], strict=True)) + 2 * (cell.source != other.source)
+        changed = sum(a != b for a, b in zip(cell.kind, other.kind, strict=True)) + 2 * (cell.source != other.source)
         return 4 * changed + abs(math.log2(cell.batch / other.batch)) + 0.5 * abs(math.log2(cell.samples / other.samples))
 
     near = sorted((distance(other), best) for other, own in rows.items() if (best := best_rate(own)) is not None)
@@ -142,15 +161,31 @@ def guess_rate(cell: Cell, rows: Mapping[Cell, Sequence[Mapping[str, Any]]]) -> 
     return near[0][1], GRID if near[0][0] < 8 else FIRST_GRID
 
 
-def estimate(job: Job, inputs: int) -> float:
-    """Return the seconds of a job on an H200, roughly. inputs: features of both sides."""
+def estimate(job: Job, x_inputs: int, y_inputs: int) -> float:
+    """Return the seconds of a job on an H200, roughly. x_inputs, y_inputs: features of both sides.
+
+    What a process prepares once, pretrained towers and hard negatives, is not included.
+    """
     cell, runs, size = job.cell, len(job.rates), SIZES[job.cell.size]
-    weights = inputs * size.hidden + 2 * (size.blocks * size.hidden**2 + size.hidden * size.width)
-    step = STEP_SECONDS + runs * 28 * weights / BYTES_PER_SECOND
-    # Features are read as bytes, written as floats and read by two products.
-    sample = 14 * inputs / BYTES_PER_SECOND + 4 * weights / FLOPS
-    pairs = 8 * size.width * cell.batch / FLOPS
-    return JOB_SECONDS + cell.steps * step + runs * cell.samples * (sample + pairs)
+    towers = [n * size.hidden + size.blocks * size.hidden**2 + size.hidden * size.width for n in (x_inputs, y_inputs)]
+    step = STEP_SECONDS + runs * 28 * sum(towers) / BYTES_PER_SECOND
+    # Features are read as bytes, written as floats and read by two products. A hard negative is one more row of y.
+    rows = 1, 1 + cell.negatives
+    sample = sum(
+        n * (14 * inputs / BYTES_PER_SECOND + 4 * weights / FLOPS)
+        for n, inputs, weights in zip(rows, (x_inputs, y_inputs), towers, strict=True)
+    )
+    pairs = 8 * size.width * cell.batch * rows[1] / FLOPS
+    noise = 0.0
+    if measures_noise(cell):
+        gradients = len(stack.NOISE_SHARES) * stack.noise_batches(cell)
+        noise = gradients * (EAGER_SECONDS + runs * cell.batch * (sample + pairs))
+    return JOB_SECONDS + cell.steps * step + runs * cell.samples * (sample + pairs) + noise
+
+
+def measures_noise(cell: Cell) -> bool:
+    """Return whether the runs of a cell measure the noise of their gradients."""
+    return cell.kind == PLAIN and cell.samples == NOISE_SAMPLES
 
 
 def rows_of(job: Job, trained: Trained) -> Iterator[dict[str, Any]]:
@@ -162,7 +197,6 @@ def rows_of(job: Job, trained: Trained) -> Iterator[dict[str, Any]]:
             "rate": rate,
             "seed": seed,
             "steps": job.cell.steps,
-            "warm_up": stack.WARM_UP,
             "schedule": "linear warm-up, cosine to 0",
             "optimizer": {"name": "adamw", "betas": stack.BETAS, "eps": stack.EPSILON, "weight_decay": stack.WEIGHT_DECAY},
             **_summary("validation", trained.validation[number]),
@@ -175,6 +209,7 @@ def rows_of(job: Job, trained: Trained) -> Iterator[dict[str, Any]]:
             "stack_runs": len(job.rates),
             "stack_seconds": trained.seconds,
             "not_captured": trained.not_captured,
+            **({"noise_scale": [point.row() for point in trained.noise[number]]} if trained.noise[number] else {}),
         }
 
 
@@ -193,12 +228,13 @@ def unpack(text: str, queries: int) -> np.ndarray:
 
 
 class Trainer:
-    """Trains jobs on a device; keeps the sources and the pretrained towers that it has loaded."""
+    """Trains jobs on a device; keeps the sources, the pretrained towers and the hard negatives that it has prepared."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         self._folder, self._device = folder, device
         self._features: dict[str, Features] = {}
         self._starts: dict[str, Weights] = {}
+        self._negatives: dict[str, torch.Tensor] = {}
 
     def features(self, source: str) -> Features:
         if source not in self._features:
@@ -207,7 +243,18 @@ class Trainer:
 
     def train(self, job: Job) -> Trained:
         start = None if job.cell.start == "scratch" else self._pretrained(job.cell.size)
-        return stack.train(job.cell, job.rates, job.seeds, self.features(job.cell.source), start)
+        negatives = self._mined(job.cell.source) if job.cell.negatives else None
+        features = self.features(job.cell.source)
+        return stack.train(job.cell, job.rates, job.seeds, features, start, negatives, measures_noise(job.cell))
+
+    def _mined(self, source: str) -> torch.Tensor:
+        """Return the hard negative of each training pair: the nearest wrong y, by the towers of a plain run with a fixed rate."""
+        if source not in self._negatives:
+            features = self.features(source)
+            cell = cell_for(source, PLAIN, min(MINING_BATCH, features.train), MINING_SAMPLES)
+            weights = stack.train(cell, [MINING_RATE], [MINING_SEED], features).weights
+            self._negatives[source] = stack.mine(weights, features)
+        return self._negatives[source]
 
     def _pretrained(self, size: str) -> Weights:
         if size not in self._starts:
@@ -358,4 +405,4 @@ def _pick(
 
 def _estimate(job: Job, records: Mapping[str, Any]) -> float:
     pixels = records[job.cell.source]["pixels"]
-    return estimate(job, TEXT_FEATURES + (pixels**2 if pixels else TEXT_FEATURES))
+    return estimate(job, pixels**2 if pixels else TEXT_FEATURES, TEXT_FEATURES)

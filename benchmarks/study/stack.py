@@ -2,7 +2,8 @@
 
 Every weight has a leading dimension for the runs, so that a small batch still fills a GPU, and on CUDA several steps are one graph.
 Up to STACKED pairs the gradients of the loss come from its plain formula for all runs at once; beyond, from `megabatch.clip_loss`
-and `megabatch.siglip_loss`, one run after the other, which never store the similarity matrix.
+and `megabatch.siglip_loss`, one run after the other, which never store the similarity matrix. Hard negatives, one for each pair and
+mined before the training, are further columns of the softmax over y.
 
     R runs, B pairs, F features, H hidden units, D the width of the embeddings
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,11 +22,12 @@ from torch import Tensor
 import megabatch
 from benchmarks.study.features import Features, Side
 from megabatch.data.sampler import stable_hash
+from megabatch.training.noise.estimator import Micro, Moments, estimate, moments
 
 # The largest batch whose similarity matrices of all runs are stored.
 STACKED = 1024
 BETAS, EPSILON, WEIGHT_DECAY = (0.9, 0.98), 1e-6, 0.1
-# The share of the steps in which the rate rises linearly from 0; then it falls to 0 as a cosine.
+# The usual share of the steps in which the rate rises linearly from 0; then it falls to 0 as a cosine.
 WARM_UP = 0.1
 MAX_SCALE = 100.0
 # Pairs of all steps of one graph: small batches need many steps in a graph, because launching one takes the host some 10 µs.
@@ -34,6 +36,11 @@ GRAPH_PAIRS, GRAPH_STEPS = 8192, 32
 MOST_EAGER_STEPS = 2000
 # Rows that go through a tower at once in an evaluation.
 EVALUATED = 4096
+# The noise of the gradient is measured after these shares of the steps, between at most so many batches, and fewer where a run has
+# fewer steps than this for each.
+NOISE_SHARES, NOISE_BATCHES, NOISE_STEPS = (0.25, 0.5, 0.75), 16, 60
+# Similarities that are stored at once while negatives are mined.
+MINED = 2**28
 
 
 class Size(NamedTuple):
@@ -62,8 +69,19 @@ class LossGradients(NamedTuple):
     bias: Tensor
 
 
+class Kind(NamedTuple):
+    """How a cell trains, whatever its source, batch and number of samples. negatives: mined hard negatives of each pair, 0 or 1."""
+
+    size: str
+    start: str
+    loss: str
+    smoothing: float
+    warm_up: float = WARM_UP
+    negatives: int = 0
+
+
 class Cell(NamedTuple):
-    """What all runs of a stack share."""
+    """What all runs of a stack share. warm_up: share of the steps. negatives: mined hard negatives of each pair, 0 or 1."""
 
     source: str
     size: str
@@ -72,10 +90,16 @@ class Cell(NamedTuple):
     smoothing: float
     batch: int
     samples: int
+    warm_up: float = WARM_UP
+    negatives: int = 0
 
     @property
     def steps(self) -> int:
         return self.samples // self.batch
+
+    @property
+    def kind(self) -> Kind:
+        return Kind(self.size, self.start, self.loss, self.smoothing, self.warm_up, self.negatives)
 
 
 class Quality(NamedTuple):
@@ -100,6 +124,22 @@ class Trained(NamedTuple):
     # None, or why the steps were not captured in a graph.
     not_captured: str | None
     weights: Weights
+    # The noise of each run's gradient at the points that were asked for.
+    noise: list[list[NoisePoint]]
+
+
+class NoisePoint(NamedTuple):
+    """The noise of a run's gradient after `step` steps. None if the run has diverged."""
+
+    step: int
+    moments: Moments | None
+
+    def row(self) -> dict[str, float | None]:
+        """Return the values as a row has them; None instead of those that are not finite."""
+        if self.moments is None:
+            return {"step": self.step, "trace": None, "signal": None, "critical": None}
+        critical = estimate([self.moments]).critical
+        return {"step": self.step, **self.moments._asdict(), "critical": critical if math.isfinite(critical) else None}
 
 
 SIZES = {"small": Size(256, 0, 128), "large": Size(1024, 2, 256)}
@@ -124,6 +164,24 @@ def siglip_gradients_stacked(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, 
     return _through_logits(x, y, similarity, scale, slope)
 
 
+def hard_gradients_stacked(x: Tensor, y: Tensor, scale: Tensor, own: Tensor) -> LossGradients:
+    """Return the gradients of the softmax loss with hard negatives: the rows of y (R, 2B, D) beyond the first B.
+
+    It is the mean of `megabatch.clip_loss(x, y, scale, symmetric=False)` and of that from the first B rows of y to x.
+    own (R, B, B): whether a hard negative is the positive of another pair of the batch, for which it then does not count.
+    """
+    batch = x.shape[1]
+    similarity = torch.bmm(x, y.mT)
+    logits = similarity * scale[:, None, None]
+    columns = logits[:, :, :batch].softmax(1)
+    logits[:, :, batch:].masked_fill_(own, -math.inf)
+    slope = logits.softmax(2)
+    slope[:, :, :batch].add_(columns)
+    slope.mul_(0.5 / batch)
+    slope.diagonal(dim1=1, dim2=2).sub_(1 / batch)
+    return _through_logits(x, y, similarity, scale, slope)
+
+
 def _through_logits(x: Tensor, y: Tensor, similarity: Tensor, scale: Tensor, slope: Tensor) -> LossGradients:
     scaled = slope * scale[:, None, None]
     return LossGradients(torch.bmm(scaled, y), torch.bmm(scaled.mT, x), (slope * similarity).sum((1, 2)), slope.sum((1, 2)))
@@ -143,8 +201,10 @@ OBJECTIVES = {
 }
 
 
-def loss_gradients(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, cell: Cell) -> LossGradients:
-    """Return the gradients of every run's own loss."""
+def loss_gradients(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, cell: Cell, own: Tensor | None = None) -> LossGradients:
+    """Return the gradients of every run's own loss. own: with hard negatives, see `hard_gradients_stacked`."""
+    if own is not None:
+        return hard_gradients_stacked(x, y, scale, own)
     objective = OBJECTIVES[cell.loss]
     if cell.batch <= STACKED:
         return objective.stacked(x, y, scale, bias, cell.smoothing)
@@ -208,10 +268,10 @@ def encode(weights: list[Tensor], values: Tensor, factor: Tensor) -> Tensor:
     return F.layer_norm(output, output.shape[-1:], eps=1e-12) * output.shape[-1] ** -0.5
 
 
-def rate_table(steps: int) -> Tensor:
+def rate_table(steps: int, warm_up_share: float = WARM_UP) -> Tensor:
     """Return for each step the share of the peak rate and the bias corrections 1 / (1 - beta^t) of both moments: (steps, 3)."""
     step = torch.arange(1, steps + 1, dtype=torch.float64)
-    warm_up = max(1.0, WARM_UP * steps)
+    warm_up = max(1.0, warm_up_share * steps)
     cosine = 0.5 + 0.5 * torch.cos(math.pi * ((step - warm_up) / max(1.0, steps - warm_up)).clamp(0, 1))
     share = torch.minimum(step / warm_up, cosine)
     return torch.stack([share, *(1 / (1 - beta**step) for beta in BETAS)], 1).float()
@@ -231,22 +291,46 @@ def update(weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, rates
     weight.mul_(1 - rate * decay).sub_(rate * (mean * now[1]) / ((square * now[2]).sqrt() + EPSILON))
 
 
-class Stack:
-    """Several runs of a cell on a device, one for each (rate, seed)."""
+def noise_batches(cell: Cell) -> int:
+    """Return the batches between which the noise of a cell's gradients is measured at one point."""
+    return max(2, min(NOISE_BATCHES, cell.steps // NOISE_STEPS))
 
-    def __init__(self, cell: Cell, rates: list[float], seeds: list[int], features: Features, start: Weights | None) -> None:
+
+class Stack:
+    """Several runs of a cell on a device, one for each (rate, seed). negatives: (training pairs) the hard negative of each pair."""
+
+    def __init__(
+        self,
+        cell: Cell,
+        rates: list[float],
+        seeds: list[int],
+        features: Features,
+        start: Weights | None,
+        negatives: Tensor | None = None,
+    ) -> None:
+        if (negatives is not None) != (cell.negatives > 0) or (cell.negatives and (cell.loss, cell.smoothing) != ("clip", 0.0)):
+            raise ValueError(
+                f"{cell} has negatives={cell.negatives}; hard negatives need mined ones, the loss clip and no smoothing, and other"
+                " cells take none"
+            )
         device = features.x.values.device
+        self._negatives = negatives
         self.cell, self.features, self.seeds, self.device = cell, features, seeds, device
         self.weights = new_weights(features, cell, seeds, start, device)
         self._moments = [(torch.zeros_like(t), torch.zeros_like(t)) for t in self.weights.tensors()]
         self._rates = torch.tensor(rates, device=device)
-        self._table = rate_table(cell.steps).to(device)
+        self._table = rate_table(cell.steps, cell.warm_up).to(device)
         self._step = torch.zeros(1, dtype=torch.int64, device=device)
         self.graph_steps = max(1, min(GRAPH_STEPS, GRAPH_PAIRS // cell.batch, cell.steps // 4))
         self._rows = torch.zeros(self.graph_steps, len(seeds), cell.batch, dtype=torch.int64, device=device)
 
-    def train(self) -> str | None:
-        """Take all steps. Return None, or why the steps were not captured on CUDA."""
+    def train(self, noise_at: Sequence[int] = ()) -> str | None:
+        """Take all steps. Return None, or why the steps were not captured on CUDA.
+
+        noise_at: the steps after which to measure the noise of the gradient, into `self.noise`; up to `graph_steps` later.
+        """
+        self.noise: list[list[NoisePoint]] = [[] for _ in self.seeds]
+        waiting = list(noise_at)
         replay, reason = None, None
         if self.device.type == "cuda":
             try:
@@ -264,29 +348,78 @@ class Stack:
                 for one in rows:
                     self._take(one)
             done += len(rows)
+            if waiting and done >= waiting[0]:
+                waiting = [step for step in waiting if step > done]
+                for points, found in zip(self.noise, self._noise(done), strict=True):
+                    points.append(NoisePoint(done, found))
         assert done == self.cell.steps
         return reason
 
     def _take(self, rows: Tensor) -> None:
         """Take one step on rows (R, B) of the training pairs."""
-        tensors = self.weights.tensors()
+        gradients = self._gradients(rows)
+        now = self._table.index_select(0, self._step).view(-1)
+        for weight, gradient, state in zip(self.weights.tensors(), gradients, self._moments, strict=True):
+            decay = WEIGHT_DECAY if weight.dim() == 3 and weight.shape[1] > 1 else 0.0
+            update(weight, gradient, *state, self._rates, now, decay)
+        self.weights.log_scale.clamp_(max=math.log(MAX_SCALE))
+        self._step.add_(1)
+
+    def _gradients(self, rows: Tensor) -> list[Tensor]:
+        """Return the gradients of all weights on rows (R, B) of the training pairs, in the order of `Weights.tensors`."""
         leaves = Weights(
             [t.detach().requires_grad_() for t in self.weights.x],
             [t.detach().requires_grad_() for t in self.weights.y],
             self.weights.log_scale,
             self.weights.bias,
         )
+        y_rows, own = rows, None
+        if self._negatives is not None:
+            hard = self._negatives[rows]
+            y_rows, own = torch.cat([rows, hard], 1), rows[:, :, None] == hard[:, None]
         with torch.enable_grad():
-            x, y = (encode(w, *_inputs(side, rows)) for w, side in ((leaves.x, self.features.x), (leaves.y, self.features.y)))
+            x, y = encode(leaves.x, *_inputs(self.features.x, rows)), encode(leaves.y, *_inputs(self.features.y, y_rows))
         scale = self.weights.log_scale.exp().clamp(max=MAX_SCALE)
-        found = loss_gradients(x.detach(), y.detach(), scale, self.weights.bias, self.cell)
+        found = loss_gradients(x.detach(), y.detach(), scale, self.weights.bias, self.cell, own)
         gradients = torch.autograd.grad((x, y), (*leaves.x, *leaves.y), (found.x, found.y))
-        now = self._table.index_select(0, self._step).view(-1)
-        for weight, gradient, moments in zip(tensors, (*gradients, found.scale * scale, found.bias), self._moments, strict=True):
-            decay = WEIGHT_DECAY if weight.dim() == 3 and weight.shape[1] > 1 else 0.0
-            update(weight, gradient, *moments, self._rates, now, decay)
-        self.weights.log_scale.clamp_(max=math.log(MAX_SCALE))
-        self._step.add_(1)
+        return [*gradients, found.scale * scale, found.bias]
+
+    def _noise(self, step: int) -> list[Moments | None]:
+        """Return the moments of every run's gradient between independent batches at these weights.
+
+        `megabatch noise` measures losses that compare samples in the same way: from the squared norms of the gradients of whole
+        batches, each with its own negatives, and of their mean.
+        """
+        count = noise_batches(self.cell)
+        sums: list[Tensor] = []
+        squares = []
+        for rows in self._drawn("noise", step, count):
+            gradients = self._gradients(rows)
+            squares.append(_squares(gradients))
+            if sums:
+                torch._foreach_add_(sums, gradients)
+            else:
+                sums = [g.clone() for g in gradients]
+        wholes = (_squares(sums) / count**2).tolist()
+        found: list[Moments | None] = []
+        for whole, own in zip(wholes, torch.stack(squares, 1).tolist(), strict=True):
+            micros = [Micro(square, self.cell.batch, 1 / count) for square in own]
+            found.append(moments(micros, whole) if math.isfinite(whole + sum(own)) else None)
+        return found
+
+    def _drawn(self, name: str, step: int, count: int) -> Iterator[Tensor]:
+        """Yield `count` batches (R, B) that are no part of the training, of different pairs while there are enough."""
+        different, fits = sorted(set(self.seeds)), self.features.train // self.cell.batch
+        for number in range(count):
+            if number % fits == 0:
+                orders = {seed: self._order(seed, name, step, number // fits).view(fits, -1) for seed in different}
+            yield torch.stack([orders[seed][number % fits] for seed in self.seeds]).to(self.device)
+
+    def _order(self, *parts: str | int) -> Tensor:
+        """Return the training pairs in a random order that depends on the parts, without those left over from whole batches."""
+        generator = torch.Generator().manual_seed(stable_hash(*parts))
+        whole = self.features.train // self.cell.batch * self.cell.batch
+        return torch.randperm(self.features.train, generator=generator)[:whole]
 
     def _capture(self) -> Callable[[], None]:
         """Capture `graph_steps` steps. The steps before the capture, which compile kernels, are undone."""
@@ -324,10 +457,7 @@ class Stack:
         batches = self.features.train // self.cell.batch
         kept: Tensor | None = None
         while left:
-            orders = []
-            for seed in different:
-                generator = torch.Generator().manual_seed(stable_hash(seed, epoch))
-                orders.append(torch.randperm(self.features.train, generator=generator)[: batches * self.cell.batch])
+            orders = [self._order(seed, epoch) for seed in different]
             epoch += 1
             # (steps, different seeds, B)
             rows = torch.stack(orders).view(len(different), batches, self.cell.batch).transpose(0, 1).to(self.device)
@@ -339,9 +469,36 @@ class Stack:
             kept = rows
 
 
+def _squares(gradients: Sequence[Tensor]) -> Tensor:
+    """Return the squared norm of each run's gradient (R), summed in float64."""
+    return torch.stack([g.flatten(1).double().square().sum(1) if g.dim() > 1 else g.double().square() for g in gradients]).sum(0)
+
+
 def _inputs(side: Side, rows: Tensor) -> tuple[Tensor, Tensor]:
     # Eight features at once: a gather costs time for each element, not for each byte.
     return side.values.view(torch.int64)[rows].view(torch.uint8).float(), side.factor[rows]
+
+
+@torch.no_grad()
+def mine(weights: Weights, features: Features) -> Tensor:
+    """Return for each training pair the pair whose y is most similar to its x by the first run, other than its own."""
+    rows = torch.arange(features.train, device=features.x.values.device)
+    x, y = embed(weights, 0, features, rows)
+    nearest = []
+    for part in rows.split(max(1, MINED // features.train)):
+        similarity = x[part] @ y.T
+        similarity.scatter_(1, part[:, None], -math.inf)
+        nearest.append(similarity.argmax(1))
+    return torch.cat(nearest)
+
+
+def embed(weights: Weights, run: int, features: Features, rows: Tensor) -> list[Tensor]:
+    """Return the embeddings of both sides of rows by one run."""
+    sides = []
+    for own, side in ((weights.x, features.x), (weights.y, features.y)):
+        one = [t[run : run + 1] for t in own]
+        sides.append(torch.cat([encode(one, *_inputs(side, part[None]))[0] for part in rows.split(EVALUATED)]))
+    return sides
 
 
 @torch.no_grad()
@@ -350,10 +507,7 @@ def evaluate(weights: Weights, features: Features, first: int, count: int) -> li
     results = []
     rows = torch.arange(first, first + count, device=features.x.values.device)
     for run in range(len(weights.log_scale)):
-        sides = []
-        for own, side in ((weights.x, features.x), (weights.y, features.y)):
-            one = [t[run : run + 1] for t in own]
-            sides.append(torch.cat([encode(one, *_inputs(side, part[None]))[0] for part in rows.split(EVALUATED)]))
+        sides = embed(weights, run, features, rows)
         # The towers' products are rounded to TF32 on CUDA; two similarities that are nearly equal should not be.
         similarity = sides[0].double() @ sides[1].double().T
         positive = similarity.diagonal()
@@ -363,16 +517,27 @@ def evaluate(weights: Weights, features: Features, first: int, count: int) -> li
     return results
 
 
-def train(cell: Cell, rates: list[float], seeds: list[int], features: Features, start: Weights | None = None) -> Trained:
-    """Train one run for each (rate, seed) and return the results. `start`: pretrained weights."""
+def train(
+    cell: Cell,
+    rates: list[float],
+    seeds: list[int],
+    features: Features,
+    start: Weights | None = None,
+    negatives: Tensor | None = None,
+    measure_noise: bool = False,
+) -> Trained:
+    """Train one run for each (rate, seed) and return the results.
+
+    start: pretrained weights. negatives: the hard negative of each training pair, from `mine`.
+    """
     if cell.batch > features.train:
         raise ValueError(
             f"batch {cell.batch} is larger than the {features.train} training pairs of {cell.source}; choose a smaller one"
         )
     began = time.perf_counter()
-    stack = Stack(cell, rates, seeds, features, start)
-    not_captured = stack.train()
+    stack = Stack(cell, rates, seeds, features, start, negatives)
+    not_captured = stack.train([int(share * cell.steps) for share in NOISE_SHARES] if measure_noise else ())
     validation = evaluate(stack.weights, features, features.train, features.validation)
     test = evaluate(stack.weights, features, features.train + features.validation, features.test)
     scale = stack.weights.log_scale.exp().tolist()
-    return Trained(validation, test, scale, time.perf_counter() - began, not_captured, stack.weights)
+    return Trained(validation, test, scale, time.perf_counter() - began, not_captured, stack.weights, stack.noise)

@@ -103,6 +103,81 @@ def test_stacked_gradients_equal_those_of_megabatch(name: str, smoothing: float)
             torch.testing.assert_close(also, exact, rtol=1e-9, atol=1e-12)
 
 
+def test_gradients_with_hard_negatives_equal_those_of_megabatch() -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (3, 20, 8), (3, 40, 8)
+    x, y = (torch.nn.functional.normalize(torch.randn(s, generator=generator).double(), dim=-1) for s in shapes)
+    scale = torch.tensor([5.0, 14.0, 60.0]).double()
+    # Some hard negatives are positives of other pairs of the batch, and are not counted for these.
+    rows = torch.stack([torch.randperm(30, generator=generator)[:20] for _ in range(3)])
+    hard = (rows + 1) % 30
+    own = rows[:, :, None] == hard[:, None]
+    assert own.any()
+    found = stack.loss_gradients(x, y, scale, torch.zeros(3), TINY._replace(negatives=1), own)
+    inputs = [t.requires_grad_() for t in (x, y, scale)]
+    losses = []
+    for r in range(3):
+        ids = torch.cat([rows[r], hard[r]])
+        to_y = megabatch.clip_loss(x[r], y[r], scale[r], symmetric=False, ids=ids, group=None)
+        losses.append((to_y + megabatch.clip_loss(y[r, :20], x[r], scale[r], symmetric=False, group=None)) / 2)
+    expected = torch.autograd.grad(torch.stack(losses).sum(), inputs)
+    for gradient, exact in zip(found, expected, strict=False):
+        torch.testing.assert_close(gradient.detach(), exact, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_mined_negatives_are_the_nearest_wrong_pairs_and_change_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stack, "MINED", 1000)
+    features = load(tiny_arrays(), torch.device("cpu"))
+    plain = stack.train(TINY._replace(samples=16 * 100), [1e-2], [0], features)
+    mined = stack.mine(plain.weights, features)
+    x, y = stack.embed(plain.weights, 0, features, torch.arange(features.train))
+    similarity = (x @ y.T).fill_diagonal_(-2)
+    assert torch.equal(mined, similarity.argmax(1)) and not (mined == torch.arange(features.train)).any()
+    hard = TINY._replace(samples=16 * 100, negatives=1)
+    trained = stack.train(hard, [1e-2, 1e-2], [0, 1], features, negatives=mined)
+    assert trained.test[0].recall(1) > 0.3
+    assert not torch.equal(trained.weights.x[0][0], plain.weights.x[0][0])
+    with pytest.raises(ValueError, match="negatives"):
+        stack.train(hard, [1e-2], [0], features)
+
+
+def test_the_share_of_warm_up_moves_the_peak_of_the_rate() -> None:
+    features = load(tiny_arrays(), torch.device("cpu"))
+    for share in (0.02, 0.1, 0.3):
+        stacked = stack.Stack(TINY._replace(samples=16 * 100, warm_up=share), [1e-3], [0], features, None)
+        assert int(stacked._table[:, 0].argmax()) + 1 == pytest.approx(100 * share)
+
+
+@pytest.mark.slow
+def test_noise_is_measured_without_changing_the_run() -> None:
+    features = load(tiny_arrays(), torch.device("cpu"))
+    plain = stack.train(TINY, [1e-3, 4e-3, 1e9], [0, 1, 0], features)
+    measured = stack.train(TINY, [1e-3, 4e-3, 1e9], [0, 1, 0], features, measure_noise=True)
+    assert all(torch.equal(a, b) for a, b in zip(plain.weights.tensors()[0][:2], measured.weights.tensors()[0][:2], strict=True))
+    assert plain.noise == [[], [], []]
+    assert [point.step for point in measured.noise[0]] == [6, 12, 18]
+    for point in (*measured.noise[0], *measured.noise[1]):
+        row = point.row()
+        # In 16 pairs of 160 the gradient is neither without noise nor invisible.
+        assert row["trace"] is not None and row["trace"] > 0
+    assert json.loads(json.dumps(measured.noise[2][-1].row()))["step"] == 18
+
+
+def test_noise_between_batches_is_that_of_their_gradients() -> None:
+    features = load(tiny_arrays(), torch.device("cpu"))
+    stacked = stack.Stack(TINY, [1e-3, 1e-3], [0, 1], features, None)
+    for run, found in enumerate(stacked._noise(3)):
+        batches = list(stacked._drawn("noise", 3, stack.noise_batches(TINY)))
+        assert not set(batches[0][run].tolist()) & set(batches[1][run].tolist())
+        flat = [torch.cat([g[run].flatten() for g in stacked._gradients(rows)]).double() for rows in batches]
+        mean = torch.stack(flat).mean(0)
+        # The variance of batch means, times the batch, is that of a sample.
+        variance = sum((g - mean).square().sum() for g in flat) / (len(flat) - 1) * TINY.batch
+        assert found is not None and found.trace == pytest.approx(float(variance), rel=1e-6)
+        assert found.signal == pytest.approx(float(mean.square().sum() - variance / TINY.batch / len(flat)), rel=1e-6)
+
+
 def test_a_run_does_not_depend_on_the_others_of_its_stack() -> None:
     features = load(tiny_arrays(), torch.device("cpu"))
     together = stack.train(TINY, [1e-3, 4e-3, 1e-3], [0, 0, 1], features)
@@ -171,15 +246,20 @@ def test_the_kernel_takes_the_same_step_as_the_formula() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize(("loss", "batch"), [("clip", 16), ("siglip", 16), ("clip", 96), ("siglip", 96)])
-def test_a_captured_run_is_the_run_without_a_graph(loss: str, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("loss", "batch", "hard"),
+    [("clip", 16, 0), ("siglip", 16, 0), ("clip", 96, 0), ("siglip", 96, 0), ("clip", 16, 1), ("clip", 96, 1)],
+)
+def test_a_captured_run_is_the_run_without_a_graph(loss: str, batch: int, hard: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stack, "STACKED", 64)
     features = load(tiny_arrays(), torch.device("cuda"))
-    cell = TINY._replace(loss=loss, batch=batch, samples=batch * 21)
-    captured = stack.train(cell, [1e-3, 2e-3], [0, 1], features)
-    assert captured.not_captured is None
+    cell = TINY._replace(loss=loss, batch=batch, samples=batch * 21, negatives=hard)
+    negatives = (torch.arange(features.train, device="cuda") + 1) % features.train if hard else None
+    # Noise is measured between replays of the graph, and does not change the run.
+    captured = stack.train(cell, [1e-3, 2e-3], [0, 1], features, negatives=negatives, measure_noise=True)
+    assert captured.not_captured is None and len(captured.noise[1]) == len(stack.NOISE_SHARES)
     monkeypatch.setattr(stack.Stack, "_capture", lambda self: None)
-    eager = stack.train(cell, [1e-3, 2e-3], [0, 1], features)
+    eager = stack.train(cell, [1e-3, 2e-3], [0, 1], features, negatives=negatives)
     for a, b in zip(captured.weights.tensors(), eager.weights.tensors(), strict=True):
         # Sums over a batch may take another order; Adam divides by small gradients, 21 times.
         torch.testing.assert_close(a, b, rtol=0, atol=21 * 2e-3 * 0.1)
@@ -219,6 +299,46 @@ def test_cells_are_different_and_possible() -> None:
         "scratch",
         "pretrained",
     }
+    assert {cell.warm_up for cell in found} == {stack.WARM_UP, *runs.WARM_UPS} and {cell.negatives for cell in found} == {0, 1}
+    # The plain cells of all sources come before other kinds, and every kind of the first source before those of the second.
+    first = next(i for i, cell in enumerate(found) if cell.kind != runs.PLAIN)
+    assert {cell.samples for cell in found[:first]} == {250_000, 1_000_000, 4_000_000}
+    second = next(i for i, cell in enumerate(found) if cell.kind != runs.PLAIN and cell.source == "glyphs")
+    assert {cell.kind for cell in found} == {cell.kind for cell in found[:second]}
+
+
+def test_a_row_belongs_to_its_cell_also_if_it_was_written_before_a_field_was_added() -> None:
+    cell = TINY._replace(warm_up=0.3, negatives=1)
+    row = json.loads(json.dumps(cell._asdict()))
+    assert runs.cell_of(row) == cell
+    del row["warm_up"], row["negatives"]
+    assert runs.cell_of(row) == TINY
+
+
+def test_hard_negatives_and_noise_are_priced() -> None:
+    plain = runs.cell_for("german", runs.PLAIN, 1024, runs.NOISE_SAMPLES)
+    seconds = {}
+    for cell in (plain, plain._replace(negatives=1), plain._replace(warm_up=0.3)):
+        seconds[cell] = runs.estimate(runs.Job(cell, [1e-3], [0]), 2048, 2048)
+    base = seconds[plain._replace(warm_up=0.3)]
+    # Noise, which the other kinds do not measure, is a small part.
+    assert base < seconds[plain] < 1.3 * base and base < seconds[plain._replace(negatives=1)] < 2 * base
+
+
+@pytest.mark.slow
+def test_a_row_of_any_kind_is_repeated_from_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data.write(tiny_arrays(), tmp_path / "tiny.npz.xz")
+    monkeypatch.setattr(runs, "PLAIN", TINY.kind)
+    monkeypatch.setattr(runs, "MINING_SAMPLES", 160 * 20)
+    monkeypatch.setattr(runs, "NOISE_SAMPLES", TINY.samples)
+    for cell in (TINY, TINY._replace(warm_up=0.3), TINY._replace(negatives=1)):
+        job = runs.Job(cell, [1e-2, 5e-3], [0, 1])
+        rows = list(runs.rows_of(job, runs.Trainer(tmp_path, torch.device("cpu")).train(job)))
+        row = json.loads(json.dumps(rows[1]))
+        assert runs.cell_of(row) == cell and ("noise_scale" in row) == (cell == TINY)
+        again = runs.Job(runs.cell_of(row), [row["rate"]], [row["seed"]])
+        (repeated,) = runs.rows_of(again, runs.Trainer(tmp_path, torch.device("cpu")).train(again))
+        assert repeated["validation_mrr"] == pytest.approx(row["validation_mrr"], abs=0.02)
 
 
 @pytest.mark.slow

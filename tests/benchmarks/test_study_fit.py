@@ -53,7 +53,14 @@ def test_the_exponent_of_the_rate_is_found_again() -> None:
     rates = fit.best_rates(synthetic_rows())
     assert len(rates) == 80
     # Rates are rounded to a factor of 2.
-    assert fit.fit_rates(rates).e == pytest.approx(E, abs=0.06)
+    law = fit.fit_rates(rates)
+    assert law.e == pytest.approx(E, abs=0.06)
+    # Another kind with four times the rate has its own offset and the same exponents.
+    siglip = {cell._replace(loss="siglip"): 4 * rate for cell, rate in rates.items()}
+    both = fit.fit_rates({**rates, **siglip})
+    assert both.e == pytest.approx(law.e)
+    ratio = both.rate(1024, 1e6, next(iter(siglip)).kind) / both.rate(1024, 1e6, runs.PLAIN)
+    assert ratio == pytest.approx(4)
     interval = fit.rate_intervals(rates, draws=20)["e"]
     assert interval.low <= interval.high and interval.low - 0.05 <= E <= interval.high + 0.05
 
@@ -83,7 +90,7 @@ def test_the_interval_of_a_largest_batch_covers_it_and_narrows_with_more_queries
         for batch, share in ((64, 0.5), (256, 0.49), (1024, 0.46), (4096, 0.4)):
             hits = generator.random((3, 2, queries)) < share
             points.append(fit.Point(batch, 1e-3, [float(h.mean()) for h in hits], hits))
-        return fit.Curve("one", fit.Kind("small", "scratch", "clip", 0.0), 1_000_000, 1000, points)
+        return fit.Curve("one", runs.PLAIN, 1_000_000, 1000, points)
 
     few, many = (fit.largest_interval(curve(queries), draws=60) for queries in (500, 20_000))
     assert many.low <= 256 * 4 ** (1 / 6) * 1.15 and many.high >= 256 * 4 ** (1 / 6) / 1.15
