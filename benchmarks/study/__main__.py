@@ -67,10 +67,8 @@ def main(arguments: list[str] | None = None) -> int:
         PREDICTIONS.write_text(json.dumps(report.predictions(rows, records, options.sources.split(",")), indent=1) + "\n")
         return 0
     if options.command == "report":
-        parts = report.blocks(rows, records)
-        if PREDICTIONS.exists():
-            parts["predictions"] = report.judge(json.loads(PREDICTIONS.read_text()), rows)
-        report.write_page(TEMPLATE, PAGE, parts)
+        frozen = json.loads(PREDICTIONS.read_text()) if PREDICTIONS.exists() else None
+        report.write_page(TEMPLATE, PAGE, report.blocks(rows, records, frozen))
         curves = [c for c in fit.curves(rows) if c.kind == report.PLAIN]
         if curves:
             report.save_figure(curves, RESULTS / "study-cuda.png")

@@ -6,7 +6,8 @@ batch loses less than `tolerance` of the best recall. The law over all curves is
     lost(batch) / tolerance = (batch / largest)^steepness,   log2 largest = a + alpha log2(samples / 1M) + beta log2(pairs / 100k)
     log2 rate = (one offset for each kind) + e log2(batch) + f log2(samples)
 
-Recall is recall@1 on the test pairs, the mean of both directions.
+The share of warm-up follows log2 share = (one offset for each source) + w log2(batch), and the critical batch of gradient noise is
+compared with the largest one. Recall is recall@1 on the test pairs, the mean of both directions.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.study.runs import SEEDS, best_rate, cell_of, unpack
+from benchmarks.study.runs import NOISE_SAMPLES, PLAIN, SEEDS, best_rate, cell_of, unpack
 from benchmarks.study.stack import WARM_UP, Cell, Kind
+from megabatch.training.noise.estimator import Moments, NoiseEstimate, estimate
 
 # A batch may lose this many points of recall, or this share of it if that is more.
 LOST_POINTS, LOST_SHARE = 0.01, 0.03
@@ -30,6 +32,10 @@ ALLOWED, AIM = 0.9, 0.5
 MILLION, HUNDRED_THOUSAND = 1e6, 1e5
 
 Row = Mapping[str, Any]
+
+
+class TooFewError(ValueError):
+    """There are too few rows for a fit."""
 
 
 class Interval(NamedTuple):
@@ -140,10 +146,9 @@ def by_cell(rows: Iterable[Row]) -> dict[Cell, list[Row]]:
     return dict(cells)
 
 
-def curves(rows: Iterable[Row], fewest: int = 3) -> list[Curve]:
-    """Return the curves with at least `fewest` batches whose best rate has run with all seeds."""
-    found: dict[tuple[str, Kind, int], list[Point]] = defaultdict(list)
-    pairs: dict[str, int] = {}
+def points(rows: Iterable[Row]) -> dict[Cell, Point]:
+    """Return every cell whose best rate has run with all seeds, at that rate."""
+    found = {}
     for cell, own in by_cell(rows).items():
         best = best_rate(own)
         winners = {row["seed"]: row for row in own if row["rate"] == best}
@@ -151,13 +156,21 @@ def curves(rows: Iterable[Row], fewest: int = 3) -> list[Curve]:
             continue
         ordered = [winners[seed] for seed in SEEDS]
         hits = [unpack(row["hits"], row["queries"]) for row in ordered if "hits" in row]
-        point = Point(cell.batch, best, [row["test_1"] for row in ordered], np.stack(hits) if len(hits) == len(SEEDS) else None)
+        recalls = [row["test_1"] for row in ordered]
+        found[cell] = Point(cell.batch, best, recalls, np.stack(hits) if len(hits) == len(SEEDS) else None)
+    return found
+
+
+def curves(rows: Sequence[Row], fewest: int = 3) -> list[Curve]:
+    """Return the curves with at least `fewest` batches whose best rate has run with all seeds."""
+    found: dict[tuple[str, Kind, int], list[Point]] = defaultdict(list)
+    for cell, point in points(rows).items():
         found[cell.source, cell.kind, cell.samples].append(point)
-        pairs[cell.source] = int(own[0]["pairs"])
+    pairs = {row["source"]: int(row["pairs"]) for row in rows if "error" not in row}
     return [
-        Curve(source, kind, samples, pairs[source], sorted(points, key=lambda p: p.batch))
-        for (source, kind, samples), points in sorted(found.items())
-        if len(points) >= fewest
+        Curve(source, kind, samples, pairs[source], sorted(own, key=lambda p: p.batch))
+        for (source, kind, samples), own in sorted(found.items())
+        if len(own) >= fewest
     ]
 
 
@@ -172,28 +185,41 @@ def largest_batch(batches: np.ndarray, recalls: np.ndarray) -> Largest:
     return Largest(float(batches[-1]), True)
 
 
+def smallest_batch(batches: np.ndarray, recalls: np.ndarray) -> float:
+    """Return the smallest batch, from the best one down, that loses less than the tolerance; on straight lines over log2 batch."""
+    best = int(recalls.argmax())
+    floor = recalls[best] - tolerance(float(recalls[best]))
+    for i in range(best, 0, -1):
+        if recalls[i - 1] < floor:
+            share = (recalls[i] - floor) / (recalls[i] - recalls[i - 1])
+            return float(batches[i] * (batches[i - 1] / batches[i]) ** share)
+    return float(batches[0])
+
+
+def draw_recalls(given: Sequence[Point], generator: np.random.Generator) -> np.ndarray:
+    """Return the recall of each point for a draw of its seeds and of the test pairs, the same pairs for all points."""
+    queries = next((p.hits.shape[2] for p in given if p.hits is not None), 0)
+    weights = generator.multinomial(queries, np.full(queries, 1 / queries)) / queries if queries else None
+    recalls = []
+    for point in given:
+        seeds = generator.integers(0, len(SEEDS), len(SEEDS))
+        if point.hits is None or weights is None:
+            recalls.append(np.mean([point.recalls[seed] for seed in seeds]))
+        else:
+            recalls.append((point.hits[seeds].mean((0, 1)) * weights).sum())
+    return np.array(recalls)
+
+
 def largest_interval(curve: Curve, draws: int = DRAWS) -> Interval:
-    """Return the interval of a curve's largest batch over draws of seeds and of test pairs, the same pairs for all batches."""
+    """Return the interval of a curve's largest batch over draws of seeds and of test pairs."""
     generator = np.random.default_rng(0)
-    found = []
-    for _ in range(draws):
-        recalls = []
-        queries = next((p.hits.shape[2] for p in curve.points if p.hits is not None), 0)
-        weights = generator.multinomial(queries, np.full(queries, 1 / queries)) / queries if queries else None
-        for point in curve.points:
-            seeds = generator.integers(0, len(SEEDS), len(SEEDS))
-            if point.hits is None or weights is None:
-                recalls.append(np.mean([point.recalls[seed] for seed in seeds]))
-            else:
-                recalls.append((point.hits[seeds].mean((0, 1)) * weights).sum())
-        found.append(largest_batch(curve.batches, np.array(recalls)).batch)
-    return _interval(found)
+    return _interval([largest_batch(curve.batches, draw_recalls(curve.points, generator)).batch for _ in range(draws)])
 
 
 def fit_law(given: Sequence[Curve]) -> Law:
     """Return the law that fits the losses of all curves from their best batch on, by least squares of log(1 + lost / tolerance)."""
     if len(given) < 3:
-        raise ValueError(f"{len(given)} curves are too few to fit the law; run more cells first")
+        raise TooFewError(f"{len(given)} curves are too few to fit the law; run more cells first")
     columns = [(*_place(c), np.log2(batch), lost) for c in given for batch, lost in _losses(c)]
     samples, pairs, batches, lost = np.array(columns).T
 
@@ -240,15 +266,25 @@ def least_squares(residuals: Callable[[np.ndarray], np.ndarray], theta: np.ndarr
     return theta
 
 
-def law_intervals(given: Sequence[Curve], draws: int = DRAWS) -> dict[str, Interval]:
-    """Return the interval of each parameter of the law over draws of sources, whose curves stay together."""
+def draw_laws(given: Sequence[Curve], draws: int = DRAWS) -> list[Law]:
+    """Return the laws of draws of sources, whose curves stay together."""
     generator = np.random.default_rng(0)
     sources = sorted({c.source for c in given})
     laws = []
     for _ in range(draws):
         drawn = generator.choice(sources, len(sources))
         laws.append(fit_law([c for source in drawn for c in given if c.source == source]))
+    return laws
+
+
+def law_intervals(laws: Sequence[Law]) -> dict[str, Interval]:
+    """Return the interval of each parameter of the law over draws."""
     return {name: _interval([getattr(law, name) for law in laws]) for name in Law._fields}
+
+
+def predicted_interval(laws: Sequence[Law], samples: float, pairs: float) -> Interval:
+    """Return the interval of the largest batch over draws of the law."""
+    return _interval([law.largest(samples, pairs) for law in laws])
 
 
 def _interval(values: Sequence[float]) -> Interval:
@@ -285,16 +321,20 @@ def best_rates(rows: Iterable[Row]) -> dict[Cell, float]:
     return rates
 
 
-def fit_rates(rates: Mapping[Cell, float]) -> RateLaw:
-    """Return the law of the rate by least squares, with one offset for each source and kind."""
+def fit_rates(rates: Mapping[Cell, float], exponent: float | None = None) -> RateLaw:
+    """Return the law of the rate by least squares, with one offset for each source and kind. exponent: of the batch, if given."""
     groups = sorted({_group(cell) for cell in rates})
     if len(rates) < len(groups) + 2:
-        raise ValueError(f"{len(rates)} tuned cells of {len(groups)} kinds are too few to fit the rate; run more cells first")
-    design = np.zeros((len(rates), len(groups) + 2))
+        raise TooFewError(f"{len(rates)} tuned cells of {len(groups)} kinds are too few to fit the rate; run more cells first")
+    design, target = np.zeros((len(rates), len(groups) + 2)), np.log2(list(rates.values()))
     for i, cell in enumerate(rates):
         design[i, groups.index(_group(cell))] = 1
         design[i, -2:] = np.log2(cell.batch), np.log2(cell.samples)
-    solution = np.linalg.lstsq(design, np.log2(list(rates.values())), rcond=None)[0]
+    if exponent is not None:
+        target, design = target - exponent * design[:, -2], np.delete(design, -2, 1)
+    solution = np.linalg.lstsq(design, target, rcond=None)[0]
+    if exponent is not None:
+        solution = np.insert(solution, -1, exponent)
     offsets = dict(zip(groups, solution[:-2].tolist(), strict=True))
     kinds = {kind: fmean(offset for group, offset in offsets.items() if group[1] == kind) for _, kind in groups}
     return RateLaw(fmean(offsets.values()), float(solution[-2]), float(solution[-1]), kinds)
@@ -319,12 +359,15 @@ def rate_intervals(rates: Mapping[Cell, float], draws: int = DRAWS) -> dict[str,
     return {name: _interval([getattr(law, name) for law in laws]) for name in ("e", "f")}
 
 
-def hold_out_rates(rows: Sequence[Row]) -> list[HeldBack]:
-    """Return what the nearest tried rate to the one planned by the other sources' law costs in each cell of a source."""
+def hold_out_rates(rows: Sequence[Row], exponent: float | None = None) -> list[HeldBack]:
+    """Return what the nearest tried rate to the one planned by the other sources' law costs in each cell of a source.
+
+    exponent: of the batch in that law, if it is not to be fitted.
+    """
     rates, cells = best_rates(rows), by_cell(rows)
     found = []
     for source in sorted({cell.source for cell in rates}):
-        law = fit_rates({cell: rate for cell, rate in rates.items() if cell.source != source})
+        law = fit_rates({cell: rate for cell, rate in rates.items() if cell.source != source}, exponent)
         for cell, best in ((cell, rate) for cell, rate in rates.items() if cell.source == source):
             tested = {row["rate"]: row["test_1"] for row in cells[cell] if row["seed"] == SEEDS[0]}
             planned = law.rate(cell.batch, cell.samples, cell.kind)
@@ -337,3 +380,66 @@ def hold_out_rates(rows: Sequence[Row]) -> list[HeldBack]:
 def good_share(held_back: Sequence[HeldBack]) -> float:
     """Return the share of held-back cells in which the plan loses no more than allowed."""
     return fmean(case.good for case in held_back)
+
+
+class WarmUps(NamedTuple):
+    """A plain cell with several shares of warm-up, in rising order, each at its best rate."""
+
+    source: str
+    batch: int
+    samples: int
+    shares: list[float]
+    points: list[Point]
+
+
+def warm_ups(rows: Sequence[Row]) -> list[WarmUps]:
+    """Return the plain cells that ran with at least three shares of warm-up."""
+    found: dict[tuple[str, int, int], dict[float, Point]] = defaultdict(dict)
+    for cell, point in points(rows).items():
+        if cell.kind._replace(warm_up=WARM_UP) == PLAIN:
+            found[cell.source, cell.batch, cell.samples][cell.warm_up] = point
+    return [
+        WarmUps(*place, sorted(own), [own[share] for share in sorted(own)]) for place, own in sorted(found.items()) if len(own) >= 3
+    ]
+
+
+def best_share(shares: Sequence[float], recalls: np.ndarray) -> float:
+    """Return the share of warm-up at the top of the parabola through the best one and its neighbours, over log2 share.
+
+    If the best one is the first or the last, it is returned.
+    """
+    best = int(np.argmax(recalls))
+    if best in (0, len(shares) - 1):
+        return shares[best]
+    near = slice(best - 1, best + 2)
+    curvature, slope, _ = np.polyfit(np.log2(shares[near]), recalls[near], 2)
+    return float(2 ** (-slope / (2 * curvature))) if curvature < 0 else shares[best]
+
+
+def fit_warm_up(cases: Sequence[WarmUps], recalls: Sequence[np.ndarray]) -> float:
+    """Return the exponent of the batch in the best share of warm-up, with one offset for each source and number of samples."""
+    groups = sorted({(case.source, case.samples) for case in cases})
+    if len(cases) < len(groups) + 1:
+        raise TooFewError(f"{len(cases)} cells with other shares of warm-up are too few for an exponent; run more cells first")
+    design = np.zeros((len(cases), len(groups) + 1))
+    for i, case in enumerate(cases):
+        design[i, groups.index((case.source, case.samples))], design[i, -1] = 1, np.log2(case.batch)
+    target = np.log2([best_share(case.shares, own) for case, own in zip(cases, recalls, strict=True)])
+    return float(np.linalg.lstsq(design, target, rcond=None)[0][-1])
+
+
+def warm_up_interval(cases: Sequence[WarmUps], draws: int = DRAWS) -> Interval:
+    """Return the interval of the exponent of warm-up over draws of seeds and of test pairs."""
+    generator = np.random.default_rng(0)
+    return _interval([fit_warm_up(cases, [draw_recalls(case.points, generator) for case in cases]) for _ in range(draws)])
+
+
+def noise_estimates(rows: Sequence[Row]) -> dict[Cell, NoiseEstimate]:
+    """Return the critical batch by gradient noise of each cell that measured it: over all seeds and points, at its best rate."""
+    found = {}
+    for cell, own in by_cell(rows).items():
+        best = best_rate(own)
+        measured = [p for row in own if row["rate"] == best for p in row.get("noise_scale", ()) if p["trace"] is not None]
+        if measured and cell.kind == PLAIN and cell.samples == NOISE_SAMPLES:
+            found[cell] = estimate([Moments(p["trace"], p["signal"]) for p in sorted(measured, key=lambda p: p["step"])])
+    return found

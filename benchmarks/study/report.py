@@ -6,7 +6,7 @@ import json
 import re
 import subprocess
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
@@ -17,10 +17,13 @@ import numpy as np
 from benchmarks.study import fit, runs
 from benchmarks.study.fit import Curve, HeldBack, Interval, Row
 from benchmarks.study.runs import PLAIN
-from benchmarks.study.stack import Kind
+from benchmarks.study.stack import WARM_UP, Kind
 from megabatch.reporting.figures import Axis, Chart, Figure, Series, save
 from megabatch.reporting.format import count_text, percent_text
+from megabatch.training.noise.estimator import NoiseEstimate, number
 
+# Published comparisons and configurations, each with its source.
+PUBLISHED = Path(__file__).with_name("published.json")
 PLACE = r"(<!-- study: {} -->\n).*?(<!-- end -->)"
 
 
@@ -51,19 +54,30 @@ def thin(rows: Sequence[Row]) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if k != "hits" or row["rate"] == best[runs.cell_of(row)]} for row in rows]
 
 
-def blocks(rows: Sequence[Row], records: Mapping[str, Any]) -> dict[str, str]:
-    """Return the generated parts of the page by name. Without rows only the table of the sources."""
-    parts = {"sources": sources_table(records)}
+def blocks(rows: Sequence[Row], records: Mapping[str, Any], frozen: Mapping[str, Any] | None = None) -> dict[str, str]:
+    """Return the generated parts of the page by name; those that need more rows say so. frozen: predictions that were made."""
     curves = fit.curves(rows)
-    if curves:
-        parts |= {
-            "coverage": coverage(rows),
-            "curves": curves_table([c for c in curves if c.kind == PLAIN]),
-            "law": law_text([c for c in curves if c.kind == PLAIN]),
-            "kinds": kinds_table(curves),
-            "rates": rates_text(rows),
-            "held-back": held_back_table(rows, curves),
-        }
+    plain = [c for c in curves if c.kind == PLAIN]
+    sections: dict[str, Callable[[], str]] = {
+        "coverage": lambda: coverage(rows),
+        "curves": lambda: curves_table(plain),
+        "law": lambda: law_text(plain),
+        "negatives": lambda: negatives_table(plain),
+        "kinds": lambda: kinds_table(curves),
+        "hard": lambda: hard_table(rows, curves),
+        "rates": lambda: rates_text(rows),
+        "warm-up": lambda: warm_up_text(rows),
+        "noise": lambda: noise_text(rows, plain),
+        "held-back": lambda: held_back_table(rows, plain),
+        "predictions": lambda: judge(frozen, rows),
+        "published": lambda: published_text(json.loads(PUBLISHED.read_text()), plain),
+    }
+    parts = {"sources": sources_table(records)}
+    for name, section in sections.items():
+        try:
+            parts[name] = section()
+        except fit.TooFewError as error:
+            parts[name] = f"Not run yet: {error}."
     return parts
 
 
@@ -96,6 +110,8 @@ def sources_table(records: Mapping[str, Any]) -> str:
 def coverage(rows: Sequence[Row]) -> str:
     """Return what was run, and what of the schedule was not."""
     cells = fit.by_cell(rows)
+    if not cells:
+        raise fit.TooFewError("there are no rows")
     finished = [cell for cell in cells if runs.next_job(cell, cells) is None]
     failed = Counter(str(row["error"])[:80] for row in rows if "error" in row)
     eager = {runs.cell_of(row) for row in rows if row.get("not_captured")}
@@ -117,6 +133,8 @@ def _batches(curves: Sequence[Curve]) -> list[int]:
 
 def curves_table(curves: Sequence[Curve]) -> str:
     """Return recall against the batch for every source and number of samples, and the largest batch with its interval."""
+    if not curves:
+        raise fit.TooFewError("no source has three batches")
     batches = _batches(curves)
     lines = []
     for c in curves:
@@ -133,7 +151,7 @@ def curves_table(curves: Sequence[Curve]) -> str:
 
 def law_text(curves: Sequence[Curve]) -> str:
     """Return the parameters of the law with their intervals."""
-    law, intervals = fit.fit_law(curves), fit.law_intervals(curves)
+    law, intervals = fit.fit_law(curves), fit.law_intervals(fit.draw_laws(curves))
     typical = Interval(*(2.0**v for v in intervals["a"]))
     lines = [
         ["largest batch at 1M samples and 100k pairs", f"{2**law.a:,.0f}", f"{typical.low:,.0f} to {typical.high:,.0f}"],
@@ -152,12 +170,15 @@ def law_text(curves: Sequence[Curve]) -> str:
 
 
 def kinds_table(curves: Sequence[Curve]) -> str:
-    """Return how the largest batch and the best recall of other kinds of training compare with the plain one."""
+    """Return how the largest batch and the best recall of other kinds of training compare with the plain one.
+
+    Those with hard negatives or another warm-up have tables of their own.
+    """
     plain = {(c.source, c.samples): c for c in curves if c.kind == PLAIN}
     shifts: dict[Kind, list[tuple[float, float]]] = defaultdict(list)
     for c in curves:
         other = plain.get((c.source, c.samples))
-        if c.kind != PLAIN and other is not None:
+        if c.kind != PLAIN and other is not None and (c.kind.warm_up, c.kind.negatives) == (PLAIN.warm_up, PLAIN.negatives):
             common = sorted({p.batch for p in c.points} & {p.batch for p in other.points})
             if len(common) < 3:
                 continue
@@ -165,6 +186,8 @@ def kinds_table(curves: Sequence[Curve]) -> str:
             ratio = fit.largest_batch(np.array(common, float), np.array(own)).batch
             ratio /= fit.largest_batch(np.array(common, float), np.array(base)).batch
             shifts[c.kind].append((ratio, max(own) - max(base)))
+    if not shifts:
+        raise fit.TooFewError("no other kind has three batches")
     lines = [
         [
             f"{kind.size}, {kind.start}, {kind.loss}, smoothing {kind.smoothing:g}",
@@ -178,8 +201,80 @@ def kinds_table(curves: Sequence[Curve]) -> str:
     return _table(["kind", "curves", "largest batch, median", "range", "best recall, median"], lines)
 
 
+def negatives_table(curves: Sequence[Curve]) -> str:
+    """Return what four times the batch changes at equal updates, with four times the samples, and at equal samples."""
+    recalls = {(c.source, c.samples, p.batch): p.recall for c in curves for p in c.points}
+    budgets = sorted({c.samples for c in curves})
+    lines = []
+    for batch in _batches(curves):
+        equal_updates = [
+            recalls[source, 4 * samples, 4 * b] - recall
+            for (source, samples, b), recall in recalls.items()
+            if b == batch and (source, 4 * samples, 4 * b) in recalls
+        ]
+        cells = [_gains(equal_updates)]
+        for budget in budgets:
+            cells.append(
+                _gains(
+                    [
+                        recalls[source, samples, 4 * b] - recall
+                        for (source, samples, b), recall in recalls.items()
+                        if (b, samples) == (batch, budget) and (source, samples, 4 * b) in recalls
+                    ]
+                )
+            )
+        if any(cells):
+            lines.append([f"{batch:,} to {4 * batch:,}", *cells])
+    if not lines:
+        raise fit.TooFewError("no source has a batch and four times that batch")
+    ends = []
+    for budget in budgets:
+        own = [c for c in curves if c.samples == budget]
+        low, high = ([f(c) for c in own] for f in (_smallest, _largest))
+        ends.append(f"{count_text(budget)} samples: {median(low):,.0f} to {median(high):,.0f}")
+    head = ["batch", "equal updates, four times the samples", *(f"equal samples, {count_text(budget)}" for budget in budgets)]
+    text = "Median over sources of the smallest and of the largest batch within the tolerance: "
+    return _table(head, lines) + "\n\n" + text + "; ".join(ends) + "."
+
+
+def _smallest(curve: Curve) -> float:
+    return fit.smallest_batch(curve.batches, curve.recalls)
+
+
+def _largest(curve: Curve) -> float:
+    return fit.largest_batch(curve.batches, curve.recalls).batch
+
+
+def _gains(gains: Sequence[float]) -> str:
+    return f"{100 * median(gains):+.1f} points ({len(gains)})" if gains else ""
+
+
+def hard_table(rows: Sequence[Row], curves: Sequence[Curve]) -> str:
+    """Return recall with a mined hard negative for each pair and without, at the same batches."""
+    plain = {(c.source, c.samples): c for c in curves if c.kind == PLAIN}
+    both = [(c, plain[c.source, c.samples]) for c in curves if c.kind.negatives and (c.source, c.samples) in plain]
+    if not both:
+        raise fit.TooFewError("no source has three batches with hard negatives")
+    batches = _batches([hard for hard, _ in both])
+    lines = []
+    for hard, base in both:
+        for name, c in (("without", base), ("with", hard)):
+            by_batch = {p.batch: p.recall for p in c.points if p.batch in batches}
+            common = np.array(sorted(by_batch), float)
+            recalls = np.array([by_batch[int(b)] for b in common])
+            largest = fit.largest_batch(common, recalls)
+            cells = [f"{by_batch[b]:.1%}" if b in by_batch else "" for b in batches]
+            best = f"{common[recalls.argmax()]:,.0f}"
+            lines.append([hard.source, name, *cells, best, f"{'≥ ' if largest.beyond else ''}{largest.batch:,.0f}"])
+    return _table(["source", "hard negatives", *(f"{b:,}" for b in batches), "best batch", "largest batch"], lines, 2)
+
+
+def _text(value: float, interval: Interval, digits: int = 2) -> str:
+    return f"{value:,.{digits}f} ({interval.low:,.{digits}f} to {interval.high:,.{digits}f})"
+
+
 def rates_text(rows: Sequence[Row]) -> str:
-    """Return how the best rate moves with the batch."""
+    """Return how the best rate moves with the batch, and what plans by other exponents cost."""
     rates = fit.best_rates(rows)
     law, intervals = fit.fit_rates(rates), fit.rate_intervals(rates)
     groups: dict[tuple[Any, ...], dict[int, float]] = defaultdict(dict)
@@ -190,20 +285,87 @@ def rates_text(rows: Sequence[Row]) -> str:
         ratios = [own[batch] / own[1024] for own in groups.values() if batch in own and 1024 in own]
         if ratios:
             lines.append([f"{batch:,}", f"{median(ratios):g}×", f"{min(ratios):g}× to {max(ratios):g}×", str(len(ratios))])
-    e, f = (f"{getattr(law, name):.2f} ({intervals[name].low:.2f} to {intervals[name].high:.2f})" for name in ("e", "f"))
-    text = f"The best rate grows with the batch to the power {e}, and with the samples to the power {f}: {len(rates)} cells."
+    inside = intervals["e"].low <= 0.5 <= intervals["e"].high
+    root = f"The square root, 0.5, is {'within' if inside else 'outside'} the interval"
+    text = (
+        f"The best rate grows with the batch to the power {_text(law.e, intervals['e'])}, and with the samples to the power"
+        f" {_text(law.f, intervals['f'])}: {len(rates)} cells. {root}."
+    )
     return _table(["batch", "best rate over that of batch 1,024, median", "range", "cells"], lines) + "\n\n" + text
 
 
-def held_back_table(rows: Sequence[Row], curves: Sequence[Curve]) -> str:
-    """Return what plans from the other sources cost on each source."""
-    plain = [c for c in curves if c.kind == PLAIN]
+def warm_up_text(rows: Sequence[Row]) -> str:
+    """Return recall against the share of warm-up, and how the best share moves with the batch."""
+    cases = fit.warm_ups(rows)
+    if not cases:
+        raise fit.TooFewError("no cell has three shares of warm-up")
+    shares = sorted({share for case in cases for share in case.shares})
+    lines, lost = [], []
+    for case in cases:
+        recalls = {share: point.recall for share, point in zip(case.shares, case.points, strict=True)}
+        best = fit.best_share(case.shares, np.array(list(recalls.values())))
+        lost.append(max(recalls.values()) - recalls[WARM_UP])
+        cells = [f"{recalls[share]:.1%}" if share in recalls else "" for share in shares]
+        lines.append(
+            [case.source, count_text(case.samples), f"{case.batch:,}", f"{case.samples // case.batch:,}", *cells, f"{best:.0%}"]
+        )
+    text = _table(["source", "samples", "batch", "steps", *(f"{share:.0%}" for share in shares), "best share"], lines)
+    text += f"\n\nThe usual {WARM_UP:.0%} loses at most {100 * max(lost):.1f} points."
+    try:
+        exponent = fit.fit_warm_up(cases, [np.array([p.recall for p in case.points]) for case in cases])
+        text += (
+            " The best share, between the smallest and the largest that were tried, grows with the batch to the power"
+            f" {_text(exponent, fit.warm_up_interval(cases))}; the interval is over draws of seeds and of test pairs."
+        )
+    except fit.TooFewError as error:
+        text += f" {str(error).capitalize()}."
+    return text
+
+
+def noise_text(rows: Sequence[Row], curves: Sequence[Curve]) -> str:
+    """Return the critical batch by the noise of gradients beside the best and the largest batch."""
+    estimates = fit.noise_estimates(rows)
+    at_samples = [c for c in curves if c.samples == runs.NOISE_SAMPLES and any(cell.source == c.source for cell in estimates)]
+    if not at_samples:
+        raise fit.TooFewError("no curve has measured its noise")
+    batches, lines, ratios = sorted({cell.batch for cell in estimates}), [], defaultdict(list)
+    for c in at_samples:
+        own = {cell.batch: found for cell, found in estimates.items() if cell.source == c.source}
+        largest = fit.largest_batch(c.batches, c.recalls)
+        for batch, found in own.items():
+            if np.isfinite(found.critical) and found.critical > 0:
+                ratios[batch].append((found.critical, largest.batch))
+        best = c.batches[c.recalls.argmax()]
+        cells = [sizes_text(own[b]) if b in own else "" for b in batches]
+        lines.append([c.source, *cells, f"{best:,.0f}", f"{'≥ ' if largest.beyond else ''}{largest.batch:,.0f}"])
+    text = _table(["source", *(f"at {b:,}" for b in batches), "best batch", "largest batch"], lines)
+    notes = []
+    for batch, found in sorted(ratios.items()):
+        critical, largest_batches = np.log2(np.array(found)).T
+        note = f"{batch:,}: {2 ** np.median(largest_batches - critical):.2g}×"
+        if len(found) >= 4 and np.std(critical) > 0 and np.std(largest_batches) > 0:
+            note += f" (correlation of the logarithms {np.corrcoef(critical, largest_batches)[0, 1]:.2f} over {len(found)} sources)"
+        notes.append(note)
+    return f"{text}\n\nThe largest batch over the critical batch measured at a batch, median: {'; '.join(notes)}."
+
+
+def sizes_text(found: NoiseEstimate) -> str:
+    """Return a critical batch with its interval."""
+    return f"{number(found.critical)} ({number(found.low)} to {number(found.high)})"
+
+
+def held_back_table(rows: Sequence[Row], plain: Sequence[Curve]) -> str:
+    """Return what plans from the other sources cost on each source, and what rates by fixed exponents would."""
+    if len({c.source for c in plain}) < 2:
+        raise fit.TooFewError("fewer than two sources have three batches")
     batches, rates = fit.hold_out_batches(plain), fit.hold_out_rates(rows)
     lines = []
     for source in sorted({case.source for case in (*batches, *rates)}):
         own = ([case for case in cases if case.source == source] for cases in (batches, rates))
         lines.append([source, *(text for cases in own for text in _held_back_texts(cases))])
     lines.append(["**all**", *(text for cases in (batches, rates) for text in _held_back_texts(cases))])
+    for name, exponent in (("all, rate by the square root", 0.5), ("all, rate that does not depend on the batch", 0.0)):
+        lines.append([name, "", "", *_held_back_texts(fit.hold_out_rates(rows, exponent))])
     return _table(["held back", "batch: within", "worst loss", "rate: within", "worst loss"], lines)
 
 
@@ -212,6 +374,45 @@ def _held_back_texts(cases: Sequence[HeldBack]) -> list[str]:
         return ["", ""]
     good = sum(case.good for case in cases)
     return [f"{good} of {len(cases)} ({percent_text(good / len(cases))})", f"{100 * max(case.lost for case in cases):.1f} points"]
+
+
+def published_text(published: Mapping[str, Any], curves: Sequence[Curve]) -> str:
+    """Return what the law says for published comparisons and configurations, beside what they found or used."""
+    law, laws = fit.fit_law(curves), fit.draw_laws(curves)
+    compared, used = [], []
+    for case in published["comparisons"]:
+        best, largest = _published_batches(case)
+        name = f"{case['name']}, {case['metric']}" + (f" ({case['note']})" if "note" in case else "")
+        places = [name, case["source"], count_text(case["samples"]), _pairs_text(case)]
+        compared.append([*places, best, largest, *_predicted(law, laws, curves, case)])
+    for case in published["configurations"]:
+        texts = [case["name"], case["source"], count_text(case["samples"]), _pairs_text(case), f"{case['batch']:,}"]
+        used.append([*texts, *_predicted(law, laws, curves, case)])
+    places, predicted = ["training", "source", "samples", "different pairs"], ["law: largest batch", "samples beyond the fit"]
+    first = _table([*places, "best batch", "largest batch", *predicted], compared, 2)
+    return f"{first}\n\n{_table([*places, 'batch used', *predicted], used, 2)}"
+
+
+def _pairs_text(case: Mapping[str, Any]) -> str:
+    return "" if case["pairs"] is None else count_text(case["pairs"])
+
+
+def _published_batches(case: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the best batch of a published comparison, and the largest within the tolerance where its qualities are known."""
+    if "quality" not in case:
+        return f"{case['best']:,}", ""
+    batches, recalls = np.array([[float(b), q / 100] for b, q in case["quality"].items()]).T
+    largest = fit.largest_batch(batches, recalls)
+    return f"{batches[recalls.argmax()]:,.0f}", f"{'≥ ' if largest.beyond else ''}{largest.batch:,.0f}"
+
+
+def _predicted(law: fit.Law, laws: Sequence[fit.Law], curves: Sequence[Curve], case: Mapping[str, Any]) -> list[str]:
+    """Return the law's largest batch with its interval, and by how much the samples exceed the largest number of the fit."""
+    # Pairs that are not known are taken to be seen once.
+    place = case["samples"], case["pairs"] or case["samples"]
+    interval = fit.predicted_interval(laws, *place)
+    beyond = case["samples"] / max(c.samples for c in curves)
+    return [_text(law.largest(*place), interval, 0), f"{beyond:,.0f}×" if beyond > 1 else "within"]
 
 
 def figure(curves: Sequence[Curve]) -> Figure:
@@ -238,7 +439,8 @@ def predictions(rows: Sequence[Row], records: Mapping[str, Any], sources: Sequen
     if seen:
         raise ValueError(f"{', '.join(sorted(seen))} already have rows; predict only sources that were not run")
     curves = [c for c in fit.curves(rows) if c.kind == PLAIN]
-    law, intervals, rate_law = fit.fit_law(curves), fit.law_intervals(curves), fit.fit_rates(fit.best_rates(rows))
+    law, laws, rate_law = fit.fit_law(curves), fit.draw_laws(curves), fit.fit_rates(fit.best_rates(rows))
+    intervals = fit.law_intervals(laws)
     commit = subprocess.run(["git", "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
     cases = []
     for source in sources:
@@ -249,7 +451,15 @@ def predictions(rows: Sequence[Row], records: Mapping[str, Any], sources: Sequen
             }
             largest, planned = law.largest(samples, pairs), law.planned(samples, pairs)
             cases.append(
-                {"source": source, "samples": samples, "pairs": pairs, "largest": largest, "planned": planned, "rates": rates}
+                {
+                    "source": source,
+                    "samples": samples,
+                    "pairs": pairs,
+                    "largest": largest,
+                    "interval": list(fit.predicted_interval(laws, samples, pairs)),
+                    "planned": planned,
+                    "rates": rates,
+                }
             )
     return {
         "commit": commit,
@@ -263,8 +473,10 @@ def predictions(rows: Sequence[Row], records: Mapping[str, Any], sources: Sequen
     }
 
 
-def judge(frozen: Mapping[str, Any], rows: Sequence[Row]) -> str:
-    """Return how the predictions compare with the rows of their sources, as a table."""
+def judge(frozen: Mapping[str, Any] | None, rows: Sequence[Row]) -> str:
+    """Return how the predictions compare with the rows of their sources, as tables of batches and of rates."""
+    if frozen is None:
+        raise fit.TooFewError("nothing was predicted")
     curves = {(c.source, c.samples): c for c in fit.curves(rows) if c.kind == PLAIN}
     lines = []
     for case in frozen["predictions"]:
@@ -276,10 +488,36 @@ def judge(frozen: Mapping[str, Any], rows: Sequence[Row]) -> str:
         top = float(c.recalls.max())
         lost = top - fit.recall_at(c, batch)
         measured = f"{'≥ ' if largest.beyond else ''}{largest.batch:,.0f}"
-        texts = [f"{case['largest']:,.0f}", measured, f"{batch:,.0f}", f"{100 * lost:.1f} points"]
+        texts = [_text(case["largest"], Interval(*case["interval"]), 0), measured, f"{batch:,.0f}", f"{100 * lost:.1f} points"]
         lines.append([case["source"], count_text(case["samples"]), *texts, "yes" if lost <= fit.tolerance(top) else "no"])
+    if not lines:
+        raise fit.TooFewError("none of the sources that were predicted has three batches")
     head = ["source", "samples", "largest, predicted", "measured", "planned", "lost there", "within the tolerance"]
-    return _table(head, lines, 2) + f"\n\nPredicted at commit `{frozen['commit'][:12]}`, before any of these sources was run."
+    text = _table(head, lines, 2) + f"\n\nPredicted at commit `{frozen['commit'][:12]}`, before any of these sources was run."
+    return f"{text} {_judge_rates(frozen, rows)}"
+
+
+def _judge_rates(frozen: Mapping[str, Any], rows: Sequence[Row]) -> str:
+    """Return in how many cells the tried rate nearest to the predicted one loses no more than the tolerance."""
+    predicted = {
+        (case["source"], case["samples"], int(batch)): rate
+        for case in frozen["predictions"]
+        for batch, rate in case["rates"].items()
+    }
+    good, lost, cells = 0, 0.0, fit.by_cell(rows)
+    tuned = {cell: best for cell, best in fit.best_rates(rows).items() if cell.kind == PLAIN}
+    tuned = {cell: best for cell, best in tuned.items() if (cell.source, cell.samples, cell.batch) in predicted}
+    for cell, best in tuned.items():
+        tested = {row["rate"]: row["test_1"] for row in cells[cell] if row["seed"] == runs.SEEDS[0]}
+        wanted = predicted[cell.source, cell.samples, cell.batch]
+        nearest = min(tested, key=lambda rate, wanted=wanted: abs(np.log2(rate / wanted)))  # type: ignore[misc]
+        good += tested[best] - tested[nearest] <= fit.tolerance(tested[best])
+        lost = max(lost, tested[best] - tested[nearest])
+    if not tuned:
+        return ""
+    return (
+        f"The predicted rates are within the tolerance in {good} of {len(tuned)} cells, and lose at most {100 * lost:.1f} points."
+    )
 
 
 def save_figure(curves: Sequence[Curve], file: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ def test_the_law_of_synthetic_runs_is_found_again() -> None:
     # Weak priors move the parameters a little.
     assert (law.a, law.alpha, law.beta, law.steepness) == pytest.approx((A, ALPHA, BETA, STEEPNESS), abs=0.03)
     noisy = fit.curves(synthetic_rows(noise=0.002))
-    intervals = fit.law_intervals(noisy, draws=20)
+    intervals = fit.law_intervals(fit.draw_laws(noisy, draws=20))
     assert intervals["alpha"].low < ALPHA + 0.05 and intervals["alpha"].high > ALPHA - 0.05
     assert intervals["alpha"].high - intervals["alpha"].low < 0.4
 
@@ -106,6 +107,78 @@ def test_cells_without_all_seeds_and_failed_runs_are_left_out() -> None:
     assert {c.source: len(c.points) for c in shorter} == {**dict.fromkeys(PAIRS, 5), "one": 4}
 
 
+def other_kinds(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of two sources with hard negatives and with other shares of warm-up, and give the plain ones noise."""
+    some = [row for row in rows if row["samples"] == 1_000_000 and row["source"] in ("one", "two") and row["loss"] == "clip"]
+    found = [{**row, "negatives": 1, "test_1": row["test_1"] + 0.01} for row in some if row["batch"] <= 4096]
+    for share in runs.WARM_UPS:
+        # Large batches want more warm-up.
+        lost = [0.01 if (share > 0.1) == (row["batch"] < 1024) else 0.001 for row in some]
+        found += [{**row, "warm_up": share, "test_1": row["test_1"] - loss} for row, loss in zip(some, lost, strict=True)]
+    for row in some:
+        row["noise_scale"] = [{"step": step, "trace": 2.0 + 0.01 * step, "signal": 1e-3, "critical": 2000.0} for step in (1, 2, 3)]
+    return found
+
+
+def test_the_best_share_of_warm_up_is_found_again() -> None:
+    # A parabola over log2 share, whose top moves with the square root of the batch.
+    cases, recalls = [], []
+    for source, batch in ((source, batch) for source in ("one", "two") for batch in (256, 1024, 4096)):
+        top = np.log2(0.05 * math.sqrt(batch / 1024))
+        shares = [0.01, 0.02, 0.05, 0.1, 0.3]
+        recalls.append(np.array([0.3 - 0.01 * (np.log2(share) - top) ** 2 for share in shares]))
+        points = [fit.Point(batch, 1e-3, [float(r)] * 3, None) for r in recalls[-1]]
+        cases.append(fit.WarmUps(source, batch, 1_000_000, shares, points))
+        assert fit.best_share(shares, recalls[-1]) == pytest.approx(2**top)
+    assert fit.fit_warm_up(cases, recalls) == pytest.approx(0.5)
+    assert fit.warm_up_interval(cases, draws=5) == (pytest.approx(0.5), pytest.approx(0.5))
+    with pytest.raises(fit.TooFewError):
+        fit.fit_warm_up(cases[:1], recalls[:1])
+
+
+def test_the_noise_of_a_cell_is_that_of_its_best_rate_over_all_seeds() -> None:
+    rows = [row for row in synthetic_rows() if row["samples"] == 1_000_000 and row["batch"] == 256 and row["source"] == "one"]
+    best = fit.best_rate(rows)
+    for row in rows:
+        trace = (100.0 + row["seed"]) if row["rate"] == best else 1e9
+        row["noise_scale"] = [{"step": 5, "trace": trace, "signal": 0.5}, {"step": 9, "trace": None, "signal": None}]
+    (found,) = fit.noise_estimates(rows).values()
+    assert found.critical == pytest.approx(202) and found.steps == 3
+
+
+def test_a_rate_law_with_a_given_exponent_has_it_and_the_best_offsets() -> None:
+    rates = fit.best_rates(synthetic_rows())
+    law = fit.fit_rates(rates, 0.5)
+    assert law.e == 0.5
+    misses = [np.log2(rate / law.rate(cell.batch, cell.samples, cell.kind)) for cell, rate in rates.items()]
+    assert np.mean(misses) == pytest.approx(0, abs=1e-9)
+
+
+def test_the_smallest_batch_is_where_the_loss_reaches_the_tolerance() -> None:
+    batches = np.array([64.0, 256.0, 1024.0])
+    assert fit.smallest_batch(batches, np.array([0.19, 0.21, 0.20])) == pytest.approx(128.0)
+    assert fit.smallest_batch(batches, np.array([0.2, 0.205, 0.2])) == 64.0
+
+
+def test_a_report_without_rows_says_so_everywhere(tmp_path: Path) -> None:
+    parts = report.blocks([], {})
+    assert all(part.startswith("Not run yet") for name, part in parts.items() if name != "sources")
+    report.write_page(ROOT / "benchmarks/study/page.md", tmp_path / "study.md", parts)
+    # A single cell is too little for any fit, and no error.
+    one = [row for row in synthetic_rows() if (row["source"], row["batch"], row["samples"]) == ("one", 64, 250_000)]
+    parts = report.blocks(one, {})
+    assert parts["coverage"].startswith("9 runs in 1 cells") and parts["law"].startswith("Not run yet")
+
+
+def test_published_figures_have_sources_and_lie_beyond_the_measured_range() -> None:
+    published = json.loads(report.PUBLISHED.read_text())
+    assert all(case["source"] and case["samples"] > 4_000_000 for kind in published.values() for case in kind)
+    text = report.published_text(published, fit.curves(synthetic_rows()))
+    assert text.count("\n| ") == sum(map(len, published.values())) + 3
+    # SigLIP with softmax at 9 G samples: 98k is the best, and 307k loses less than 3 %.
+    assert "| 98,304 | ≥ 307,200 |" in text
+
+
 @pytest.mark.slow
 def test_a_report_fills_every_place_of_the_page(tmp_path: Path) -> None:
     rows = synthetic_rows(noise=0.001)
@@ -115,10 +188,11 @@ def test_a_report_fills_every_place_of_the_page(tmp_path: Path) -> None:
         | {"title": name, "train": pairs, "sha256": "0", "pixels": None}
         for name, pairs in {**PAIRS, "five": 50_000}.items()
     }
-    parts = report.blocks(rows, records)
+    rows += other_kinds(rows)
     frozen = report.predictions(rows, records, ["five"])
     later = [{**row, "source": "five", "pairs": 50_000} for row in synthetic_rows() if row["source"] == "two"]
-    parts["predictions"] = report.judge(frozen, [*rows, *later])
+    parts = report.blocks([*rows, *later], records, frozen)
+    assert not any("Not run yet" in part for part in parts.values())
     page = tmp_path / "study.md"
     report.write_page(ROOT / "benchmarks/study/page.md", page, parts)
     text = page.read_text()
