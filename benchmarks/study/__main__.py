@@ -52,7 +52,9 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     records = json.loads(RECORD.read_text())
     if options.command == "run":
-        pairs = {name: record["train"] for name, record in records.items()}
+        pairs = runs.training_pairs(records, options.data)
+        if missing := set(options.sources.split(",")) - set(pairs):
+            print(f"Left out, not in {options.data}: {', '.join(sorted(missing))}", flush=True)
         work_list = runs.cells(pairs, options.sources.split(","))
         limit = options.most_samples
         work_list = [cell for cell in work_list if limit is None or cell.samples <= limit]

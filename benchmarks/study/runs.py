@@ -105,6 +105,11 @@ def cells(sources: Mapping[str, int], names: Sequence[str]) -> list[Cell]:
     return [c for c in dict.fromkeys(found) if _possible(c, sources)]
 
 
+def training_pairs(records: Mapping[str, Any], folder: Path) -> dict[str, int]:
+    """Return the training pairs of each source whose file is in a folder."""
+    return {name: record["train"] for name, record in records.items() if (folder / f"{name}.npz.xz").exists()}
+
+
 def cell_for(source: str, kind: Kind, batch: int, samples: int) -> Cell:
     """Return the cell of a kind of training."""
     return Cell(source=source, batch=batch, samples=samples, **kind._asdict())

@@ -307,6 +307,14 @@ def test_cells_are_different_and_possible() -> None:
     assert {cell.kind for cell in found} == {cell.kind for cell in found[:second]}
 
 
+def test_sources_that_were_not_built_have_no_cells(tmp_path: Path) -> None:
+    (tmp_path / "german.npz.xz").write_bytes(b"")
+    pairs = runs.training_pairs({"german": {"train": 300_000}, "code": {"train": 150_000}}, tmp_path)
+    found = runs.cells(pairs, ["german", "code"])
+    # Pretrained towers come from the source that is missing.
+    assert {cell.source for cell in found} == {"german"} and {cell.start for cell in found} == {"scratch"}
+
+
 def test_a_row_belongs_to_its_cell_also_if_it_was_written_before_a_field_was_added() -> None:
     cell = TINY._replace(warm_up=0.3, negatives=1)
     row = json.loads(json.dumps(cell._asdict()))
