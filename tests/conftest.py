@@ -55,6 +55,12 @@ LONGEST = (
 )
 
 
+@pytest.fixture
+def without_law(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the rules be those of published trainings alone, whether or not the package has a measured law of batches."""
+    monkeypatch.setattr("megabatch.batch_law.LAW_FILE", tmp_path / "no law")
+
+
 # Before the selection by marks.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

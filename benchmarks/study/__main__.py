@@ -2,6 +2,10 @@
 
 python -m benchmarks.study data --out build/study                                  # build the sources (minutes, no GPU)
 python -m benchmarks.study run --minutes 7 --data build/study --out RESULTS.jsonl  # train cells until the time is over
+python -m benchmarks.study keep RESULTS.jsonl                                     # add the rows to those of the repository
+python -m benchmarks.study predict                                                # keep predictions for sources that were not run
+python -m benchmarks.study report                                                 # write docs/study.md with its tables
+python -m benchmarks.study law                                                    # fit the law that plans read
 python -m benchmarks.study repeat RESULTS.jsonl --row 17 --data build/study        # train one row again
 """
 
@@ -14,6 +18,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.study import data, fit, report, runs
+from megabatch import batch_law
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks/results"
@@ -43,6 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     predict = commands.add_parser("predict", help="Keep predictions for sources that were not run.")
     predict.add_argument("--sources", default=",".join(runs.HELD_BACK))
     commands.add_parser("report", help="Write the tables and the figure of the page.")
+    commands.add_parser("law", help="Fit the law and write it where plans read it.")
     for command in (run, repeat):
         command.add_argument("--data", type=Path, default=Path("build/study"))
         command.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -74,6 +80,11 @@ def main(arguments: list[str] | None = None) -> int:
         curves = [c for c in fit.curves(rows) if c.kind == report.PLAIN]
         if curves:
             report.save_figure(curves, RESULTS / "study-cuda.png")
+        return 0
+    if options.command == "law":
+        last = max(str(row.get("date", ""))[:10] for row in rows) if rows else ""
+        batch_law.LAW_FILE.write_text(batch_law.to_json(fit.measured_law(rows, last)))
+        print(batch_law.LAW_FILE.read_text())
         return 0
     row = json.loads(options.file.read_text().splitlines()[options.row - 1])
     torch.set_float32_matmul_precision(runs.PRODUCTS)

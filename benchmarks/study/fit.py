@@ -21,15 +21,15 @@ import numpy as np
 
 from benchmarks.study.runs import NOISE_SAMPLES, PLAIN, SEEDS, best_rate, cell_of, unpack
 from benchmarks.study.stack import WARM_UP, Cell, Kind
+from megabatch.batch_law import HUNDRED_THOUSAND, MILLION, Law, MeasuredLaw, NoiseRelation, WarmUpLaw
 from megabatch.training.noise.estimator import Moments, NoiseEstimate, estimate
 
 # A batch may lose this many points of recall, or this share of it if that is more.
 LOST_POINTS, LOST_SHARE = 0.01, 0.03
 # Draws of a bootstrap, and the central share of them that an interval covers.
 DRAWS, COVERED = 200, 0.9
-# The share of curves that should allow the planned batch, and the share of the tolerance that it aims at.
-ALLOWED, AIM = 0.9, 0.5
-MILLION, HUNDRED_THOUSAND = 1e6, 1e5
+# The share of curves that should allow the planned batch.
+ALLOWED = 0.9
 
 Row = Mapping[str, Any]
 
@@ -79,23 +79,6 @@ class Largest(NamedTuple):
 
     batch: float
     beyond: bool
-
-
-class Law(NamedTuple):
-    """The fitted law. spread: quantile 1 - ALLOWED of log2(measured largest / fitted largest) over the curves."""
-
-    a: float
-    alpha: float
-    beta: float
-    steepness: float
-    spread: float
-
-    def largest(self, samples: float, pairs: float) -> float:
-        return float(2 ** (self.a + self.alpha * np.log2(samples / MILLION) + self.beta * np.log2(pairs / HUNDRED_THOUSAND)))
-
-    def planned(self, samples: float, pairs: float) -> float:
-        """Return the batch that loses AIM of the tolerance on a curve that allows less than ALLOWED of the curves do."""
-        return self.largest(samples, pairs) * 2.0**self.spread * AIM ** (1 / self.steepness)
 
 
 class RateLaw(NamedTuple):
@@ -443,3 +426,83 @@ def noise_estimates(rows: Sequence[Row]) -> dict[Cell, NoiseEstimate]:
         if measured and cell.kind == PLAIN and cell.samples == NOISE_SAMPLES:
             found[cell] = estimate([Moments(p["trace"], p["signal"]) for p in sorted(measured, key=lambda p: p["step"])])
     return found
+
+
+def measured_law(rows: Sequence[Row], date: str) -> MeasuredLaw:
+    """Return the law of the plain curves of all rows, with what a plan needs to know about it."""
+    plain = [c for c in curves(rows) if c.kind == PLAIN]
+    law, laws = fit_law(plain), draw_laws(plain)
+    shifts = [np.log2(largest_batch(c.batches, c.recalls).batch / law.largest(c.samples, c.pairs)) for c in plain]
+    try:
+        rate_exponent = fit_rates(best_rates(rows)).e
+    except TooFewError:
+        rate_exponent = None
+
+    def ends(values: Iterable[float]) -> tuple[float, float]:
+        found = list(values)
+        return min(found), max(found)
+
+    return MeasuredLaw(
+        law=law,
+        covariance=tuple(map(tuple, np.cov(np.array([draw[:3] for draw in laws]).T).tolist())),
+        deviation=float(np.std(shifts)),
+        samples=ends(c.samples for c in plain),
+        pairs=ends(c.pairs for c in plain),
+        batches=ends(batch for c in plain for batch in c.batches),
+        held_back=good_share(hold_out_batches(plain)),
+        rate_exponent=rate_exponent,
+        warm_up=_warm_up_law(warm_ups(rows)),
+        noise=noise_relations(rows, plain, law),
+        rows=sum(map(len, by_cell(rows).values())),
+        sources=tuple(sorted({c.source for c in plain})),
+        date=date,
+    )
+
+
+def _warm_up_law(cases: Sequence[WarmUps]) -> WarmUpLaw | None:
+    """Return the law of the share of warm-up from two sources or more; its exponent is 0 if the interval does not exclude that."""
+    if len({case.source for case in cases}) < 2:
+        return None
+    recalls = [np.array([p.recall for p in case.points]) for case in cases]
+    try:
+        exponent, interval = fit_warm_up(cases, recalls), warm_up_interval(cases)
+    except TooFewError:
+        return None
+    exponent = 0.0 if interval.low <= 0 <= interval.high else exponent
+    found = [
+        np.log2(best_share(case.shares, own)) - exponent * np.log2(case.batch / 1024)
+        for case, own in zip(cases, recalls, strict=True)
+    ]
+    shares = [share for case in cases for share in case.shares]
+    return WarmUpLaw(float(2 ** np.median(found)), exponent, min(shares), max(shares))
+
+
+def noise_relations(rows: Sequence[Row], plain: Sequence[Curve], law: Law, fewest: int = 5) -> dict[int, NoiseRelation]:
+    """Return at each batch how sources differ from the law with their critical batch by noise.
+
+    Only where enough sources measured it, and where nearly all draws of sources have a slope above 0.
+    """
+    curves_at = {c.source: c for c in plain if c.samples == NOISE_SAMPLES}
+    found: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    for cell, noise in noise_estimates(rows).items():
+        c = curves_at.get(cell.source)
+        if c is not None and 0 < noise.critical < np.inf:
+            largest = largest_batch(c.batches, c.recalls).batch
+            found[cell.batch].append((float(np.log2(noise.critical)), float(np.log2(largest / law.largest(c.samples, c.pairs)))))
+    relations = {}
+    for batch, cases in sorted(found.items()):
+        critical, shift = np.array(cases).T
+        if len(cases) < fewest or np.ptp(critical) == 0:
+            continue
+        generator = np.random.default_rng(0)
+        drawn = (generator.integers(0, len(cases), len(cases)) for _ in range(DRAWS))
+        slopes = [_slope(critical[own], shift[own]) for own in drawn if np.ptp(critical[own]) > 0]
+        # One in a hundred, because several batches are tried.
+        if np.quantile(slopes, 0.01) > 0:
+            middle = (critical.mean(), critical.min(), critical.max())
+            relations[batch] = NoiseRelation(_slope(critical, shift), *(float(2**v) for v in middle))
+    return relations
+
+
+def _slope(x: np.ndarray, y: np.ndarray) -> float:
+    return float(((x - x.mean()) * (y - y.mean())).sum() / ((x - x.mean()) ** 2).sum())

@@ -35,6 +35,8 @@ FEWEST_UPDATES, ENOUGH_UPDATES = 2_000, 15_000
 # Below the first number of updates a contrastive run from scratch learned next to nothing. 122 updates learned little, 488 reached
 # four fifths of what 1,953 did (FACTS["updates from scratch"]): below the second number, between the two, a run is poor.
 HOPELESS_UPDATES, POOR_UPDATES = 100, 250
+# The fewest samples seen of a published CLIP from scratch, DataComp small. Below, the law of `batch_law` decides if there is one.
+LEAST_PUBLISHED = 12_800_000
 # Published CLIP trainings from scratch make about so many updates where the samples seen allow it (FACTS["published updates"]).
 USUAL_UPDATES = 150_000
 # Below so many samples seen, a CLIP of usual size learns little from scratch (FACTS["clip from scratch"]).

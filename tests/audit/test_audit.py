@@ -499,6 +499,7 @@ def test_a_finding_states_the_numbers(rule, facts, numbers):
     assert numbers in violation.text
 
 
+@pytest.mark.usefixtures("without_law")
 def test_another_batch_changes_rate_warm_up_and_chunk():
     training = TrainingFacts(
         objective="clip", batch=8192, ranks=3, chunk=4096, optimizer="adam", lr=1e-3, beta2=0.98, warmup=3, samples=10**7

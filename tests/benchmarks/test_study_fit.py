@@ -146,6 +146,24 @@ def test_the_noise_of_a_cell_is_that_of_its_best_rate_over_all_seeds() -> None:
     assert found.critical == pytest.approx(202) and found.steps == 3
 
 
+def test_noise_moves_the_law_only_where_it_explains_what_the_law_does_not() -> None:
+    law = fit.Law(A, ALPHA, BETA, STEEPNESS, 0.0)
+    rows, plain = [], []
+    for number, shift in enumerate((-1.0, -0.6, -0.2, 0.2, 0.6, 1.0)):
+        # The largest batch is 2^shift of the law's, which is 2^A here.
+        knee, source = 2 ** (A + shift), f"source {number}"
+        points = [fit.Point(int(b), 1e-3, [0.2 - lost] * 3, None) for b, lost in ((64, 0.0), (knee, 0.01), (4 * knee, 0.1))]
+        plain.append(fit.Curve(source, runs.PLAIN, runs.NOISE_SAMPLES, 100_000, points))
+        # At batch 256 the critical batch is four times as large for twice the largest batch; at 64 it is unrelated.
+        for batch, critical in ((256, 1000 * 4**shift), (64, 1000 * 2 ** (number % 2))):
+            cell = runs.cell_for(source, runs.PLAIN, batch, runs.NOISE_SAMPLES)._asdict()
+            noise = [{"step": 1, "trace": critical, "signal": 1.0}]
+            rows.append({**cell, "rate": 1e-3, "seed": 0, "validation_mrr": 0.1, "noise_scale": noise})
+    relations = fit.noise_relations(rows, plain, law)
+    assert set(relations) == {256}
+    assert relations[256].slope == pytest.approx(0.5, abs=0.02) and relations[256].center == pytest.approx(1000, rel=0.05)
+
+
 def test_a_rate_law_with_a_given_exponent_has_it_and_the_best_offsets() -> None:
     rates = fit.best_rates(synthetic_rows())
     law = fit.fit_rates(rates, 0.5)
@@ -177,6 +195,20 @@ def test_published_figures_have_sources_and_lie_beyond_the_measured_range() -> N
     assert text.count("\n| ") == sum(map(len, published.values())) + 3
     # SigLIP with softmax at 9 G samples: 98k is the best, and 307k loses less than 3 %.
     assert "| 98,304 | ≥ 307,200 |" in text
+
+
+def test_the_law_for_plans_says_what_it_was_measured_on() -> None:
+    rows = synthetic_rows(noise=0.001)
+    rows += other_kinds(rows)
+    law = fit.measured_law(rows, "2026-01-01")
+    assert law.law.alpha == pytest.approx(ALPHA, abs=0.05) and law.rate_exponent == pytest.approx(E, abs=0.06)
+    assert law.samples == (250_000, 16_000_000) and law.pairs == (30_000, 800_000) and law.batches == (64, 16_384)
+    assert law.held_back >= 0.9 and law.sources == tuple(sorted(PAIRS))
+    # Noise of two sources tells nothing.
+    assert law.noise == {}
+    assert law.warm_up is not None and law.warm_up.exponent > 0 and 0.02 <= law.warm_up.at(1024) <= 0.3
+    with pytest.raises(fit.TooFewError):
+        fit.measured_law([], "")
 
 
 @pytest.mark.slow

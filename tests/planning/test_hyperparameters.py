@@ -72,6 +72,7 @@ def test_priority_for_accuracy_never_takes_a_larger_batch_than_for_speed(critica
     assert total(smallest) <= 1.1 * total(fastest) + 1e-12
 
 
+@pytest.mark.usefixtures("without_law")
 @pytest.mark.parametrize(
     ("size", "optimizer", "rate"),
     # 1e-3@256, four times the batch: Adam √4, SGD 4 (arXiv 2205.10287, 1706.02677).

@@ -179,6 +179,7 @@ def test_a_model_whose_weights_do_not_fit_is_refused_before_its_step_is_traced()
             plan("x:y", objective="lm", data="1B", gpu=gpu, tools=tools)
 
 
+@pytest.mark.usefixtures("without_law")
 def test_without_arguments_the_embedded_default_on_this_machine():
     result = plan(tools=SMALL)
     # The run is short: its samples allow a few hundred updates of several hundred samples, not of 4,096.

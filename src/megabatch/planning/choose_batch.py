@@ -12,9 +12,10 @@ from typing import Literal, NamedTuple
 
 from .. import evidence, recipes
 from ..evidence import FACTS, Confidence, steps_factor
+from ..measurements import Noise
 from ..objectives import DEFAULT, OBJECTIVES
 from ..optimizers import closest
-from ..recipes import Recipe, TrainingTask, advise_batch, updates_needed
+from ..recipes import Recipe, TrainingTask, advise_batch, law_for, power_near, updates_needed
 from .estimator import Estimator
 from .problem import Problem, kind_of
 from .request import check_batch, check_budget
@@ -88,6 +89,8 @@ def choose_batch(problem: Problem, estimator: Estimator) -> BatchChoice:
         choice = fastest_to_target(problem, estimator)
     else:
         choice = advised(task, request.priority)
+        if noise is not None and noise.coupled:
+            choice = _moved_by_noise(choice, task, noise, estimator.calibration.origin["noise"])
     batch = max(ranks, round(choice.batch / ranks) * ranks)
     if choice.confidence == "measured" and batch != choice.batch:
         why = f"{choice.why}; rounded from {choice.batch:,} to {batch:,}, a multiple of {ranks} GPUs"
@@ -122,6 +125,24 @@ def advised(task: TrainingTask, priority: Literal["accuracy", "speed"] = "accura
     low, high = round(advice.low), round(advice.high)
     notes = [*advice.notes, *_remarks(task, batch)]
     return BatchChoice(batch, math.ceil(task.seen / batch), why, advice.source, advice.confidence, tuple(notes), low, high)
+
+
+def _moved_by_noise(choice: BatchChoice, task: TrainingTask, noise: Noise, origin: str) -> BatchChoice:
+    """Return an advised batch as the gradient noise of this very problem moves it, where the law of batches decided."""
+    law = law_for(task)
+    assert task.seen is not None and task.data is not None
+    if law is None or task.seen >= evidence.LEAST_PUBLISHED:
+        return choice
+    factor = law.moved_by_noise(noise.critical, noise.batch)
+    batch = min(power_near(choice.batch * factor), recipes.power_below(task.data))
+    if batch == choice.batch:
+        return choice
+    note = (
+        f"Gradient noise, a critical batch of {noise.critical:,.0f} at batch {noise.batch:,}, moved the batch from"
+        f" {choice.batch:,} to {batch:,}; {origin}."
+    )
+    low, high = min(choice.low or batch, batch), max(choice.high or batch, batch)
+    return choice._replace(batch=batch, updates=math.ceil(task.seen / batch), notes=(*choice.notes, note), low=low, high=high)
 
 
 def _remarks(task: TrainingTask, batch: int) -> list[str]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..evidence import FACTS, RATE_RANGE, Fact, ema_at, round_rate
 from ..optimizers import FAMILIES, rate_factor
-from ..recipes import Advice, TrainingTask, advise_beta2, advise_decay, advise_rate, advise_warmup
+from ..recipes import Advice, TrainingTask, advise_beta2, advise_decay, advise_rate, advise_warmup, law_for
 from .plan import Number
 
 # Contrastive runs from scratch on less data than this, and all classifiers from scratch, get label smoothing.
@@ -99,6 +99,13 @@ def _scaled_rate(task: TrainingTask, batch: int, known: KnownRate) -> tuple[floa
     if batch == known.batch and known.measured:
         return known.lr, (), Number("learning rate", known.lr, f"{known.lr:g}", known.fact.says, known.fact.source, "measured")
     growth, rule = batch / known.batch, FAMILIES[task.optimizer].lr_rule
+    exponent = _measured_exponent(task, batch, known.batch)
+    if exponent is not None:
+        law = law_for(task)
+        assert law is not None
+        lr = round_rate(known.lr * growth**exponent)
+        why = f"{known.lr:g} at {known.batch:,}, times ({batch:,}/{known.batch:,})^{exponent:.2f}; {known.fact.says}"
+        return lr, (), Number("learning rate", lr, f"{lr:g}", why, f"{law.source}; {known.fact.source}", "medium")
     lr = known.lr * rate_factor(rule, growth)
     tested = 1 / RATE_RANGE <= growth <= RATE_RANGE
     # Outside the tested range the rule tends to overshoot, so the sweep reaches further down than up.
@@ -109,6 +116,14 @@ def _scaled_rate(task: TrainingTask, batch: int, known: KnownRate) -> tuple[floa
     source = f"{FACTS['linear' if rule == 'linear' else 'square root'].source}; {known.fact.source}"
     number = Number("learning rate", round_rate(lr), _shown(round_rate(lr), sweep), why, source, "medium" if tested else "low")
     return round_rate(lr), sweep, number
+
+
+def _measured_exponent(task: TrainingTask, *batches: int) -> float | None:
+    """Return the exponent of the batch in the best rate of Adam if it was measured for such a training at such batches."""
+    law = law_for(task)
+    if law is None or FAMILIES[task.optimizer].name != "adam" or task.kind not in ("image-text", "embedder"):
+        return None
+    return law.rate_exponent if all(law.batches[0] <= batch <= law.batches[1] for batch in batches) else None
 
 
 def _shown(lr: float, sweep: tuple[float, ...]) -> str:
