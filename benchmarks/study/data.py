@@ -235,6 +235,9 @@ def cjk(folder: Path) -> Iterator[Entry]:
         yield Entry((np.frombuffer(image.tobytes(), np.uint8) // 16 * 17).tobytes(), text, character)
 
 
+# The same wheels on every machine, which only reads the Python files in them.
+WHEEL_PLATFORMS = ("manylinux2014_x86_64", "manylinux_2_28_x86_64")
+WHEEL_TAGS = ["--python-version", "3.11", *(word for platform in WHEEL_PLATFORMS for word in ("--platform", platform))]
 # Wheels of the source `code`; the project uses none of their functions for anything else in this study.
 CODE_WHEELS = """
     angr ansible ansible-core apache-beam ase astropy biopython breezy celery certbot cinder cirq-core cvxpy dask deepchem dgl
@@ -414,7 +417,7 @@ def fetch(kind: SourceKind, folder: Path) -> dict[str, str]:
         subprocess.run(["dpkg-deb", "-x", file, folder / package], check=True)
     for wheel in kind.wheels:
         if not list(folder.glob(f"[{wheel[0]}{wheel[0].upper()}]{re.sub('[-.]', '_', wheel[1:])}-*.whl")):
-            options = ["-q", "--no-deps", "--only-binary", ":all:", "-d", str(folder), wheel]
+            options = ["-q", "--no-deps", "--only-binary", ":all:", *WHEEL_TAGS, "-d", str(folder), wheel]
             subprocess.run([sys.executable, "-m", "pip", "download", *options], check=True, capture_output=True)
     files = sorted([*folder.glob("*.deb"), *folder.glob("*.whl")])
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
