@@ -159,6 +159,9 @@ class Ring:
         after = dist.get_global_rank(self.group, (self.rank + 1) % self.size)
         before = dist.get_global_rank(self.group, (self.rank - 1) % self.size)
         tree = _map(tree, lambda t: t.contiguous())
+        homes = {t.device for t in _leaves(tree) if self._sends_from_host(t.device)}
+        if homes:
+            tree = _map(tree, lambda t: t.cpu())
         received = _with_rows(tree, length)
         operations = [dist.P2POp(dist.isend, t, after, self.group, tag) for t in _leaves(tree) if t.numel()]
         operations += [dist.P2POp(dist.irecv, t, before, self.group, tag) for t in _leaves(received) if t.numel()]
@@ -170,9 +173,15 @@ class Ring:
             # Until now they kept alive the tensors that are being sent.
             operations.clear()
             works.clear()
-            return received
+            return _map(received, lambda t: t.to(*homes)) if homes else received
 
         return wait
+
+    def _sends_from_host(self, device: torch.device) -> bool:
+        """Return whether messages of this device go through host memory. Gloo, all that Windows has, sends from there alone."""
+        assert self.group is not None
+        backends = dict(entry.split(":") for entry in dist.get_backend_config(self.group).split(","))
+        return device.type != "cpu" and backends.get(device.type) == "gloo"
 
 
 def _map(tree: Any, f: Callable[[Tensor], Tensor]) -> Any:
