@@ -23,6 +23,7 @@ INPUTS, SEED = 2000, 20
 BAD = 7
 
 
+@pytest.mark.slow
 def test_hostile_input_is_refused_with_an_error_message():
     reports = fuzz(TARGETS, INPUTS, SEED, context=fresh_processes(), find=all_targets)
     failures = [failure for report in reports.values() for failure in report.failures]

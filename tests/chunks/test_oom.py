@@ -270,7 +270,7 @@ def on_one_rank(rank: int, size: int, where: str, culprit: int) -> Any:
 
 
 @pytest.mark.parametrize("where", ["forward", "recomputation", "backward"])
-@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize("culprit", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_one_rank_that_runs_out_of_memory_makes_all_of_them_repeat(world, where, culprit):
     expected = train(tower := model(), tower, slice(None), repeat=False)
     results = world.run(3, on_one_rank, where, culprit)

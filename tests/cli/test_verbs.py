@@ -135,6 +135,7 @@ def test_the_same_command_goes_on_and_fresh_starts_over(megabatch, run, images):
     megabatch(*command, "--fresh")
 
 
+@pytest.mark.slow
 def test_no_one_is_the_last_to_let_go_of_the_group():
     """If the garbage collector freed the group, it could wait for the group's thread while that waits for the interpreter."""
     script = """

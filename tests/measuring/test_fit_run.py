@@ -160,6 +160,7 @@ def test_a_budget_sets_the_chunk(undrawn, pairs, tmp_path, objective):
     assert "did not" in printed(result)
 
 
+@pytest.mark.slow
 def test_a_chunk_that_only_runs_in_halves_has_not_run(quick, pairs, tmp_path):
     run = run_of(pairs, 'x.options={"limit": 20}', "batch.keep=2", tower="small_towers:greedy")
     result = fit(run, start=40, margin=0.0, out=tmp_path)

@@ -362,7 +362,15 @@ def test_diagnostics_are_those_of_the_other_backend(loss, options):
         assert a is None or (a.dtype == b.dtype and torch.allclose(a, b, rtol=1e-6))
 
 
-@pytest.mark.parametrize("loss, rows_of_a_tile", [("siglip_loss", 16), ("clip_loss", 16), ("clip_loss", 128), ("clip_loss", 256)])
+@pytest.mark.parametrize(
+    "loss, rows_of_a_tile",
+    [
+        pytest.param("siglip_loss", 16, marks=pytest.mark.slow),
+        ("clip_loss", 16),
+        ("clip_loss", 128),
+        pytest.param("clip_loss", 256, marks=pytest.mark.slow),
+    ],
+)
 def test_ranks_and_hardest_negatives_are_exact_ties_included(loss, rows_of_a_tile, use_blocks):
     # In the first case all negatives in a column of a tile tie with the positive; integers, whose products are exact.
     use_blocks(m=rows_of_a_tile, n=64)
