@@ -159,8 +159,8 @@ class Ring:
         after = dist.get_global_rank(self.group, (self.rank + 1) % self.size)
         before = dist.get_global_rank(self.group, (self.rank - 1) % self.size)
         tree = _map(tree, lambda t: t.contiguous())
-        homes = {t.device for t in _leaves(tree) if self._sends_from_host(t.device)}
-        if homes:
+        home = next((t.device for t in _leaves(tree) if self._sends_from_host(t.device)), None)
+        if home is not None:
             tree = _map(tree, lambda t: t.cpu())
         received = _with_rows(tree, length)
         operations = [dist.P2POp(dist.isend, t, after, self.group, tag) for t in _leaves(tree) if t.numel()]
@@ -173,7 +173,7 @@ class Ring:
             # Until now they kept alive the tensors that are being sent.
             operations.clear()
             works.clear()
-            return _map(received, lambda t: t.to(*homes)) if homes else received
+            return received if home is None else _map(received, lambda t: t.to(home))
 
         return wait
 
