@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..towers.repeats import TEMPLATE, BlockRun, equal_blocks, few_blocks
 from .blocks import Block, BlockTracker
 from .cuda_dispatch import dispatch_as_cuda
-from .fake_tensors import CachingFakeMode, fake_parameters
+from .fake_tensors import CachingFakeMode, as_fake, fake_parameters
 from .operations import OpClass, class_of, flops_of, implicit_ops, tensors_in, utilization_of
+from .without_dynamo import without_dynamo
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Rows of the two counted passes: the cost of one row is their difference.
@@ -213,13 +214,15 @@ def _count_passes(
     blocks = BlockTracker(runs)
     forward, backward = CallCounter(blocks), CallCounter(blocks)
     dtype = AUTOCAST_DTYPES.get(precision)
-    args, kwargs = ((), rows) if isinstance(rows, dict) else (rows if isinstance(rows, (tuple, list)) else (rows,), {})
     with ExitStack() as contexts:
+        contexts.enter_context(without_dynamo())
         if device == "cuda":
             contexts.enter_context(dispatch_as_cuda())
         contexts.enter_context(CachingFakeMode())
         trainable = contexts.enter_context(fake_parameters(module))
         contexts.enter_context(blocks.watching())
+        rows = tree_map(as_fake, rows)
+        args, kwargs = ((), rows) if isinstance(rows, dict) else (rows if isinstance(rows, (tuple, list)) else (rows,), {})
         with torch.enable_grad(), torch.autocast("cpu", dtype, enabled=dtype is not None), forward:
             with few_blocks(runs):
                 out = module(*args, **kwargs)

@@ -13,7 +13,10 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter, FakeTensorMode, in_kernel_invocation_manager
+from torch.utils._mode_utils import no_dispatch
+
+from .without_dynamo import without_dynamo
 
 aten = torch.ops.aten
 # Views whose kernels need shapes only: called directly, they share the storage of their first argument.
@@ -53,6 +56,25 @@ class Results(NamedTuple):
     single: bool
 
 
+class ConstantConverter(FakeTensorConverter):
+    """`FakeTensorConverter` that makes fake tensors of known values, such as step counts, without importing torch._dynamo."""
+
+    def from_real_tensor(
+        self, fake_mode: FakeTensorMode, t: Tensor, make_constant: bool = False, *args: Any, **kwargs: Any
+    ) -> FakeTensor:
+        own_bytes = t.numel() * t.element_size()
+        if not make_constant or t.is_sparse or t._is_view() or t.untyped_storage().nbytes() != own_bytes:
+            return super().from_real_tensor(fake_mode, t, make_constant, *args, **kwargs)
+        out = self._get_memo(t)
+        if out is None:
+            with no_dispatch():
+                like = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+                out = FakeTensor(fake_mode, like, t.device, constant=t)
+            self.set_tensor_memo(t, out)
+            self.add_constant_storage_mapping(out)
+        return out
+
+
 class CachingFakeMode(FakeTensorMode):
     """`FakeTensorMode` that remembers results by the shapes of the arguments, and calls the kernels of views directly.
 
@@ -63,7 +85,9 @@ class CachingFakeMode(FakeTensorMode):
     _remembered: ClassVar[dict[Any, Results | None]] = {}
 
     def __init__(self) -> None:
-        super().__init__(allow_non_fake_inputs=True)
+        with without_dynamo():
+            super().__init__(allow_non_fake_inputs=True)
+        self.fake_tensor_converter = ConstantConverter(copy_data=self.propagate_real_tensors)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -101,23 +125,38 @@ class CachingFakeMode(FakeTensorMode):
 
 @contextmanager
 def fake_parameters(module: nn.Module) -> Iterator[list[nn.Parameter]]:
-    """A context, within a fake mode, in which the parameters of a module are fake; yields those that require a gradient.
+    """A context, within a fake mode, in which the parameters and buffers of a module are fake; yields the parameters that require a
+    gradient.
 
-    Real ones would be converted in every operation. A parameter in several places (tied weights) stays one.
+    Real ones would be converted in every operation. A tensor in several places (tied weights) stays one.
     """
-    before = [(owner, name, p) for owner in module.modules() for name, p in owner._parameters.items() if p is not None]
-    fake = {
-        p: nn.Parameter(torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="cpu"), p.requires_grad)
-        for p in dict.fromkeys(p for _, _, p in before)
-    }
+    before = [
+        (owner, name, tensor)
+        for owner in module.modules()
+        for tensors in (owner._parameters, owner._buffers)
+        for name, tensor in tensors.items()
+        if tensor is not None
+    ]
+    fake = {tensor: _fake_weight(tensor) for tensor in dict.fromkeys(tensor for _, _, tensor in before)}
     # By setattr: recurrent layers keep a second list of their weights.
     try:
-        for owner, name, p in before:
-            setattr(owner, name, fake[p])
-        yield [p for p in fake.values() if p.requires_grad]
+        for owner, name, tensor in before:
+            setattr(owner, name, fake[tensor])
+        yield [each for each in fake.values() if isinstance(each, nn.Parameter) and each.requires_grad]
     finally:
-        for owner, name, p in before:
-            setattr(owner, name, p)
+        for owner, name, tensor in before:
+            setattr(owner, name, tensor)
+
+
+def as_fake(value: Any) -> Any:
+    """Return a tensor, within a fake mode, as a fake one on the CPU; anything else as it is."""
+    if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
+
+
+def _fake_weight(tensor: Tensor) -> Tensor:
+    return nn.Parameter(as_fake(tensor), tensor.requires_grad) if isinstance(tensor, nn.Parameter) else as_fake(tensor)
 
 
 @functools.cache
@@ -155,7 +194,7 @@ def _results(out: Any, args: Any, kwargs: Any) -> Results | None:
     if not all(isinstance(leaf, (FakeTensor, *PLAIN_RESULTS)) for leaf in leaves):
         return None
     storages = {tensor.untyped_storage()._cdata for tensor in tensors}
-    given = {each.untyped_storage()._cdata for each in _tensors((args, tuple(kwargs.values())))}
+    given = {each.untyped_storage()._cdata for each in tensors_of((args, tuple(kwargs.values())))}
     if len(storages) < len(tensors) or storages & given:
         return None
     made = [_remember(leaf) if isinstance(leaf, FakeTensor) else leaf for leaf in leaves]
@@ -173,8 +212,8 @@ def _remember(tensor: FakeTensor) -> NewTensor | FakeTensor:
     return NewTensor(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.fake_device)
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def tensors_of(tree: Any) -> list[Tensor]:
     """Return the tensors of nested tuples and lists."""
     if isinstance(tree, (tuple, list)):
-        return [tensor for each in tree for tensor in _tensors(each)]
+        return [tensor for each in tree for tensor in tensors_of(each)]
     return [tree] if isinstance(tree, Tensor) else []

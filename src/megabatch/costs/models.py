@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import mmap
 import pkgutil
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -16,6 +18,8 @@ from .. import config
 from ..objectives import OBJECTIVES
 from ..towers import BuiltTower
 from ..towers.model import SHARED, Encoder, build_towers
+from .fake_tensors import tensors_of
+from .without_dynamo import without_dynamo
 
 # Smaller tensors are computed as usual: the values that a model's constructor reads back, such as dropout rates, are small.
 LARGE = 2**16
@@ -28,6 +32,18 @@ class SkipCompute(TorchDispatchMode):
     Building a model then takes a second, where initialising gigabytes with random numbers and trying the result takes a minute.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._contexts = ExitStack()
+
+    def __enter__(self) -> Any:
+        self._contexts.enter_context(without_dynamo())
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._contexts.close()
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         # As in CachingFakeMode.
@@ -35,8 +51,9 @@ class SkipCompute(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        creates = not any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs)))
-        if func.is_view or not (creates or _is_large((args, kwargs))):
+        given = tensors_of((args, tuple(kwargs.values())))
+        creates = not given
+        if func.is_view or not (creates or any(tensor.numel() >= LARGE for tensor in given)):
             return func(*args, **kwargs)
         if func._schema.is_mutable:
             return args[0]
@@ -48,7 +65,7 @@ class SkipCompute(TorchDispatchMode):
         out = func(*on_meta, **named)
         if creates and not _is_large(out):
             return func(*args, **kwargs)
-        return tree_map(lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) if isinstance(t, Tensor) else t, out)
+        return tree_map(lambda t: _uninitialised(t) if isinstance(t, Tensor) else t, out)
 
 
 class EncoderWithInputs:
@@ -102,6 +119,14 @@ def module_from_function(name: str) -> nn.Module:
 
 def _is_large(tree: Any) -> bool:
     return any(isinstance(leaf, Tensor) and leaf.numel() >= LARGE for leaf in tree_leaves(tree))
+
+
+def _uninitialised(like: Tensor) -> Tensor:
+    """Return a tensor on the CPU. A large one is mapped: no page of it is touched, where malloc writes to the first, up to 2 MiB."""
+    size = like.untyped_storage().nbytes()
+    if size < LARGE:
+        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=like.dtype).as_strided(like.shape, like.stride())
 
 
 def _sample(tower: BuiltTower) -> Any:

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
 from ...towers.repeats import equal_blocks, few_blocks
 from ..blocks import BlockTracker
 from ..cuda_dispatch import dispatch_as_cuda
-from ..fake_tensors import CachingFakeMode
+from ..fake_tensors import CachingFakeMode, as_fake
+from ..without_dynamo import without_dynamo
 from .optimizers import build_optimizer, create_state
 from .repeats import complete
 from .setup import Setup
@@ -80,6 +81,7 @@ def recording_again(recorder: Recorder, mode: FakeTensorMode | None = None) -> I
     recorder.fake_mode = mode or recorder.fake_mode
     assert recorder.fake_mode is not None
     with ExitStack() as contexts:
+        contexts.enter_context(without_dynamo())
         if recorder.workspaces is not None:
             contexts.enter_context(dispatch_as_cuda())
         contexts.enter_context(recorder.fake_mode)
@@ -170,7 +172,7 @@ class TracedStep:
 
     def call_arguments(self, example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return example inputs as fake arguments of a model: a dict by name, a tuple or list by position."""
-        example = tree_map(_as_fake, example)
+        example = tree_map(as_fake, example)
         if isinstance(example, Mapping):
             return (), dict(example)
         return tuple(example) if isinstance(example, (tuple, list)) else (example,), {}
@@ -270,9 +272,3 @@ def enable_checkpointing(module: nn.Module, name: str) -> None:
         f"checkpointing is True, but {name or type(module).__name__} has no switch for it (gradient_checkpointing_enable, "
         "set_grad_checkpointing): call torch.utils.checkpoint in its forward, and leave checkpointing False"
     )
-
-
-def _as_fake(value: Any) -> Any:
-    if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
-        return value
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
