@@ -7,7 +7,8 @@ memory. `FakeTensorMode` caches their results, but building its keys takes longe
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple
 
@@ -23,6 +24,7 @@ aten = torch.ops.aten
 VIEWS = frozenset(
     {
         aten._unsafe_view.default,
+        aten.detach.default,
         aten.expand.default,
         aten.permute.default,
         aten.select.int,
@@ -34,6 +36,10 @@ VIEWS = frozenset(
         aten.view.default,
     }
 )
+# Matrix products, of their last two arguments.
+PRODUCTS = frozenset({aten.addmm.default, aten.bmm.default, aten.mm.default})
+# Operations on lists of tensors, and the same operation on each of them.
+LISTS = {aten._foreach_sqrt.default: aten.sqrt.default}
 # Arguments that are equal if they compare equal and have the same type.
 VALUES = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 # Other results than tensors: sizes that attention returns, and gradients that were not asked for.
@@ -54,6 +60,12 @@ class Results(NamedTuple):
 
     leaves: tuple[Any, ...]
     single: bool
+
+    def with_shapes(self, shapes: Sequence[Sequence[int]]) -> Results:
+        """Return the same results with other shapes, contiguous."""
+        tensors = iter(shapes)
+        leaves = [_contiguous(leaf, next(tensors, ())) if isinstance(leaf, NewTensor) else leaf for leaf in self.leaves]
+        return Results(tuple(leaves), self.single)
 
 
 class ConstantConverter(FakeTensorConverter):
@@ -78,11 +90,14 @@ class ConstantConverter(FakeTensorConverter):
 class CachingFakeMode(FakeTensorMode):
     """`FakeTensorMode` that remembers results by the shapes of the arguments, and calls the kernels of views directly.
 
-    Whatever else is asked, such as writes in place and tensors with known values, is `FakeTensorMode`'s.
+    Results of the most frequent operations follow from those for other shapes (`_shapes_of_results`). Whatever else is asked, such
+    as writes in place and tensors with known values, is `FakeTensorMode`'s.
     """
 
-    # None: not to be remembered. Kept for all modes: it holds no tensors.
+    # None: not to be remembered. Kept for all modes: they hold no tensors.
     _remembered: ClassVar[dict[Any, Results | None]] = {}
+    # Results by everything except shapes. None: they do not have the shapes of `_shapes_of_results`.
+    _for_other_shapes: ClassVar[dict[Any, Results | None]] = {}
 
     def __init__(self) -> None:
         with without_dynamo():
@@ -99,6 +114,8 @@ class CachingFakeMode(FakeTensorMode):
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in LISTS:
+            return [self.dispatch(LISTS[func], types, (each,)) for each in args[0]]
         is_view = func in VIEWS
         key = (func, torch.get_default_dtype(), *_key(args), *_key(kwargs.items())) if is_view or _is_functional(func) else (None,)
         if None in key:
@@ -108,9 +125,16 @@ class CachingFakeMode(FakeTensorMode):
                 out = func(*args, **kwargs)
             return FakeTensor(self, out, args[0].fake_device)
         if key not in self._remembered:
-            out = super().dispatch(func, types, args, kwargs)
-            self._remembered[key] = _results(out, args, kwargs)
-            return out
+            shapes = _shapes_of_results(func, args)
+            kinds = None if shapes is None else (*key[:2], *_kinds(args), *_kinds(kwargs.items()))
+            known = self._for_other_shapes.get(kinds)
+            if known is None or shapes is None:
+                out = super().dispatch(func, types, args, kwargs)
+                self._remembered[key] = results = _results(out, args, kwargs)
+                if kinds is not None and kinds not in self._for_other_shapes:
+                    self._for_other_shapes[kinds] = results if results is not None and results == results.with_shapes(shapes) else None
+                return out
+            self._remembered[key] = known.with_shapes(shapes)
         results = self._remembered[key]
         if results is None:
             return super().dispatch(func, types, args, kwargs)
@@ -118,7 +142,7 @@ class CachingFakeMode(FakeTensorMode):
         return made[0] if results.single else made
 
     def _new(self, like: NewTensor) -> FakeTensor:
-        with in_kernel_invocation_manager(self):
+        with torch._C._DisableTorchDispatch():
             out = torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device="meta")
         return FakeTensor(self, out, like.device)
 
@@ -185,6 +209,52 @@ def _key(values: Any) -> Any:
             yield None if None in inner else inner
         else:
             yield None
+
+
+def _kinds(values: Any) -> Any:
+    """Yield what the results of `_shapes_of_results` depend on except for their shapes."""
+    for value in values:
+        kind = type(value)
+        if kind is FakeTensor:
+            yield value.dtype, value.ndim, value.fake_device
+        else:
+            yield (kind, *_kinds(value)) if kind in (tuple, list) else (kind, value)
+
+
+def _shapes_of_results(func: Any, args: Any) -> Sequence[Sequence[int]] | None:
+    """Return the shapes of the tensors that an operation returns, all of them contiguous; None if there is no rule.
+
+    Elementwise operations and normalisations have rules for contiguous arguments. Dimensions of size 1 have ambiguous strides.
+    """
+    if func in PRODUCTS:
+        first, second = args[-2:]
+        return ((*first.shape[:-1], second.shape[-1]),)
+    if func is not aten.native_layer_norm_backward.default and not _is_elementwise(func) and func is not aten.native_layer_norm.default:
+        return None
+    tensors = [each for each in args if isinstance(each, Tensor)]
+    if not tensors:
+        return None
+    shape = tensors[0].shape
+    if 1 in shape or 0 in shape or not shape or not tensors[0].is_contiguous():
+        return None
+    if func is aten.native_layer_norm.default:
+        kept = len(shape) - len(args[1])
+        statistics = (*shape[:kept], *[1] * len(args[1]))
+        return shape, statistics, statistics
+    if func is aten.native_layer_norm_backward.default:
+        same = args[1].shape == shape and args[1].is_contiguous()
+        return [shape, args[2], args[2]] if same and all(args[7]) else None
+    return (shape,) if all(each.shape == shape and each.is_contiguous() for each in tensors) else None
+
+
+@functools.cache
+def _is_elementwise(func: Any) -> bool:
+    return torch.Tag.pointwise in func.tags or func in (aten._to_copy.default, aten.clone.default)
+
+
+def _contiguous(like: NewTensor, shape: Sequence[int]) -> NewTensor:
+    stride = [math.prod(max(1, size) for size in shape[dim + 1 :]) for dim in range(len(shape))]
+    return like._replace(shape=tuple(shape), stride=tuple(stride))
 
 
 def _results(out: Any, args: Any, kwargs: Any) -> Results | None:
