@@ -38,6 +38,10 @@ VIEWS = frozenset(
 )
 # Matrix products, of their last two arguments.
 PRODUCTS = frozenset({aten.addmm.default, aten.bmm.default, aten.mm.default})
+LAYER_NORM_BACKWARD = aten.native_layer_norm_backward.default
+NORMS_AND_SUMS = frozenset({aten.native_layer_norm.default, LAYER_NORM_BACKWARD, aten.sum.dim_IntList})
+# Operations that return a tensor of the sizes in their second argument.
+BACKWARD_OF_VIEWS = frozenset({aten.select_backward.default, aten.slice_backward.default})
 # Operations on lists of tensors, and the same operation on each of them.
 LISTS = {aten._foreach_sqrt.default: aten.sqrt.default}
 # Arguments that are equal if they compare equal and have the same type.
@@ -54,6 +58,15 @@ class NewTensor(NamedTuple):
     dtype: torch.dtype
     device: torch.device
 
+    def with_shape(self, shape: Sequence[int]) -> NewTensor:
+        """Return a tensor of another shape with the same order of dimensions in memory; contiguous where the order is ambiguous."""
+        order = _order(self.shape, self.stride) or range(len(shape))
+        stride, step = [0] * len(shape), 1
+        for dim in reversed(order):
+            stride[dim] = step
+            step *= shape[dim]
+        return self._replace(shape=tuple(shape), stride=tuple(stride))
+
 
 class Results(NamedTuple):
     """What an operation returns: new tensors and numbers. single: one tensor, not a tuple."""
@@ -62,9 +75,9 @@ class Results(NamedTuple):
     single: bool
 
     def with_shapes(self, shapes: Sequence[Sequence[int]]) -> Results:
-        """Return the same results with other shapes, contiguous."""
+        """Return the same results with other shapes and the same order of dimensions in memory."""
         tensors = iter(shapes)
-        leaves = [_contiguous(leaf, next(tensors, ())) if isinstance(leaf, NewTensor) else leaf for leaf in self.leaves]
+        leaves = [leaf.with_shape(next(tensors, ())) if isinstance(leaf, NewTensor) else leaf for leaf in self.leaves]
         return Results(tuple(leaves), self.single)
 
 
@@ -96,7 +109,7 @@ class CachingFakeMode(FakeTensorMode):
 
     # None: not to be remembered. Kept for all modes: they hold no tensors.
     _remembered: ClassVar[dict[Any, Results | None]] = {}
-    # Results by everything except shapes. None: they do not have the shapes of `_shapes_of_results`.
+    # Results by everything except sizes. None: they do not have the shapes of `_shapes_of_results`.
     _for_other_shapes: ClassVar[dict[Any, Results | None]] = {}
 
     def __init__(self) -> None:
@@ -116,6 +129,8 @@ class CachingFakeMode(FakeTensorMode):
         kwargs = kwargs or {}
         if func in LISTS:
             return [self.dispatch(LISTS[func], types, (each,)) for each in args[0]]
+        if func is aten.lift_fresh.default and type(args[0]) is Tensor and self.may_turn_const(args[0]):
+            return self.fake_tensor_converter.from_real_tensor(self, args[0], make_constant=True)
         is_view = func in VIEWS
         key = (func, torch.get_default_dtype(), *_key(args), *_key(kwargs.items())) if is_view or _is_functional(func) else (None,)
         if None in key:
@@ -126,13 +141,13 @@ class CachingFakeMode(FakeTensorMode):
             return FakeTensor(self, out, args[0].fake_device)
         if key not in self._remembered:
             shapes = _shapes_of_results(func, args)
-            kinds = None if shapes is None else (*key[:2], *_kinds(args), *_kinds(kwargs.items()))
+            kinds = None if shapes is None else (*key[:2], *_kinds(func, args), *_kinds(func, kwargs.items()))
             known = self._for_other_shapes.get(kinds)
             if known is None or shapes is None:
                 out = super().dispatch(func, types, args, kwargs)
                 self._remembered[key] = results = _results(out, args, kwargs)
-                if kinds is not None and kinds not in self._for_other_shapes:
-                    self._for_other_shapes[kinds] = results if results is not None and results == results.with_shapes(shapes) else None
+                if shapes is not None and results is not None and kinds not in self._for_other_shapes:
+                    self._for_other_shapes[kinds] = results if results == results.with_shapes(shapes) else None
                 return out
             self._remembered[key] = known.with_shapes(shapes)
         results = self._remembered[key]
@@ -211,40 +226,45 @@ def _key(values: Any) -> Any:
             yield None
 
 
-def _kinds(values: Any) -> Any:
-    """Yield what the results of `_shapes_of_results` depend on except for their shapes."""
-    for value in values:
+def _kinds(func: Any, values: Any) -> Any:
+    """Yield what the results of `_shapes_of_results` depend on except for their sizes."""
+    for position, value in enumerate(values):
         kind = type(value)
         if kind is FakeTensor:
-            yield value.dtype, value.ndim, value.fake_device
+            yield value.dtype, value.ndim, _order(value.shape, value.stride()), value.fake_device
+        elif kind in (tuple, list):
+            yield (kind, *_kinds(func, value)) if func not in BACKWARD_OF_VIEWS or position != 1 else kind
         else:
-            yield (kind, *_kinds(value)) if kind in (tuple, list) else (kind, value)
+            yield kind, value
 
 
 def _shapes_of_results(func: Any, args: Any) -> Sequence[Sequence[int]] | None:
-    """Return the shapes of the tensors that an operation returns, all of them contiguous; None if there is no rule.
+    """Return the shapes of the tensors that an operation returns; None if there is no rule.
 
-    Elementwise operations and normalisations have rules for contiguous arguments. Dimensions of size 1 have ambiguous strides.
+    There is one where the order of a result's dimensions in memory depends on nothing but those of the arguments.
     """
     if func in PRODUCTS:
         first, second = args[-2:]
         return ((*first.shape[:-1], second.shape[-1]),)
-    if func is not aten.native_layer_norm_backward.default and not _is_elementwise(func) and func is not aten.native_layer_norm.default:
+    if func in BACKWARD_OF_VIEWS:
+        return (args[1],)
+    if func not in NORMS_AND_SUMS and not _is_elementwise(func):
         return None
-    tensors = [each for each in args if isinstance(each, Tensor)]
-    if not tensors:
+    # The statistics of a layer norm, which have dimensions of size 1, do not matter for the order.
+    tensors = [each for each in (args[:2] if func is LAYER_NORM_BACKWARD else args) if isinstance(each, Tensor)]
+    if not tensors or any(_order(each.shape, each.stride()) is None for each in tensors):
         return None
-    shape = tensors[0].shape
-    if 1 in shape or 0 in shape or not shape or not tensors[0].is_contiguous():
-        return None
+    shape = max((tuple(each.shape) for each in tensors), key=len)
     if func is aten.native_layer_norm.default:
-        kept = len(shape) - len(args[1])
-        statistics = (*shape[:kept], *[1] * len(args[1]))
+        statistics = (*shape[: -len(args[1])], *[1] * len(args[1]))
         return shape, statistics, statistics
-    if func is aten.native_layer_norm_backward.default:
-        same = args[1].shape == shape and args[1].is_contiguous()
-        return [shape, args[2], args[2]] if same and all(args[7]) else None
-    return (shape,) if all(each.shape == shape and each.is_contiguous() for each in tensors) else None
+    if func is LAYER_NORM_BACKWARD:
+        return [shape, args[2], args[2]] if all(args[7]) else None
+    if func is aten.sum.dim_IntList:
+        dims, keep = {dim % len(shape) for dim in args[1] or ()}, len(args) > 2 and args[2]
+        return ([1 if dim in dims else size for dim, size in enumerate(shape)],) if dims and keep else None
+    # Broadcast along leading dimensions only.
+    return (shape,) if all(tuple(each.shape) == shape[len(shape) - each.ndim :] for each in tensors) else None
 
 
 @functools.cache
@@ -252,9 +272,16 @@ def _is_elementwise(func: Any) -> bool:
     return torch.Tag.pointwise in func.tags or func in (aten._to_copy.default, aten.clone.default)
 
 
-def _contiguous(like: NewTensor, shape: Sequence[int]) -> NewTensor:
-    stride = [math.prod(max(1, size) for size in shape[dim + 1 :]) for dim in range(len(shape))]
-    return like._replace(shape=tuple(shape), stride=tuple(stride))
+def _order(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...] | None:
+    """Return the dimensions in the order of their strides, the largest first; None if they overlap or leave gaps, or if the order is
+    ambiguous because one has size 1."""
+    order = sorted(range(len(shape)), key=lambda dim: -stride[dim])
+    step = 1
+    for dim in reversed(order):
+        if stride[dim] != step or shape[dim] < 2:
+            return None
+        step *= shape[dim]
+    return tuple(order)
 
 
 def _results(out: Any, args: Any, kwargs: Any) -> Results | None:
