@@ -12,14 +12,14 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..towers.repeats import TEMPLATE, BlockRun, equal_blocks, few_blocks
 from .blocks import Block, BlockTracker
 from .cuda_dispatch import dispatch_as_cuda
-from .fake_tensors import CachingFakeMode, as_fake, fake_parameters
+from .fake_tensors import CachingFakeMode, as_fake, call, fake_parameters
 from .operations import OpClass, class_of, flops_of, implicit_ops, tensors_in, utilization_of
 from .without_dynamo import without_dynamo
 
@@ -98,8 +98,9 @@ class _CountedCall(NamedTuple):
 class CallCounter(TorchDispatchMode):
     """Lists the operations that are called inside this context, and those of each of the model's equal blocks."""
 
-    def __init__(self, blocks: BlockTracker) -> None:
+    def __init__(self, blocks: BlockTracker, mode: FakeTensorMode) -> None:
         super().__init__()
+        self._mode = mode
         self.calls: list[_CountedCall] = []
         self._blocks = blocks
         self._of_block: dict[Block, list[_CountedCall]] = collections.defaultdict(list)
@@ -113,7 +114,7 @@ class CallCounter(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device
-        out = func(*args, **kwargs)
+        out = call(self._mode, func, args, kwargs)
         packet = func._overloadpacket
         if func.namespace == "aten" and not func.is_view and packet not in FREE:
             name, flops = packet.__name__, flops_of(func, args, kwargs, out)
@@ -212,13 +213,13 @@ def _count_passes(
     module: nn.Module, rows: Any, precision: str, device: str, loss: Callable[[Any], Tensor] | None, runs: list[BlockRun]
 ) -> tuple[CallCounter, CallCounter]:
     blocks = BlockTracker(runs)
-    forward, backward = CallCounter(blocks), CallCounter(blocks)
     dtype = AUTOCAST_DTYPES.get(precision)
     with ExitStack() as contexts:
         contexts.enter_context(without_dynamo())
         if device == "cuda":
             contexts.enter_context(dispatch_as_cuda())
-        contexts.enter_context(CachingFakeMode())
+        mode = contexts.enter_context(CachingFakeMode())
+        forward, backward = CallCounter(blocks, mode), CallCounter(blocks, mode)
         trainable = contexts.enter_context(fake_parameters(module))
         contexts.enter_context(blocks.watching())
         rows = tree_map(as_fake, rows)

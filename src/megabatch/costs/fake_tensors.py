@@ -116,6 +116,7 @@ class CachingFakeMode(FakeTensorMode):
         with without_dynamo():
             super().__init__(allow_non_fake_inputs=True)
         self.fake_tensor_converter = ConstantConverter(copy_data=self.propagate_real_tensors)
+        self._attributes: dict[torch.device, dict[str, Any]] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -127,39 +128,65 @@ class CachingFakeMode(FakeTensorMode):
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        out = self.recall(func, args, kwargs)
+        if out is not NotImplemented:
+            return out
         if func in LISTS:
             return [self.dispatch(LISTS[func], types, (each,)) for each in args[0]]
         if func is aten.lift_fresh.default and type(args[0]) is Tensor and self.may_turn_const(args[0]):
             return self.fake_tensor_converter.from_real_tensor(self, args[0], make_constant=True)
-        is_view = func in VIEWS
-        key = (func, torch.get_default_dtype(), *_key(args), *_key(kwargs.items())) if is_view or _is_functional(func) else (None,)
-        if None in key:
-            return super().dispatch(func, types, args, kwargs)
-        if is_view:
+        out = super().dispatch(func, types, args, kwargs)
+        key = _full_key(func, args, kwargs)
+        if key is not None and key not in self._remembered:
+            self._remembered[key] = results = _results(out, args, kwargs)
+            shapes = _shapes_of_results(func, args)
+            if shapes is not None and results is not None:
+                kinds = (*key[:2], *_kinds(func, args), *_kinds(func, kwargs.items()))
+                self._for_other_shapes.setdefault(kinds, results if results == results.with_shapes(shapes) else None)
+        return out
+
+    def recall(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return what an operation returns if it is known or a view; otherwise NotImplemented."""
+        key = _full_key(func, args, kwargs)
+        if key is None:
+            return NotImplemented
+        if func in VIEWS:
             with in_kernel_invocation_manager(self):
                 out = func(*args, **kwargs)
-            return FakeTensor(self, out, args[0].fake_device)
+            return self._fake(out, args[0].fake_device)
         if key not in self._remembered:
             shapes = _shapes_of_results(func, args)
             kinds = None if shapes is None else (*key[:2], *_kinds(func, args), *_kinds(func, kwargs.items()))
             known = self._for_other_shapes.get(kinds)
             if known is None or shapes is None:
-                out = super().dispatch(func, types, args, kwargs)
-                self._remembered[key] = results = _results(out, args, kwargs)
-                if shapes is not None and results is not None and kinds not in self._for_other_shapes:
-                    self._for_other_shapes[kinds] = results if results == results.with_shapes(shapes) else None
-                return out
+                return NotImplemented
             self._remembered[key] = known.with_shapes(shapes)
         results = self._remembered[key]
         if results is None:
-            return super().dispatch(func, types, args, kwargs)
+            return NotImplemented
         made = tuple(self._new(leaf) if isinstance(leaf, NewTensor) else leaf for leaf in results.leaves)
         return made[0] if results.single else made
 
     def _new(self, like: NewTensor) -> FakeTensor:
         with torch._C._DisableTorchDispatch():
             out = torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device="meta")
-        return FakeTensor(self, out, like.device)
+        return self._fake(out, like.device)
+
+    def _fake(self, tensor: Tensor, device: torch.device) -> FakeTensor:
+        """Return a meta tensor as a fake one. All attributes are those of the first one, which saves most of its construction."""
+        if device not in self._attributes:
+            fake = FakeTensor(self, tensor, device)
+            self._attributes[device] = dict(vars(fake))
+            return fake
+        fake = Tensor._make_subclass(FakeTensor, tensor, False, dispatch_device=True, device_for_backend_keys=device)
+        vars(fake).update(self._attributes[device])
+        return fake
+
+
+def call(mode: FakeTensorMode | None, func: Any, args: Any, kwargs: Any) -> Any:
+    """Return func(*args, **kwargs) for fake tensors of a mode: without torch's dispatch where the result is known."""
+    out = mode.recall(func, args, kwargs) if isinstance(mode, CachingFakeMode) else NotImplemented
+    return func(*args, **kwargs) if out is NotImplemented else out
 
 
 @contextmanager
@@ -208,6 +235,14 @@ def _is_functional(func: Any) -> bool:
         and not func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
         and not {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags)
     )
+
+
+def _full_key(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
+    """Return what the results of an operation depend on; None if they are not to be remembered."""
+    if func not in VIEWS and not _is_functional(func):
+        return None
+    key = (func, torch.get_default_dtype(), *_key(args), *_key(kwargs.items()))
+    return None if None in key else key
 
 
 def _key(values: Any) -> Any:

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..blocks import Block, BlockTracker
+from ..fake_tensors import call
 from .workspaces import KernelWorkspaces
 
 # What memory is for, in the order in which it is reported. "rests": remainders of blocks that the allocator does not split off.
@@ -140,7 +141,7 @@ class Recorder(TorchDispatchMode):
         self.operations.add(func._schema.name)
         if _only_writes_lists(func, args):
             return None
-        out = func(*args, **(kwargs or {}))
+        out = call(self.fake_mode, func, args, kwargs or {})
         copies_weights = func is torch.ops.aten._to_copy.default and self.part_of(args[0]) == "weights"
         results = tree_leaves(out)
         workspaces = self.workspaces.of(func, args, out) if self.workspaces is not None else []
