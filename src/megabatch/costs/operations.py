@@ -15,9 +15,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import conv_flop_count, flop_registry
 
 aten = torch.ops.aten
+# Matrix products, and the position of the first factor among the arguments.
+MATRIX_PRODUCTS = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1}
 
 OpClass = Literal[
     "matmul",
@@ -335,20 +336,37 @@ def _densest_dim(tensor: Tensor) -> int:
 
 
 def flops_of(operator: Any, args: Any, kwargs: Any, out: Any) -> float:
-    """Return the FLOPs of one call by torch.utils.flop_counter's formulas; 0 for operations that multiply no matrices.
+    """Return the FLOPs of one call; 0 for operations that multiply no matrices.
 
-    Two faults of those formulas are corrected: they lack the attention operators of CPUs, and they count the backward of a grouped
-    convolution once for every channel instead of twice the forward.
+    Operations without a formula here have that of torch.utils.flop_counter, which imports Triton. Two faults of its formulas are
+    corrected: they lack the attention operators of CPUs, and they count the backward of a grouped convolution once for every channel
+    instead of twice the forward.
     """
     packet = operator._overloadpacket
+    name = packet.__name__
+    if packet in MATRIX_PRODUCTS:
+        first, second = args[MATRIX_PRODUCTS[packet] :][:2]
+        return float(2 * first.numel() * second.shape[-1])
+    if packet is aten.convolution:
+        return _convolution_flops(args[0], args[1], out, transposed=args[6])
     if packet is aten.convolution_backward:
         gradient, x, weight, transposed, needed = args[0], args[1], args[2], args[7], args[10]
-        return float(sum(needed[:2]) * conv_flop_count(x.shape, weight.shape, gradient.shape, transposed))
-    if "pool2d" in packet.__name__ and "adaptive" not in packet.__name__:
-        return _pooling_work(packet.__name__, args, out)
-    if "scaled_dot_product" in packet.__name__:
+        return sum(needed[:2]) * _convolution_flops(x, weight, gradient, transposed=transposed)
+    if "pool2d" in name and "adaptive" not in name:
+        return _pooling_work(name, args, out)
+    if "scaled_dot_product" in name:
         return _attention_flops(operator, args, kwargs)
+    if not any(part in name for part in ("mm", "conv", "attention")):
+        return 0.0
+    from torch.utils.flop_counter import flop_registry
+
     return float(flop_registry[packet](*args, **kwargs, out_val=out)) if packet in flop_registry else 0.0
+
+
+def _convolution_flops(x: Tensor, weight: Tensor, out: Tensor, *, transposed: bool) -> float:
+    """Every position of the output, or of the input of a transposed convolution, takes the whole weight."""
+    positions = math.prod((x if transposed else out).shape[2:])
+    return float(2 * x.shape[0] * positions * weight.numel())
 
 
 def _pooling_work(name: str, args: Any, out: Any) -> float:
