@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -109,22 +110,36 @@ def _import_for_shapes(model: str) -> Any:
     """
     if "open_clip" in sys.modules:
         return without_torchvision.import_open_clip()
-    light = _private_copy(("timm", "transformers"))
+    light = _private_copy(("timm", "transformers", "huggingface_hub"))
     vision = (light.get_model_config(model) or {}).get("vision_cfg", {})
     return _private_copy(("transformers",)) if vision.get("timm_model_name") else light
 
 
 @functools.cache
 def _private_copy(without: tuple[str, ...]) -> Any:
-    """Return the module open_clip, imported as if some packages were not installed, which nobody else imports afterwards."""
+    """Return the module open_clip, imported as if some packages were not installed, which nobody else imports afterwards.
+
+    Its tokenizers are placeholders: importing them reads a vocabulary.
+    """
     hidden = {name: None for name in without if name not in sys.modules}
     # Python raises ModuleNotFoundError for a module that is None here.
     sys.modules.update(hidden)  # type: ignore[arg-type]
+    sys.modules["open_clip.tokenizer"] = _Placeholders("open_clip.tokenizer")
     try:
-        return without_torchvision.import_open_clip()
+        # timm would keep placeholders of torchvision.
+        return without_torchvision.import_open_clip(unused="timm" in without)
     finally:
         for name in [name for name in sys.modules if name in hidden or name.partition(".")[0] == "open_clip"]:
             del sys.modules[name]
+
+
+class _Placeholders(ModuleType):
+    """A module whose every public name is an empty class."""
+
+    def __getattr__(self, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(f"{self.__name__} has no attribute {name!r}")
+        return type(name, (), {})
 
 
 @functools.lru_cache(maxsize=2)

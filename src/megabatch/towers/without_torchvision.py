@@ -31,8 +31,12 @@ def import_timm() -> Any:
     return timm
 
 
-def import_open_clip() -> Any:
-    """Return the module open_clip."""
+def import_open_clip(*, unused: bool = False) -> Any:
+    """Return the module open_clip. unused: torchvision is not imported for it, even if it works, since nothing of it is called."""
+    if unused and "torchvision" not in sys.modules:
+        with _replaced(ImportError("it was not tried")):
+            import open_clip
+        return open_clip
     # OpenCLIP imports transformers, which looks for torchvision once and caches the result.
     with suppress(ModuleNotFoundError), hidden():
         pass
@@ -73,6 +77,13 @@ def placeholders() -> Iterator[None]:
     if error is None:
         yield
         return
+    with _replaced(error):
+        yield
+
+
+@contextmanager
+def _replaced(error: Exception) -> Iterator[None]:
+    """Replace torchvision by placeholders. error: why it is not imported."""
     finder = _Finder(error)
     with _removed():
         sys.meta_path.insert(0, finder)
