@@ -14,7 +14,9 @@ from .. import config
 from ..costs.counting import Work, count_work
 from ..costs.hardware import Machine
 from ..costs.lora import add_adapters
-from ..costs.memory import ChunkedMemoryCurve, MemoryCurve, MemoryPredictor, Prediction, Setup, memory_curve, predict_memory
+from ..costs.memory import ChunkedMemoryCurve, MemoryCurve, MemoryPredictor, Prediction, Setup, memory_curve
+from ..costs.memory.predict import summarize, trace_step
+from ..costs.memory.step import SupervisedStep
 from ..costs.models import EncoderWithInputs, SkipCompute, copy_modules, encoders_of, module_from_function
 from ..costs.strategy import Precision, Strategy
 from ..objectives import MEAN, OBJECTIVES, LossOptions
@@ -103,12 +105,20 @@ def traced(request: Request, run: config.Run, work: Workload, machine: Machine) 
         first[key] = memory_curve(lambda: copy_modules(pair), (work.inputs[0], work.inputs[-1]), setup_of(strategy))
         return first[key]
 
+    first_step: dict[Strategy, SupervisedStep] = {}
+
     @functools.cache
     def accumulated(strategy: Strategy) -> Prediction:
-        loss = _next_token_loss if request.objective == "lm" else None
-        return predict_memory(
-            lambda: copy_modules(prepared(strategy.checkpointing)[0]), work.inputs[0], strategy.shard, setup_of(strategy), loss=loss
-        )
+        # As in `chunked`.
+        key = replace(strategy, shard=1, chunk=1)
+        step = first_step[key].at_chunk(strategy.shard, strategy.chunk) if key in first_step else None
+        if step is None:
+            loss = _next_token_loss if request.objective == "lm" else None
+            build = lambda: copy_modules(prepared(strategy.checkpointing)[0])  # noqa: E731
+            step = trace_step(build, work.inputs[0], strategy.shard, setup_of(strategy), loss)
+            assert isinstance(step, SupervisedStep)
+            first_step[key] = step
+        return summarize(step, step)
 
     def predict(strategy: Strategy) -> Prediction:
         strategy = strategy.on_fewest_ranks

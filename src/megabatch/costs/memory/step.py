@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,10 +20,10 @@ from ..cuda_dispatch import dispatch_as_cuda
 from ..fake_tensors import CachingFakeMode, as_fake
 from ..without_dynamo import without_dynamo
 from .optimizers import build_optimizer, create_state
-from .repeats import complete
+from .repeats import UnequalBlocksError, complete
 from .setup import Setup
 from .sharding import FullyShardedWeights, allocate_buckets
-from .trace import Event, ModuleTracker, Recorder
+from .trace import Event, ModuleTracker, Recorder, Trace
 from .workspaces import KernelWorkspaces
 
 Inputs = Callable[[int], Any]
@@ -222,18 +224,41 @@ class SupervisedStep(TracedStep):
     ) -> None:
         super().__init__(setup, recorder, {"": module}, whole=whole)
         self.inputs, self.rows, self.loss = inputs, rows, loss
-        self.trace = recorder.trace
+        self._setup_events = recorder.trace.events
+        self._run()
+
+    def at_chunk(self, rows: int, chunk: int) -> SupervisedStep | None:
+        """Return the step over other rows in chunks of another size: what does not depend on them is shared.
+
+        None if the step has to be traced from the start: the model keeps tensors of one step for the next, or its blocks differ.
+        """
+        if self._keeps_tensors:
+            return None
+        other = copy.copy(self)
+        other.setup, other.rows = replace(self.setup, chunk=chunk), rows
+        try:
+            with recording_again(self.recorder):
+                other._run()
+        except UnequalBlocksError:
+            return None
+        return other
+
+    def _run(self) -> None:
         chunk = min(self.setup.chunk or self.rows, self.rows)
-        if chunk < self.rows and self.setup.inputs_on_device:
-            with self.recorder.during("forward", "inputs"):
-                self.waiting_inputs = self.call_arguments(self.inputs(self.rows - chunk))
-        # The first chunk allocates the gradients, all others add to them: the second one shows what the rest does.
-        for _ in range(1 if chunk == self.rows else 2):
-            self._run_chunk(chunk)
-        self.update()
-        events, begins = self.trace.events, self.begins
-        parts = self.completed([events[:begins], events[begins : self.update_begins], events[self.update_begins :]])
-        self.trace.events = [event for part in parts for event in part]
+        with self.recorder.separate_events() as events:
+            if chunk < self.rows and self.setup.inputs_on_device:
+                with self.recorder.during("forward", "inputs"):
+                    self.waiting_inputs = self.call_arguments(self.inputs(self.rows - chunk))
+            # The first chunk allocates the gradients, all others add to them: the second one shows what the rest does.
+            for _ in range(1 if chunk == self.rows else 2):
+                self._run_chunk(chunk)
+            self.update()
+        freed = {event.allocation for event in events if not event.is_allocation}
+        self._keeps_tensors = any(event.is_allocation and event.allocation not in freed for event in events)
+        body, update = events[: self.update_begins], events[self.update_begins :]
+        begins, before = self.begins, self._setup_events
+        parts = self.completed([before[:begins], before[begins:] + body, update])
+        self.trace = Trace(self.recorder.trace.allocations, [event for part in parts for event in part])
         self.update_begins = len(parts[0]) + len(parts[1])
 
     def _run_chunk(self, rows: int) -> None:
