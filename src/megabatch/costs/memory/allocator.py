@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import NamedTuple
 
-from .trace import Event, Trace
+from .trace import Allocation, Event, Trace
 
 SMALL, SMALL_SEGMENT, MEDIUM, MEDIUM_SEGMENT = 2**20, 2 * 2**20, 10 * 2**20, 20 * 2**20
 
@@ -29,18 +28,13 @@ class SegmentBlock:
         self.previous: SegmentBlock | None = None
         self.next: SegmentBlock | None = None
 
-    @property
-    def key(self) -> tuple[int, int]:
-        """What the free blocks of a pool are ordered by; no two blocks have the same."""
-        return self.size, self.address
-
 
 class CachingAllocator:
     """Two pools of blocks, small and large. `reserved` is what both requested from the device; nothing is returned to it."""
 
     def __init__(self) -> None:
         self.reserved = 0
-        # The keys of the free blocks in order, and the blocks.
+        # The sizes and addresses of the free blocks in order, and the blocks.
         self._pools: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
         self._free: dict[tuple[int, int], SegmentBlock] = {}
         self._next_address = 0
@@ -65,16 +59,24 @@ class CachingAllocator:
     def release(self, block: SegmentBlock, size: int) -> None:
         """Free a block that was allocated for `size` bytes."""
         pool = self._pools[size <= SMALL]
-        for neighbour in (block.previous, block.next):
-            if neighbour is not None and neighbour.free:
-                del pool[bisect_left(pool, neighbour.key)], self._free[neighbour.key]
-                block = _merge(*sorted((block, neighbour), key=lambda b: b.address))
+        previous, following = block.previous, block.next
+        if previous is not None and previous.free:
+            self._take(pool, previous)
+            block = _merge(previous, block)
+        if following is not None and following.free:
+            self._take(pool, following)
+            block = _merge(block, following)
         block.free = True
         self._insert(pool, block)
 
     def _insert(self, pool: list[tuple[int, int]], block: SegmentBlock) -> None:
-        insort(pool, block.key)
-        self._free[block.key] = block
+        key = block.size, block.address
+        insort(pool, key)
+        self._free[key] = block
+
+    def _take(self, pool: list[tuple[int, int]], block: SegmentBlock) -> None:
+        key = block.size, block.address
+        del pool[bisect_left(pool, key)], self._free[key]
 
     def _new_segment(self, size: int) -> SegmentBlock:
         length = SMALL_SEGMENT if size <= SMALL else MEDIUM_SEGMENT if size < MEDIUM else -(-size // SMALL_SEGMENT) * SMALL_SEGMENT
@@ -116,16 +118,17 @@ def replay(trace: Trace, events: StepEvents) -> tuple[Trace, int]:
     blocks: dict[int, SegmentBlock] = {}
     allocations = list(trace.allocations)
     body, update = list(events.body), list(events.update)
-    for event in [*events.persistent, *body, *events.state, *update, *body, *update]:
-        requested = trace.allocations[event.allocation]
-        if requested.bytes == 0:
+    for index, is_allocation, *_ in [*events.persistent, *body, *events.state, *update, *body, *update]:
+        requested = trace.allocations[index]
+        size = requested.bytes
+        if size == 0:
             continue
         # What the first step leaves behind is freed when the second step allocates it again.
-        if event.allocation in blocks:
-            allocator.release(blocks.pop(event.allocation), requested.bytes)
-        if event.is_allocation:
-            block = blocks[event.allocation] = allocator.allocate(requested.bytes)
-            remainder = block.size - requested.bytes
-            if allocations[event.allocation].remainder != remainder:
-                allocations[event.allocation] = replace(requested, remainder=remainder)
+        if index in blocks:
+            allocator.release(blocks.pop(index), size)
+        if is_allocation:
+            block = blocks[index] = allocator.allocate(size)
+            remainder = block.size - size
+            if allocations[index].remainder != remainder:
+                allocations[index] = Allocation(size, requested.part, remainder)
     return Trace(allocations, trace.events), allocator.reserved

@@ -8,13 +8,12 @@ own positions, blocks 1 and 2 must have done the same.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
 from ...towers.repeats import KEPT, TEMPLATE, BlockRun
 from ..blocks import Block
-from .trace import Event, Trace
+from .trace import Allocation, Event, Trace
 
 
 class UnequalBlocksError(Exception):
@@ -66,9 +65,10 @@ class _Completion:
         self.trace, self.segments, self.number, self.run = trace, lists, number, run
         self.extra = run.count - KEPT
         self.origins: dict[int, Origin] = {}
-        # The allocations of blocks that did not run, by what they copy and by their position among the blocks left out.
-        self.copies: dict[tuple[Origin, int], int] = {}
-        self.at: dict[Origin, int] = {}
+        # The allocations of blocks that did not run, by segment, number, and position among the blocks left out.
+        self.copies: dict[tuple[int, int, int], int] = {}
+        # Those of blocks that ran, by segment, number, and position of the block.
+        self.at: dict[tuple[int, int, int], int] = {}
         self._find_origins()
         self._template = Segment(None, [])
         self._check()
@@ -80,8 +80,8 @@ class _Completion:
         for block, ordinal, segment in self._numbered():
             allocated = [event.allocation for event in segment.events if event.is_allocation]
             for position, index in enumerate(allocated):
-                self.origins[index] = origin = Origin(block, ordinal, position)
-                self.at[origin] = index
+                self.origins[index] = Origin(block, ordinal, position)
+                self.at[ordinal, position, block.position] = index
 
     def _numbered(self) -> Iterator[tuple[Block, int, Segment]]:
         """Yield the segments of blocks, each with its number among those of the same block."""
@@ -154,27 +154,26 @@ class _Completion:
             origin = self.origins.get(event.allocation)
             if origin is None:
                 raise UnequalBlocksError("a block frees what was allocated outside of its run")
-            step = origin.block.position - TEMPLATE
-            yield event._replace(allocation=self._allocation(origin, place, step))
+            index = self._allocation(origin, place, origin.block.position - TEMPLATE)
+            yield Event(index, event.is_allocation, event.phase, event.moment, event.block)
 
     def _allocation(self, origin: Origin, place: int, step: int) -> int:
         """Return the allocation that a copy at `place` means, where the template means one of a block `step` further."""
         wanted = place + step
+        _, segment, number = origin
         if 0 <= wanted < self.extra:
-            key = origin._replace(block=Block(self.number, TEMPLATE)), wanted
-            if key not in self.copies:
-                self.trace.allocations.append(replace(self.trace.allocations[self._as_template(origin)]))
-                self.copies[key] = len(self.trace.allocations) - 1
-            return self.copies[key]
+            index = self.copies.get((segment, number, wanted))
+            if index is None:
+                like = self.trace.allocations[self.at[segment, number, TEMPLATE]]
+                self.trace.allocations.append(Allocation(like.bytes, like.part, like.remainder))
+                self.copies[segment, number, wanted] = index = len(self.trace.allocations) - 1
+            return index
         # Beyond the copies lie block 1 and what is before it, or block 2 and what follows it.
         position = TEMPLATE + 1 + wanted if wanted < 0 else TEMPLATE + 1 + wanted - self.extra
-        index = self.at.get(origin._replace(block=Block(self.number, position)))
+        index = self.at.get((segment, number, position))
         if index is None:
             raise UnequalBlocksError("the first or the last block of a run allocates differently")
         return index
-
-    def _as_template(self, origin: Origin) -> int:
-        return self.at[origin._replace(block=Block(self.number, TEMPLATE))]
 
     def _moved(self, event: Event, block: Block) -> Event:
         """Return an event of a traced block: its neighbours on the other side of the gap are copies now."""
