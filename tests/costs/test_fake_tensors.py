@@ -97,6 +97,84 @@ def test_parameters_are_fake_in_the_context_only() -> None:
     assert all(a is b for a, b in zip(before, model.parameters(), strict=True)) and model.head.weight is before[0]
 
 
+def permuted(*shape: int, order: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Return a tensor of this shape whose dimensions lie in this order in memory."""
+    places = [order.index(dim) for dim in range(len(shape))]
+    return torch.empty([shape[dim] for dim in order], dtype=dtype).permute(places)
+
+
+def operations(rows: int, order: tuple[int, ...]) -> list[Callable[[], Any]]:
+    """Return operations whose results follow from those for other numbers of rows, on tensors with this order in memory."""
+    x, contiguous = permuted(rows, 6, 8, order=order), torch.empty(rows, 6, 8, dtype=torch.bfloat16)
+    wide, weight = x.float(), torch.empty(8)
+    statistics = torch.empty(rows, 6, 1)
+    both = [True] * 3
+    aten = torch.ops.aten
+    return [
+        lambda: x + contiguous,
+        lambda: contiguous + x,
+        lambda: x * torch.empty(8, dtype=torch.bfloat16) + torch.empty(6, 8),
+        lambda: torch.where(x > 0, x, wide),
+        lambda: x.mul(2.0).to(torch.float32),
+        lambda: x.clone(),
+        lambda: x.clone(memory_format=torch.contiguous_format),
+        lambda: aten.gelu_backward(contiguous, x),
+        lambda: aten.native_layer_norm(wide, [8], weight, weight, 1e-5),
+        lambda: aten.native_layer_norm_backward(wide, contiguous.float(), [8], statistics, statistics, weight, weight, both),
+        lambda: x.sum([0], keepdim=True),
+        lambda: x.sum([0, 1], keepdim=True),
+        lambda: aten.mm(torch.empty(8, rows).t(), torch.empty(5, 8).t()),
+        lambda: aten.addmm(weight, torch.empty(rows, 4), torch.empty(8, 4).t()),
+        lambda: aten.bmm(wide, torch.empty(8, rows, 7).transpose(0, 1)),
+        lambda: aten.select_backward(x[:, 0], [rows, 6, 8], 1, 0),
+        lambda: aten.slice_backward(x[:, 1:], [rows, 6, 8], 1, 1, 6, 1),
+        lambda: torch._foreach_sqrt([x, wide]),
+        lambda: x.detach(),
+    ]
+
+
+def layouts(mode: FakeTensorMode, rows: int, order: tuple[int, ...]) -> list[Any]:
+    with mode:
+        results = [operation() for operation in operations(rows, order)]
+        return [(t.shape, t.stride(), t.dtype, t.untyped_storage().nbytes()) for each in results for t in as_list(each)]
+
+
+def as_list(out: Any) -> list[Tensor]:
+    return [out] if isinstance(out, Tensor) else list(out)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0)])
+def test_results_for_other_shapes_are_those_of_torchs_own_fake_tensors(order: tuple[int, ...]) -> None:
+    layouts(CachingFakeMode(), 4, order)
+    # Sizes of 1 and equal sizes, whose order in memory is ambiguous, and one that was not seen before.
+    for rows in (1, 6, 5):
+        assert layouts(CachingFakeMode(), rows, order) == layouts(FakeTensorMode(), rows, order)
+
+
+@pytest.mark.slow
+def test_a_prediction_does_not_import_the_compiler_and_leaves_it_working() -> None:
+    code = (
+        "import sys, torch\n"
+        "from torch import nn\n"
+        "from megabatch.costs.memory import Setup, predict_memory\n"
+        "from megabatch.costs.without_dynamo import without_dynamo\n"
+        "model = lambda: nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU())\n"
+        "predict_memory(model, lambda rows: torch.empty(rows, 8), 4, Setup(precision='bf16'))\n"
+        "assert not [name for name in sys.modules if name == 'torch._dynamo']\n"
+        "with without_dynamo():\n"
+        "    from torch._dynamo import source\n"
+        "    import torch._dynamo.eval_frame\n"
+        "    assert torch._dynamo.source is source and sys.modules['torch._dynamo'] is torch._dynamo\n"
+        "    assert torch._dynamo.eval_frame.__spec__.origin.endswith('eval_frame.py')\n"
+        "assert torch._dynamo.config is sys.modules['torch._dynamo.config']\n"
+        "optimizer = torch.optim.SGD([torch.zeros(2, requires_grad=True)])\n"
+        "optimizer.zero_grad()\n"
+        "assert type(optimizer).zero_grad.__wrapped__.__dynamo_disable is not type(optimizer).zero_grad.__wrapped__\n"
+        "assert torch.compile(lambda x: x + 1, backend='eager')(torch.zeros(2)).sum() == 2\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 @pytest.mark.slow
 def test_open_clip_is_imported_for_a_plan_without_timm_and_stays_as_it_is_for_others() -> None:
     code = (

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import flop_registry
 
 from megabatch.costs.counting import Pass, count_work
 from megabatch.costs.operations import FLOPS_EFFICIENCY, class_of, flops_of, is_transposed, utilization_of
@@ -174,3 +175,21 @@ def test_copies_along_a_narrow_dimension_are_not_transposes() -> None:
     for width, transposed in ((8, False), (64, True)):
         tensor = torch.empty(4, width, 4096, device="meta").transpose(1, 2)
         assert is_transposed(tensor, torch.empty(4, 4096, width, device="meta")) is transposed
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_flops_are_those_of_torchs_counter(groups: int, transposed: bool) -> None:
+    aten, a = torch.ops.aten, torch.empty
+    images, weight = a(3, 4, 9, 9), a(4, 6 // groups, 3, 3) if transposed else a(6, 4 // groups, 3, 3)
+    convolution = (images, weight, None, [2, 2], [1, 1], [1, 1], transposed, [0, 0], groups)
+    calls: list[tuple[Any, tuple[Any, ...]]] = [
+        (aten.mm.default, (a(3, 4), a(4, 5))),
+        (aten.addmm.default, (a(5), a(3, 4), a(4, 5))),
+        (aten.bmm.default, (a(2, 3, 4), a(2, 4, 5))),
+        (aten.baddbmm.default, (a(2, 3, 5), a(2, 3, 4), a(2, 4, 5))),
+        (aten.convolution.default, convolution),
+    ]
+    for operator, args in calls:
+        out = operator(*args)
+        assert flops_of(operator, args, {}, out) == flop_registry[operator._overloadpacket](*args, out_val=out) > 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -510,3 +511,31 @@ def _line() -> MemoryCurve:
     if "transformer" not in _lines:
         _lines["transformer"] = memory_curve(Transformer, sequences, rows=(256, 512))
     return _lines["transformer"]
+
+
+class RemembersMask(nn.Module):
+    """Keeps a tensor that its first step makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.mask = nn.Linear(64, 10), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mask is None:
+            self.mask = torch.zeros(1000, 64)
+        return self.linear(x + self.mask[:1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setup", [Setup(), Setup(precision="bf16", ranks=4, sharding="fsdp2")], ids=["fp32", "bf16, sharded"])
+def test_a_supervised_step_at_another_chunk_is_that_of_a_new_trace(setup: Setup) -> None:
+    build, inputs = lambda: Transformer(depth=7), lambda rows: torch.empty(rows, 5, 64)
+    step: Any = trace_step(build, inputs, 8, replace(setup, chunk=4), None)
+    for rows, chunk in ((12, 6), (3, 3), (8, 4)):
+        again = step.at_chunk(rows, chunk)
+        assert summarize(again, again) == predict_memory(build, inputs, rows, replace(setup, chunk=chunk))
+
+
+def test_a_model_that_keeps_tensors_is_traced_from_the_start() -> None:
+    step: Any = trace_step(RemembersMask, lambda rows: torch.empty(rows, 64), 8, Setup(chunk=4), None)
+    assert step.at_chunk(12, 6) is None

@@ -7,7 +7,6 @@ memory. `FakeTensorMode` caches their results, but building its keys takes longe
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple
@@ -308,8 +307,10 @@ def _is_elementwise(func: Any) -> bool:
 
 
 def _order(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...] | None:
-    """Return the dimensions in the order of their strides, the largest first; None if they overlap or leave gaps, or if the order is
-    ambiguous because one has size 1."""
+    """Return the dimensions in the order of their strides, the largest first.
+
+    None if they overlap or leave gaps, or if the order is ambiguous because one has size 1.
+    """
     order = sorted(range(len(shape)), key=lambda dim: -stride[dim])
     step = 1
     for dim in reversed(order):

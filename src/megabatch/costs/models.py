@@ -122,7 +122,7 @@ def _is_large(tree: Any) -> bool:
 
 
 def _uninitialised(like: Tensor) -> Tensor:
-    """Return a tensor on the CPU. A large one is mapped: no page of it is touched, where malloc writes to the first, up to 2 MiB."""
+    """Return a tensor on the CPU. A large one is mapped and never touched: malloc writes to its first page, of up to 2 MiB."""
     size = like.untyped_storage().nbytes()
     if size < LARGE:
         return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)

@@ -338,9 +338,9 @@ def _densest_dim(tensor: Tensor) -> int:
 def flops_of(operator: Any, args: Any, kwargs: Any, out: Any) -> float:
     """Return the FLOPs of one call; 0 for operations that multiply no matrices.
 
-    Operations without a formula here have that of torch.utils.flop_counter, which imports Triton. Two faults of its formulas are
-    corrected: they lack the attention operators of CPUs, and they count the backward of a grouped convolution once for every channel
-    instead of twice the forward.
+    The formulas are those of torch.utils.flop_counter, which is imported for rare operations only, since it imports Triton. Two of
+    its faults are corrected: it lacks the attention operators of CPUs, and it counts the backward of a grouped convolution once for
+    every channel instead of twice the forward.
     """
     packet = operator._overloadpacket
     name = packet.__name__

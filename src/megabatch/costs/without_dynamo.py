@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -46,7 +47,8 @@ class _StandIn(ModuleType):
     def __init__(self, spec: ModuleSpec) -> None:
         super().__init__(NAME)
         self.__spec__, self.__file__, self.__path__ = spec, spec.origin, spec.submodule_search_locations or []
-        self._functions: list[Callable[..., Any]] = []
+        # Weakly: a function must not keep the tensors of its closure alive.
+        self._functions: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def install(self) -> None:
         sys.modules[NAME] = torch._dynamo = self
@@ -64,12 +66,14 @@ class _StandIn(ModuleType):
     def package(self) -> Any:
         """Return torch._dynamo itself."""
         self.remove()
-        return importlib.import_module(NAME)
+        import torch._dynamo  # noqa: F401
+
+        return sys.modules[NAME]
 
     def disable(self, function: Any = None, *args: Any, **kwargs: Any) -> Any:
         if sys.modules.get(NAME) is not self or function is None:
             return self.package().disable(function, *args, **kwargs)
-        self._functions.append(function)
+        self._functions.add(function)
         return function
 
     def graph_break(self, *args: Any, **kwargs: Any) -> None:
@@ -77,7 +81,9 @@ class _StandIn(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         if name == "config":
-            return importlib.import_module(f"{NAME}.config")
+            import torch._dynamo.config  # noqa: F401
+
+            return sys.modules[f"{NAME}.config"]
         # Tools ask all modules for names such as __warningregistry__.
         if name.startswith("__"):
             raise AttributeError(f"{NAME} has no attribute {name!r}")

@@ -111,13 +111,14 @@ def traced(request: Request, run: config.Run, work: Workload, machine: Machine) 
     def accumulated(strategy: Strategy) -> Prediction:
         # As in `chunked`.
         key = replace(strategy, shard=1, chunk=1)
-        step = first_step[key].at_chunk(strategy.shard, strategy.chunk) if key in first_step else None
-        if step is None:
-            loss = _next_token_loss if request.objective == "lm" else None
-            build = lambda: copy_modules(prepared(strategy.checkpointing)[0])  # noqa: E731
-            step = trace_step(build, work.inputs[0], strategy.shard, setup_of(strategy), loss)
-            assert isinstance(step, SupervisedStep)
-            first_step[key] = step
+        again = first_step[key].at_chunk(strategy.shard, strategy.chunk) if key in first_step else None
+        if again is not None:
+            return summarize(again, again)
+        loss = _next_token_loss if request.objective == "lm" else None
+        build = lambda: copy_modules(prepared(strategy.checkpointing)[0])  # noqa: E731
+        step = trace_step(build, work.inputs[0], strategy.shard, setup_of(strategy), loss)
+        assert isinstance(step, SupervisedStep)
+        first_step[key] = step
         return summarize(step, step)
 
     def predict(strategy: Strategy) -> Prediction:
