@@ -187,3 +187,15 @@ def test_open_clip_is_imported_for_a_plan_without_timm_and_stays_as_it_is_for_ot
         "assert import_open_clip().timm_model.timm is not None\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.slow
+def test_a_plan_imports_no_large_package_that_it_does_not_need() -> None:
+    code = (
+        "import sys\n"
+        "from megabatch.planning.planner import plan\n"
+        "plan('ViT-B-32', data='400M', gpu='A100', gpus=8)\n"
+        "print(*{'torch._dynamo', 'triton', 'torchvision', 'timm', 'transformers', 'huggingface_hub'} & sys.modules.keys())\n"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert printed.split() == []

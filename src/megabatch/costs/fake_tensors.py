@@ -80,6 +80,13 @@ class Results(NamedTuple):
         return Results(tuple(leaves), self.single)
 
 
+class Rule(NamedTuple):
+    """The shapes of an operation's results, and what these depend on otherwise."""
+
+    key: tuple[Any, ...]
+    shapes: Sequence[Sequence[int]]
+
+
 class ConstantConverter(FakeTensorConverter):
     """`FakeTensorConverter` that makes fake tensors of known values, such as step counts, without importing torch._dynamo."""
 
@@ -138,10 +145,9 @@ class CachingFakeMode(FakeTensorMode):
         key = _full_key(func, args, kwargs)
         if key is not None and key not in self._remembered:
             self._remembered[key] = results = _results(out, args, kwargs)
-            shapes = _shapes_of_results(func, args)
-            if shapes is not None and results is not None:
-                kinds = (*key[:2], *_kinds(func, args), *_kinds(func, kwargs.items()))
-                self._for_other_shapes.setdefault(kinds, results if results == results.with_shapes(shapes) else None)
+            rule = _rule(key, func, args, kwargs)
+            if rule is not None and results is not None:
+                self._for_other_shapes.setdefault(rule.key, results if results == results.with_shapes(rule.shapes) else None)
         return out
 
     def recall(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -154,12 +160,11 @@ class CachingFakeMode(FakeTensorMode):
                 out = func(*args, **kwargs)
             return self._fake(out, args[0].fake_device)
         if key not in self._remembered:
-            shapes = _shapes_of_results(func, args)
-            kinds = None if shapes is None else (*key[:2], *_kinds(func, args), *_kinds(func, kwargs.items()))
-            known = self._for_other_shapes.get(kinds)
-            if known is None or shapes is None:
+            rule = _rule(key, func, args, kwargs)
+            known = None if rule is None else self._for_other_shapes.get(rule.key)
+            if rule is None or known is None:
                 return NotImplemented
-            self._remembered[key] = known.with_shapes(shapes)
+            self._remembered[key] = known.with_shapes(rule.shapes)
         results = self._remembered[key]
         if results is None:
             return NotImplemented
@@ -258,6 +263,11 @@ def _key(values: Any) -> Any:
             yield None if None in inner else inner
         else:
             yield None
+
+
+def _rule(key: tuple[Any, ...], func: Any, args: Any, kwargs: Any) -> Rule | None:
+    shapes = _shapes_of_results(func, args)
+    return None if shapes is None else Rule((*key[:2], *_kinds(func, args), *_kinds(func, kwargs.items())), shapes)
 
 
 def _kinds(func: Any, values: Any) -> Any:
