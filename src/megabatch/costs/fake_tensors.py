@@ -80,7 +80,7 @@ class Results(NamedTuple):
         return Results(tuple(leaves), self.single)
 
 
-class Rule(NamedTuple):
+class ShapeRule(NamedTuple):
     """The shapes of an operation's results, and what these depend on otherwise."""
 
     key: tuple[Any, ...]
@@ -265,9 +265,9 @@ def _key(values: Any) -> Any:
             yield None
 
 
-def _rule(key: tuple[Any, ...], func: Any, args: Any, kwargs: Any) -> Rule | None:
+def _rule(key: tuple[Any, ...], func: Any, args: Any, kwargs: Any) -> ShapeRule | None:
     shapes = _shapes_of_results(func, args)
-    return None if shapes is None else Rule((*key[:2], *_kinds(func, args), *_kinds(func, kwargs.items())), shapes)
+    return None if shapes is None else ShapeRule((*key[:2], *_kinds(func, args), *_kinds(func, kwargs.items())), shapes)
 
 
 def _kinds(func: Any, values: Any) -> Any:
