@@ -13,7 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..ring import Group, Ring
-from ..tiles.contract import accumulator
+from ..tiles import maxsim as eager_maxsim
+from ..tiles import maxsim_for
+from ..tiles.contract import NeedsGrad, accumulator
+from ..tiles.maxsim import MaxSimTiles
 from .autograd import LossModule, outside_graphs
 from .batch import SharingOptions
 from .checks import DTYPES, check_tensor, product_dtype
@@ -31,6 +34,7 @@ class MaxSimOptions(SharingOptions, total=False):
     symmetric: bool
     duplicates: str
     label_smoothing: float
+    backend: str | None
 
 
 @outside_graphs
@@ -50,6 +54,7 @@ def maxsim_loss(
     weights: Tensor | None = None,
     group: Group = ...,
     equal_shards: bool = False,
+    backend: str | None = None,
     workspace: int | None = None,
 ) -> Tensor:
     """Return the softmax loss over late-interaction scores (ColBERT's MaxSim) of all queries of all ranks, without storing them.
@@ -71,8 +76,11 @@ def maxsim_loss(
         symmetric: also average with the loss over documents. False, the default: queries to documents only.
         duplicates, label_smoothing: as in `clip_loss`.
 
-    How it is computed: group, equal_shards and workspace are those of `similarity_loss`. Tq and Td may differ between ranks (with
-    equal_shards=True, Td may not).
+    How it is computed:
+        group, equal_shards, workspace: as in `similarity_loss`. Tq and Td may differ between ranks (with equal_shards=True, Td may
+            not).
+        backend: "eager" (PyTorch operations) or "fused" (Triton kernels, which store no similarity of tokens and need a tile's
+            places of maxima only). None: eager, because the kernels have only been run by Triton's interpreter.
 
     Returns the loss as a float32 scalar (float64 for float64 embeddings), the same on every rank. DDP's average of gradients is
     exactly the gradient of this loss. Where several document tokens tie for a maximum, the gradient goes to one of them.
@@ -101,9 +109,9 @@ def maxsim_loss(
                 f"x has width {x.shape[2]} and is {x.dtype}, y {y.shape[2]} and {y.dtype}: width and dtype must be equal; project "
                 "or convert one"
             )
+        maxsim_for(x.device, product_dtype(x), backend)
 
     rules = MaxSimRules(symmetric, duplicates, label_smoothing, normalize, average_tokens)
-    score = MaxSim(average_tokens)
     # Wrong inputs are kept as they are until all ranks have met and can raise together.
     tokens = y.shape[1] if isinstance(y, Tensor) and y.ndim == 3 else 0
     ring = Ring.of(group)
@@ -112,17 +120,20 @@ def maxsim_loss(
         width = max(number for (number,) in ring.gather([tokens], y.device if isinstance(y, Tensor) else torch.device("cpu")))
     query: tuple[Tensor, ...] = (x,)
     document: tuple[Tensor, ...] = (y,)
+    tiles: MaxSimTiles = eager_maxsim
     pair_bytes = 1
     try:
         check()
         query, document = ((_read(t, normalize), _mask(mask, t)) for t, mask in ((x, x_mask), (y, y_mask)))
-        document = tuple(F.pad(t, (0, 0, 0, width - tokens) if t.ndim == 3 else (0, width - tokens)) for t in document)
-        # The similarities of tokens and a copy of them while the maximum is taken; in backward, their gradient.
-        pair_bytes = x.shape[1] * max(1, width) * 2 * accumulator(x.dtype).itemsize
+        if width > tokens:
+            document = tuple(F.pad(t, (0, 0, 0, width - tokens) if t.ndim == 3 else (0, width - tokens)) for t in document)
+        tiles = maxsim_for(x.device, product_dtype(x), backend)
+        pair_bytes = tiles.pair_bytes(x.shape[1], width, query[0].dtype)
     except ValueError:
         # Raised by `check` below, on all ranks together.
         pass
     inputs = ScoreInputs("maxsim_loss", query, document, scale, ids, weights)
+    score = MaxSim(average_tokens, tiles)
     return softmax_of_scores(inputs, score, rules, group, equal_shards, workspace, pair_bytes, check)
 
 
@@ -155,8 +166,8 @@ class MaxSim:
     average: whether the score is divided by the number of the query's tokens.
     """
 
-    def __init__(self, average: bool) -> None:
-        self.average = average
+    def __init__(self, average: bool, tiles: MaxSimTiles) -> None:
+        self.average, self.tiles = average, tiles
 
     def __call__(self, query: tuple[Tensor, Tensor], document: tuple[Tensor, Tensor]) -> Tensor:
         (q_RTD, q_mask_RT), (d_CUD, d_mask_CU) = query, document
@@ -164,7 +175,9 @@ class MaxSim:
         if self.average:
             weight_RT = weight_RT / weight_RT.sum(1, keepdim=True).clamp(min=1)
         with torch.autocast(q_RTD.device.type, enabled=False):
-            scores: Tensor = _MaxSimScores.apply(q_RTD, weight_RT, d_CUD, d_mask_CU)
+            if not (torch.is_grad_enabled() and (q_RTD.requires_grad or d_CUD.requires_grad)):
+                return self.tiles.maxsim_scores(q_RTD, weight_RT, d_CUD, d_mask_CU, save=False)[0]
+            scores: Tensor = _MaxSimScores.apply(self.tiles, q_RTD, weight_RT, d_CUD, d_mask_CU)
         return scores
 
 
@@ -172,46 +185,18 @@ class _MaxSimScores(torch.autograd.Function):
     """Scores of a tile. Of the token similarities, the places of the maxima are saved, and nothing else."""
 
     @staticmethod
-    def forward(ctx: Any, q_RTD: Tensor, weight_RT: Tensor, d_CUD: Tensor, mask_CU: Tensor) -> Tensor:
-        (R, T), (C, U) = q_RTD.shape[:2], d_CUD.shape[:2]
-        z = _product(q_RTD.flatten(0, 1), d_CUD.flatten(0, 1).T).view(R, T, C, U)
-        # Finite, so that a document without tokens gives no NaN; its score is zero.
-        z.masked_fill_(~mask_CU, torch.finfo(z.dtype).min)
-        best_RTC, ctx.place_RTC = z.max(3)
-        ctx.present_C = mask_CU.any(1)
-        best_RTC.masked_fill_(~ctx.present_C, 0)
+    def forward(ctx: Any, tiles: MaxSimTiles, q_RTD: Tensor, weight_RT: Tensor, d_CUD: Tensor, mask_CU: Tensor) -> Tensor:
+        ctx.tiles = tiles
+        z_RC, ctx.places = tiles.maxsim_scores(q_RTD, weight_RT, d_CUD, mask_CU, save=True)
         ctx.save_for_backward(q_RTD, weight_RT, d_CUD)
-        return torch.einsum("rtc,rt->rc", best_RTC, weight_RT)
+        return z_RC
 
     @staticmethod
     def backward(ctx: Any, g_RC: Tensor) -> tuple[Tensor | None, ...]:
         q_RTD, weight_RT, d_CUD = ctx.saved_tensors
-        (R, T), (C, U) = q_RTD.shape[:2], d_CUD.shape[:2]
-        g_RTC = (g_RC * ctx.present_C)[:, None] * weight_RT[:, :, None]
-        # One entry for each query token and document: the scatter writes every place at most once.
-        g = q_RTD.new_zeros(R, T, C, U, dtype=_operand_dtype(q_RTD))
-        g.scatter_(3, ctx.place_RTC[..., None], g_RTC[..., None].to(g.dtype))
-        g = g.view(R * T, C * U)
-        q, d = (t.flatten(0, 1).to(g.dtype) for t in (q_RTD, d_CUD))
-        dq = _product(g, d).view_as(q_RTD).to(q_RTD.dtype) if ctx.needs_input_grad[0] else None
-        dd = _product(g.T, q).view_as(d_CUD).to(d_CUD.dtype) if ctx.needs_input_grad[2] else None
-        return dq, None, dd, None
-
-
-def _operand_dtype(t: Tensor) -> torch.dtype:
-    """Return the dtype of a product's operands: bf16 on CUDA, whose products accumulate in fp32, otherwise that of sums.
-
-    fp16 cannot represent a gradient that is small against the largest.
-    """
-    return t.dtype if t.device.type == "cuda" and t.dtype == torch.bfloat16 else accumulator(t.dtype)
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Return a @ b in the dtype of sums, without rounding in between."""
-    dtype = _operand_dtype(a)
-    if dtype == torch.bfloat16:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return a.to(dtype) @ b.to(dtype)
+        needs_grad = NeedsGrad(ctx.needs_input_grad[1], ctx.needs_input_grad[3])
+        dq, dd = ctx.tiles.maxsim_grads(q_RTD, weight_RT, d_CUD, g_RC, ctx.places, needs_grad=needs_grad)
+        return None, dq, None, dd, None
 
 
 def _read(t: Tensor, normalize: bool) -> Tensor:

@@ -6,9 +6,10 @@ import importlib.util
 
 import torch
 
-from . import distill, eager, one_piece
+from . import distill, eager, maxsim, one_piece
 from .contract import OnePieceTiles, Tiles
 from .distill import DistillTiles
+from .maxsim import MaxSimTiles
 
 BACKENDS = ("eager", "fused")
 
@@ -55,6 +56,18 @@ def distillation_for(device: torch.device, dtype: torch.dtype, backend: str | No
     from .fused import distill as fused_distill
 
     return fused_distill
+
+
+def maxsim_for(device: torch.device, dtype: torch.dtype, backend: str | None = None) -> MaxSimTiles:
+    """Return the backend of late interaction for tensors on `device`: the eager one unless the fused one is requested.
+
+    The fused kernels have only been run by Triton's interpreter.
+    """
+    if backend is None or backend_name(device, dtype, backend) == "eager":
+        return maxsim
+    from .fused import maxsim as fused_maxsim
+
+    return fused_maxsim
 
 
 def _fused_unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
