@@ -1,25 +1,33 @@
 """Matryoshka: any loss, added up over prefixes of the embeddings, with the memory of one width. Formula: reference.matryoshka_loss.
 
-The gradients of each width are computed together with its value and added up before the next width, so that no graph outlives its
-width. The work is that of the plain loop; backward only multiplies.
+Of any loss, the gradients of each width are computed together with its value and added up before the next width, so that no graph
+outlives its width. The work is that of the plain loop; backward only multiplies.
+
+The softmax loss with its usual options in half precision on one CUDA device computes all widths together, for the products of the
+widest (tiles/fused/matryoshka.py), if every width is a multiple of 16.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ring import Group, Ring
-from ..tiles.contract import accumulator
-from .autograd import first_derivative_only, outside_graphs
-from .checks import check_number, check_tensor
+from ..tiles import backend_for, prefixes_for
+from ..tiles.contract import PrefixTiles, accumulator
+from .autograd import WITH_EACH_BATCH, LossModule, first_derivative_only, outside_autocast, outside_graphs, save, saved
+from .batch import Execution, Inputs, LossBatch, prepare
+from .checks import check_number, check_tensor, product_dtype
+from .clip import ClipRules, clip_loss
+from .infonce import infonce_loss
 
 # Elements of embeddings whose gradients pass through the norms at once.
 PIECE = 2**20
@@ -104,6 +112,9 @@ class MatryoshkaLoss(nn.Module):
                 raise ValueError(
                     f"dims has {self.widths[0][0]} and the embeddings are {t.shape[-1]} wide: must be at most that wide"
                 )
+        together = _together(self, inputs, options) if len(embeddings) == 2 and self.normalize else None
+        if together is not None:
+            return together
         others = [t for t in (*inputs[len(embeddings) :], *options.values()) if isinstance(t, Tensor) and t.requires_grad]
         run = Widths(self.loss, self.widths, self.normalize, self.also, inputs, options, len(embeddings), others)
         ring = Ring.of(_group_of(self.loss, options))
@@ -234,6 +245,107 @@ class _Matryoshka(torch.autograd.Function):
             None if total is None else (total * g).to(t.dtype) for total, t in zip(ctx.totals, ctx.saved_tensors, strict=True)
         ]
         return None, None, *results, None
+
+
+# The arguments of `clip_loss` and `infonce_loss` that all widths together support. All others have to have their defaults.
+TOGETHER = ("x", "y", "scale", "symmetric", "group", "equal_shards", "backend", "workspace", "precision")
+
+
+class PrefixCall(NamedTuple):
+    """The loss of all widths together. dims: ascending; weights: theirs."""
+
+    tiles: PrefixTiles
+    dims: tuple[int, ...]
+    weights: tuple[float, ...]
+    symmetric: bool
+    batch: LossBatch
+
+
+def _together(criterion: MatryoshkaLoss, inputs: Sequence[Any], options: dict[str, Any]) -> Tensor | None:
+    """Return the loss computed for all widths together, or None if a width has to be computed by itself."""
+    arguments = _softmax_arguments(criterion.loss, inputs, options)
+    if arguments is None or Ring.of(arguments["group"]).size > 1:
+        return None
+    x, y, scale, symmetric = (arguments[name] for name in TOGETHER[:4])
+    execution = Execution(*(arguments[name] for name in TOGETHER[4:]))
+    dtype = product_dtype(x)
+    # On a CPU the kernels run in Triton's interpreter, for tests.
+    if not (x.is_cuda and dtype in (torch.bfloat16, torch.float16)) and not (x.is_cpu and execution.backend == "fused"):
+        return None
+    tiles = prefixes_for(backend_for(x.device, dtype, execution.backend))
+    dims, weights = zip(*reversed(criterion.widths), strict=True)
+    if tiles is None or not tiles.fits(dims, x, y):
+        return None
+    batch = prepare(Inputs(x, y, {"scale": scale}, None, None), ClipRules(symmetric, "mask", 0.0, None, False), execution)
+    call, scale = PrefixCall(tiles, dims, weights, symmetric, batch), batch.scalar(scale, x)
+    if batch.needs_grad is None:
+        return _prefix_loss(x, y, scale, call)[0]
+    return cast(Tensor, _Prefixes.apply(x, y, scale, call))
+
+
+def _softmax_arguments(loss: Any, inputs: Sequence[Any], options: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the arguments TOGETHER of a call of `clip_loss`, or of `infonce_loss` from x to y, if no others are given."""
+    if isinstance(loss, functools.partial):
+        return None if loss.args else _softmax_arguments(loss.func, inputs, {**loss.keywords, **options})
+    if isinstance(loss, LossModule):
+        hooks = (loss._forward_hooks, loss._forward_pre_hooks, loss._backward_hooks, loss._backward_pre_hooks)
+        if any(hooks) or not options.keys() <= set(WITH_EACH_BATCH):
+            return None
+        loss, options = type(loss).loss, {**options, **loss.options}
+    if loss not in (clip_loss, infonce_loss):
+        return None
+    parameters = _parameters(loss)
+    arguments = dict(zip(parameters, inputs, strict=False))
+    if len(inputs) > 3 or options.keys() & arguments.keys() or not options.keys() <= parameters.keys():
+        return None
+    arguments |= options
+    for name, value in arguments.items():
+        default = parameters[name].default
+        if name not in TOGETHER and value is not default and (isinstance(value, Tensor) or value != default):
+            return None
+    defaults = {"symmetric": loss is clip_loss, **{name: each.default for name, each in parameters.items()}}
+    arguments = {name: arguments.get(name, defaults[name]) for name in TOGETHER}
+    return None if arguments["scale"] is inspect.Parameter.empty else arguments
+
+
+@functools.cache
+def _parameters(loss: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    return dict(inspect.signature(loss).parameters)
+
+
+@outside_autocast
+def _prefix_loss(x: Tensor, y: Tensor, scale: Tensor, call: PrefixCall) -> tuple[Tensor, Any]:
+    """Return the loss, and what its gradients need."""
+    batch = call.batch
+    with torch.no_grad():
+        return call.tiles.prefix_loss(
+            batch.read(x), batch.read(y), scale, call.dims, call.weights, symmetric=call.symmetric, compute=batch.compute
+        )
+
+
+@outside_autocast
+def _prefix_grads(x: Tensor, y: Tensor, scale: Tensor, call: PrefixCall, state: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+    batch = call.batch
+    assert batch.needs_grad is not None
+    return call.tiles.prefix_grads(
+        batch.read(x), batch.read(y), scale, state, g, (x.dtype, y.dtype), needs_grad=batch.needs_grad, compute=batch.compute
+    )
+
+
+class _Prefixes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, scale: Tensor, call: PrefixCall) -> Tensor:
+        loss, ctx.state = _prefix_loss(x, y, scale, call)
+        ctx.call = call
+        save(ctx, x=x, y=y, scale=scale)
+        return loss
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, y, scale = saved(ctx)
+        gradients = _prefix_grads(x, y, scale, ctx.call, ctx.state, g)
+        return *(t if need else None for t, need in zip(gradients, ctx.needs_input_grad, strict=False)), None
 
 
 def _group_of(loss: Any, options: dict[str, Any]) -> Group:

@@ -7,7 +7,7 @@ import importlib.util
 import torch
 
 from . import distill, eager, maxsim, one_piece
-from .contract import OnePieceTiles, Tiles
+from .contract import OnePieceTiles, PrefixTiles, Tiles
 from .distill import DistillTiles
 from .maxsim import MaxSimTiles
 
@@ -44,6 +44,15 @@ def one_piece_for(tiles: Tiles, device: torch.device) -> OnePieceTiles | None:
     from .fused import one_piece as fused_one_piece
 
     return fused_one_piece if device.type == "cuda" else None
+
+
+def prefixes_for(tiles: Tiles) -> PrefixTiles | None:
+    """Return what computes the prefixes of Matryoshka together; None if each width has to be computed by itself."""
+    if tiles is eager:
+        return None
+    from .fused import matryoshka
+
+    return matryoshka
 
 
 def distillation_for(device: torch.device, dtype: torch.dtype, backend: str | None = None) -> DistillTiles:

@@ -184,6 +184,46 @@ class OnePieceTiles(Protocol):
         ...
 
 
+class PrefixTiles(Protocol):
+    """The softmax loss of one block, summed over normalised prefixes of the embeddings (Matryoshka), with one product for all.
+
+    Row i of y is the positive of row i of x; all pairs count. dims: the widths, ascending.
+    """
+
+    def fits(self, dims: tuple[int, ...], x_MD: Tensor, y_ND: Tensor) -> bool:
+        """Return whether these widths can be computed together."""
+        ...
+
+    def prefix_loss(
+        self,
+        x_MD: Tensor,
+        y_ND: Tensor,
+        scale: Tensor,
+        dims: tuple[int, ...],
+        weights: tuple[float, ...],
+        *,
+        symmetric: bool,
+        compute: ComputeOptions,
+    ) -> tuple[Tensor, Any]:
+        """Return the weighted sum of the losses of all widths, and what `prefix_grads` needs."""
+        ...
+
+    def prefix_grads(
+        self,
+        x_MD: Tensor,
+        y_ND: Tensor,
+        scale: Tensor,
+        state: Any,
+        g: Tensor,
+        dtypes: tuple[torch.dtype, torch.dtype],
+        *,
+        needs_grad: NeedsGrad,
+        compute: ComputeOptions,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor]:
+        """Return the gradients of x and y, None if not needed, and of the scale. g: that of the loss; dtypes: of the first two."""
+        ...
+
+
 class Tiles(Protocol):
     """The functions of a backend. Beyond the workspace, a backend allocates O((M + N) · D).
 

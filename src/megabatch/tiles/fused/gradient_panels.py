@@ -118,13 +118,21 @@ class GradientProducts:
             self.buffer = new_buffer(p, self.x_MD, self.dtype)
         return view_of_buffer(self.buffer, p)
 
-    def add(self, panel: Tensor, p: Panel) -> None:
-        """Add panel @ y and panel.T @ x. Panels come row after row, so the first of a row (column) starts its sum."""
+    def add(self, panel: Tensor, p: Panel, columns: slice | None = None, *, starts: bool = True) -> None:
+        """Add panel @ y and panel.T @ x. Panels come row after row, so the first of a row (column) starts its sum.
+
+        columns: of the embeddings; None for all. starts: whether no other product has been added to these columns before.
+        """
         products: list[_Product] = []
-        if self.gx_MD is not None:
-            products.append(_Product(part(self.gx_MD, p.r), panel, part(self.y_ND, p.c), p.c.start == 0))
-        if self.gy_ND is not None:
-            products.append(_Product(part(self.gy_ND, p.c), panel.T, part(self.x_MD, p.r), p.r.start == 0))
+        for into, g, embeddings, rows, summed in (
+            (self.gx_MD, panel, self.y_ND, p.r, p.c),
+            (self.gy_ND, panel.T, self.x_MD, p.c, p.r),
+        ):
+            if into is not None:
+                into, embeddings = part(into, rows), part(embeddings, summed)
+                if columns is not None:
+                    into, embeddings = into[:, columns], embeddings[:, columns]
+                products.append(_Product(into, g, embeddings, starts and summed.start == 0))
         if len(products) == 2 and panel.is_cuda and panel.numel() < CELLS_THAT_FILL_THE_DEVICE:
             current, second = torch.cuda.current_stream(), _second_stream(panel.device)
             second.wait_stream(current)

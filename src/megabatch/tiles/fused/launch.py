@@ -90,14 +90,24 @@ class Launch:
     """One kernel over two blocks of embeddings, panel by panel."""
 
     def __init__(
-        self, architecture: Architecture, kernel: str, x_MD: Tensor, y_ND: Tensor, compute: ComputeOptions, pieces: int = 1
+        self,
+        architecture: Architecture,
+        kernel: str,
+        x_MD: Tensor,
+        y_ND: Tensor,
+        compute: ComputeOptions,
+        pieces: int = 1,
+        blocks: Blocks | None = None,
     ) -> None:
-        """pieces: the least number of pieces to split a tile into, because options need registers and shared memory too."""
+        """pieces: the least number of pieces to split a tile into, because options need registers and shared memory too.
+
+        blocks: of the kernel, if they are not those that were tuned for its name.
+        """
         self.architecture, self.kernel = architecture, kernel
         self.descriptors = architecture.descriptors
         self.x_MD, self.y_ND = (_aligned(x_MD), _aligned(y_ND)) if self.descriptors else (x_MD, y_ND)
         width = self.x_MD.shape[1]
-        self.blocks = blocks_for(kernel, x_MD.device, x_MD.dtype, compute.precision, width)
+        self.blocks = blocks or blocks_for(kernel, x_MD.device, x_MD.dtype, compute.precision, width)
         self.blocks = self.blocks._replace(pieces=max(pieces, self.blocks.pieces))
         self.workspace = compute.workspace
         self.piece_width = self.blocks.n // self.blocks.pieces

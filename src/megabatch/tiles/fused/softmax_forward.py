@@ -357,9 +357,9 @@ def _safe_sums(
         safe = MaxAndSum(tl.maximum(a.peak, b.peak), total)
     else:
         logits, column_logits = masked_logits(z * factor, z, needs_mask, pairs, row, column, IS_LOCAL, MULTI_POSITIVE, DROP, M, N)
-        safe = _max_and_sum(logits, 1)
+        safe = max_and_sum(logits, 1)
         if sums.column_parts is not None:
-            columns = _max_and_sum(column_logits, 0)
+            columns = max_and_sum(column_logits, 0)
             j, down = column + tl.arange(0, N), tl.cdiv(pairs.rows, M)
             total_N = encode_shifted_sum(columns.total)
             put_pair(sums.column_parts, 0, row // M, down, j, pairs.columns, columns.peak, total_N)
@@ -367,7 +367,7 @@ def _safe_sums(
 
 
 @triton.jit
-def _max_and_sum(logits, AXIS: tl.constexpr):
+def max_and_sum(logits, AXIS: tl.constexpr):
     peak = tl.max(logits, AXIS)
     return MaxAndSum(peak, tl.sum(tl.exp2((logits - tl.expand_dims(_anchor(peak), AXIS)) * LOG2_E), AXIS))
 

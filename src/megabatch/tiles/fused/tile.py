@@ -84,14 +84,14 @@ def similarities(
     """Return z_MN of the tile, accumulated in fp32."""
     z = tl.zeros((M, N), tl.float32)
     for k in range(0, tl.cdiv(WIDTH, K)):
-        a = _load_block(x, row, k * K, rows, WIDTH, M, K, DESCRIPTORS)
-        b = _load_block(y, column, k * K, columns, WIDTH, N, K, DESCRIPTORS)
+        a = load_block(x, row, k * K, rows, WIDTH, M, K, DESCRIPTORS)
+        b = load_block(y, column, k * K, columns, WIDTH, N, K, DESCRIPTORS)
         z = tl.dot(a, b.T, z, input_precision=PRECISION)
     return z
 
 
 @triton.jit
-def _load_block(source, row, k, rows, WIDTH: tl.constexpr, M: tl.constexpr, K: tl.constexpr, DESCRIPTORS: tl.constexpr):
+def load_block(source, row, k, rows, WIDTH: tl.constexpr, M: tl.constexpr, K: tl.constexpr, DESCRIPTORS: tl.constexpr):
     """Return a block of embeddings, zero beyond their edges, by tensor descriptor or, on devices without TMA, by pointers."""
     if DESCRIPTORS:
         block = source.load([row, k])
