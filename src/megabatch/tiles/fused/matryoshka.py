@@ -85,7 +85,7 @@ ROWS = 16
 
 # Chosen by counting registers: no kernel spills. Each program of `gradient` keeps up to three tiles of wider widths in registers.
 STATS_BLOCKS = Blocks(128, 128, 64, 4, 3, programs=2, group=8, pieces=4)
-GRADIENT_BLOCKS = Blocks(128, 64, 64, 4, 4, programs=2, group=8, pieces=1)
+GRADIENT_BLOCKS = Blocks(128, 64, 64, 4, 4, programs=2, group=8, pieces=2)
 MAX_KEPT_TILES = 3
 
 
@@ -126,7 +126,7 @@ class NormArgs(NamedTuple):
     column_stride: Any
 
 
-class SoftmaxArgs(NamedTuple):
+class PrefixSoftmax(NamedTuple):
     """The softmax of rows and columns. In the fast launch peaks are None, and gains are factors of exp(s - offset)."""
 
     row_gain: Any
@@ -315,7 +315,7 @@ def prefix_gradient_kernel(
     """
     pairs = PairArgs(None, None, None, None, None, 0.0, rows, columns, shift)
     norms = NormArgs(rx, ry, row_stride, column_stride)
-    softmax = SoftmaxArgs(row_gain, row_peak, column_gain, column_peak)
+    softmax = PrefixSoftmax(row_gain, row_peak, column_gain, column_peak)
     sums = PartialSums(row_parts, column_parts, needs_fallback)
     target = Target(panels, stride)
     factor = _factor(scale)
@@ -693,7 +693,7 @@ def _products(
         row_parts = row_sums.new_parts(across, p.rows)
         column_parts = column_sums.new_parts(down, p.columns) if column_sums else None
         for safe in (False, True):
-            softmax = SoftmaxArgs(
+            softmax = PrefixSoftmax(
                 (state.rows.gain if safe else gains)[:, p.r],
                 peaks[:, p.r] if safe else None,
                 _columns_of(state.columns.gain if safe and state.columns else column_gains, p),
