@@ -61,7 +61,6 @@ from .tile import (
     concat_columns,
     halves,
     load_block,
-    load_vector,
     mark_fallback,
     negatives,
     store_block,
@@ -78,6 +77,8 @@ NORM_EPS = 1e-12
 SMALLEST_SUM = tl.constexpr(2.0**-90)
 # The same of a peak minus the offset, of a whole row.
 LOWEST_PEAK = tl.constexpr(-60.0)
+# Vectors of each width start at multiples of so many values, and have at least as many zeros behind their end as a tile has rows.
+VECTOR_ALIGNMENT, PADDING = tl.constexpr(16), 256
 # Products of a panel with fewer columns wait for the panel to be read from memory.
 BANDWIDTH_BOUND_COLUMNS = 128
 # Rows and columns of the kernels over embeddings.
@@ -118,7 +119,8 @@ class PrefixGradients(NamedTuple):
 
 
 class NormArgs(NamedTuple):
-    """Reciprocal norms of a panel, and the strides between widths, which all vectors of rows (of columns) have."""
+    """Reciprocal norms of a panel, and the strides between widths, which all vectors of rows (of columns) have, in units of
+    VECTOR_ALIGNMENT, by which the compiler knows that it may read two values at once."""
 
     rx: Any
     ry: Any
@@ -133,6 +135,10 @@ class PrefixSoftmax(NamedTuple):
     row_peak: Any
     column_gain: Any
     column_peak: Any
+
+    def part(self, p: Panel) -> PrefixSoftmax:
+        """Return that of a panel."""
+        return PrefixSoftmax(*(None if v is None else v[:, where] for v, where in zip(self, (p.r, p.r, p.c, p.c), strict=True)))
 
 
 class TotalsOfTile(NamedTuple):
@@ -157,6 +163,12 @@ def fits(dims: tuple[int, ...], x_MD: Tensor, y_ND: Tensor) -> bool:
 def _offset(factor):
     """Return what to subtract from logits in base 2, so that exponentials of logits up to |factor| do not overflow."""
     return tl.maximum(tl.abs(factor) - HIGHEST_PEAK * LOG2_E, 0.0)
+
+
+@triton.jit
+def _of_width(values, width, stride, first, LENGTH: tl.constexpr):
+    """Return the values of a width from `first` on. They are padded, so that no thread compares places with their end."""
+    return tl.load(values + width * stride * VECTOR_ALIGNMENT + first + tl.arange(0, LENGTH))
 
 
 @triton.jit
@@ -233,9 +245,9 @@ def _put_sums(
 ):  # fmt: skip
     """Write the sums of one width of a tile."""
     across, down = tl.cdiv(pairs.columns, N), tl.cdiv(pairs.rows, M)
-    row_factor = load_vector(norms.rx + width * norms.row_stride, row, pairs.rows, M) * factor
+    row_factor = _of_width(norms.rx, width, norms.row_stride, row, M) * factor
     if SAFE:
-        column_factor = load_vector(norms.ry + width * norms.column_stride, column, pairs.columns, N)
+        column_factor = _of_width(norms.ry, width, norms.column_stride, column, N)
         logits = (z * (row_factor[:, None] * column_factor[None, :]) - _offset(factor)) / LOG2_E
         if needs_mask:
             logits = tl.where(negatives(pairs, row, column, True, M, N), logits, float("-inf"))
@@ -270,7 +282,7 @@ def _exp_sums(
         b = _exp_sums(right, width, needs_mask, row_factor, offset, norms, sums, pairs, row, middle, M, N // 2, PIECES // 2, WARPS)
         totals = TotalsOfTile(a.rows + b.rows, concat_columns(a.columns, b.columns))
     else:
-        column_factor = load_vector(norms.ry + width * norms.column_stride, column, pairs.columns, N)
+        column_factor = _of_width(norms.ry, width, norms.column_stride, column, N)
         power = tl.exp2(z * (row_factor[:, None] * column_factor[None, :]) - offset)
         if needs_mask:
             power = tl.where(negatives(pairs, row, column, True, M, N), power, 0.0)
@@ -358,7 +370,7 @@ def _put_gradient(
     DESCRIPTORS: tl.constexpr, ROUND_TO_TF32: tl.constexpr,
 ):  # fmt: skip
     """Write the sums of p · s of one width of a tile and, if it ends its group, the tiles of the group; return the kept tiles."""
-    row_factor = load_vector(norms.rx + width * norms.row_stride, row, pairs.rows, M) * factor
+    row_factor = _of_width(norms.rx, width, norms.row_stride, row, M) * factor
     result = _piece_gradient(
         z, width, 0, kept, needs_mask, row_factor, _offset(factor), softmax, norms, sums, target, pairs, row, column, panel_rows,
         GROUP_ENDS, SAFE, M, N, PIECES, PIECES, WARPS, DESCRIPTORS, ROUND_TO_TF32,
@@ -420,18 +432,17 @@ def _gradient(
     SAFE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Return the gradient in z of one width."""
-    rows, columns = pairs.rows, pairs.columns
-    at_M, at_N = width * norms.row_stride, width * norms.column_stride
-    both = row_factor[:, None] * load_vector(norms.ry + at_N, column, columns, N)[None, :]
-    gains = load_vector(softmax.row_gain + at_M, row, rows, M)[:, None]
+    stride_M, stride_N = norms.row_stride, norms.column_stride
+    both = row_factor[:, None] * _of_width(norms.ry, width, stride_N, column, N)[None, :]
+    gains = _of_width(softmax.row_gain, width, stride_M, row, M)[:, None]
     if SAFE:
-        p = tl.exp2(z * both - load_vector(softmax.row_peak + at_M, row, rows, M)[:, None] * LOG2_E) * gains
+        p = tl.exp2(z * both - _of_width(softmax.row_peak, width, stride_M, row, M)[:, None] * LOG2_E) * gains
         if softmax.column_gain is not None:
-            peaks_N = load_vector(softmax.column_peak + at_N, column, columns, N)[None, :]
-            p += tl.exp2(z * both - peaks_N * LOG2_E) * load_vector(softmax.column_gain + at_N, column, columns, N)[None, :]
+            peaks_N = _of_width(softmax.column_peak, width, stride_N, column, N)[None, :]
+            p += tl.exp2(z * both - peaks_N * LOG2_E) * _of_width(softmax.column_gain, width, stride_N, column, N)[None, :]
     else:
         if softmax.column_gain is not None:
-            gains = gains + load_vector(softmax.column_gain + at_N, column, columns, N)[None, :]
+            gains = gains + _of_width(softmax.column_gain, width, stride_N, column, N)[None, :]
         p = tl.exp2(z * both - offset) * gains
     if needs_mask:
         p = tl.where(negatives(pairs, row, column, True, M, N), p, 0.0)
@@ -458,10 +469,10 @@ def _has_peak_out_of_range(
     i, j = row + tl.arange(0, M), column + tl.arange(0, N)
     out_of_range = False
     for width in tl.static_range(len(DIMS)):
-        peaks = load_vector(softmax.row_peak + width * norms.row_stride, row, pairs.rows, M)
+        peaks = _of_width(softmax.row_peak, width, norms.row_stride, row, M)
         out_of_range = out_of_range | (tl.max(((peaks < lowest) & (i < pairs.rows)).to(tl.int32), 0) > 0)
         if softmax.column_peak is not None:
-            peaks = load_vector(softmax.column_peak + width * norms.column_stride, column, pairs.columns, N)
+            peaks = _of_width(softmax.column_peak, width, norms.column_stride, column, N)
             out_of_range = out_of_range | (tl.max(((peaks < lowest) & (j < pairs.columns)).to(tl.int32), 0) > 0)
     return out_of_range
 
@@ -518,7 +529,13 @@ def _reciprocals(squares: Tensor) -> tuple[Tensor, Tensor]:
     """Return the reciprocal norms, and their squares where a norm has a gradient."""
     norms = squares.sqrt()
     reciprocal = norms.clamp_min(NORM_EPS).reciprocal()
-    return reciprocal, reciprocal.square().masked_fill_(norms < NORM_EPS, 0)
+    return _padded(reciprocal), reciprocal.square().masked_fill_(norms < NORM_EPS, 0)
+
+
+def _padded(vectors: Tensor) -> Tensor:
+    """Return the vectors of all widths in the form that kernels read."""
+    length = vectors.shape[1]
+    return torch.nn.functional.pad(vectors, (0, PADDING + -length % VECTOR_ALIGNMENT.value))[:, :length]
 
 
 @on_device_of_input
@@ -584,7 +601,7 @@ def _prefix_stats(
 
 def _norm_args(norms: PrefixNorms, p: Panel) -> NormArgs:
     rx_JM, ry_JN = norms.rx_JM[:, p.r], norms.ry_JN[:, p.c]
-    return NormArgs(rx_JM, ry_JN, rx_JM.stride(0), ry_JN.stride(0))
+    return NormArgs(rx_JM, ry_JN, rx_JM.stride(0) // VECTOR_ALIGNMENT.value, ry_JN.stride(0) // VECTOR_ALIGNMENT.value)
 
 
 def _offset_of(scale: Tensor) -> Tensor:
@@ -680,7 +697,7 @@ def _products(
     ends = group_ends(dims, MAX_KEPT_TILES if panel_dtype(x_MD) == torch.bfloat16 or x_MD.device.type == "cpu" else 0)
     kinds = [SUMS.value] * cdiv(len(dims), 2)
     row_sums, column_sums = Sums(x_MD, kinds), Sums(y_ND, kinds) if needs_grad.y else None
-    (gains, peaks), (column_gains, column_peaks), needs_fallback = _unshifted(state, scale)
+    fast, safe, needs_fallback = _softmax_args(state, scale)
     parts_per_cell = row_sums.bytes_per_cell(launch.blocks.n) + row_sums.bytes_per_cell(launch.blocks.m)
     buffer: Tensor | None = None
     for p in launch.panels(len(dims) * products.bytes_per_cell + parts_per_cell):
@@ -692,17 +709,11 @@ def _products(
         panels_JMN = buffer[: math.prod(shape)].view(shape)[:, :, : p.columns]
         row_parts = row_sums.new_parts(across, p.rows)
         column_parts = column_sums.new_parts(down, p.columns) if column_sums else None
-        for safe in (False, True):
-            softmax = PrefixSoftmax(
-                (state.rows.gain if safe else gains)[:, p.r],
-                peaks[:, p.r] if safe else None,
-                _columns_of(state.columns.gain if safe and state.columns else column_gains, p),
-                _columns_of(column_peaks, p) if safe else None,
-            )
+        for is_safe, softmax in ((False, fast), (True, safe)):
             prefix_gradient_kernel[launch.grid(p)](
-                *launch.operands(p), scale, *_norm_args(norms, p), *softmax, launch.target(panels_JMN.flatten(0, 1)), row_parts,
-                column_parts, needs_fallback, p.rows, p.columns, p.r.start - p.c.start, shape[2], shape[1], DIMS=dims,
-                GROUP_ENDS=ends, SAFE=safe, WARPS=launch.blocks.warps, ROUND_TO_TF32=products.rounds_to_tf32,
+                *launch.operands(p), scale, *_norm_args(norms, p), *softmax.part(p), launch.target(panels_JMN.flatten(0, 1)),
+                row_parts, column_parts, needs_fallback, p.rows, p.columns, p.r.start - p.c.start, shape[2], shape[1], DIMS=dims,
+                GROUP_ENDS=ends, SAFE=is_safe, WARPS=launch.blocks.warps, ROUND_TO_TF32=products.rounds_to_tf32,
                 **launch.constants,
             )  # fmt: skip
         merge_parts(p, row_sums, row_parts, column_sums, column_parts)
@@ -714,22 +725,20 @@ def _products(
     return products, sums[0], sums[1]
 
 
-def _columns_of(t_JN: Tensor | None, p: Panel) -> Tensor | None:
-    return None if t_JN is None else t_JN[:, p.c]
-
-
-def _unshifted(
-    state: PrefixState, scale: Tensor
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor] | tuple[None, None], Tensor]:
-    """Return gains for exp(s - offset) and peaks, of rows and of columns, and whether some peak is out of range."""
+def _softmax_args(state: PrefixState, scale: Tensor) -> tuple[PrefixSoftmax, PrefixSoftmax, Tensor]:
+    """Return the softmax for the fast and for the safe launch, and whether some peak is out of range."""
     offset = _offset_of(scale)
-    sides: list[Any] = []
+    fast: list[Tensor | None] = []
+    safe: list[Tensor | None] = []
     out_of_range = []
     for side in (state.rows, state.columns):
-        sides.append((None, None) if side is None else (side.gain * (offset - side.peak).exp_(), side.peak))
-        if side is not None:
-            out_of_range.append((side.peak < offset + LOWEST_PEAK.value).any())
-    return sides[0], sides[1], torch.stack(out_of_range).any().to(torch.int32)
+        if side is None:
+            fast, safe = [*fast, None, None], [*safe, None, None]
+            continue
+        fast += [_padded(side.gain * (offset - side.peak).exp_()), None]
+        safe += [_padded(side.gain), _padded(side.peak)]
+        out_of_range.append((side.peak < offset + LOWEST_PEAK.value).any())
+    return PrefixSoftmax(*fast), PrefixSoftmax(*safe), torch.stack(out_of_range).any().to(torch.int32)
 
 
 def _finish(
