@@ -203,11 +203,12 @@ def tune(rows: int, dtype: torch.dtype) -> None:
         (3, kernels.GRADIENT_BLOCKS),
         (3, Blocks(128, 64, 64, 4, 4, programs=2, group=16, pieces=2)),
         (3, Blocks(128, 64, 64, 4, 3, programs=2, group=8, pieces=1)),
-        (3, Blocks(64, 128, 64, 4, 4, programs=2, group=8, pieces=2)),
+        (3, Blocks(64, 128, 64, 4, 4, programs=2, group=16, pieces=2)),
+        (3, Blocks(64, 128, 64, 4, 4, programs=2, group=16, pieces=4)),
         (2, Blocks(128, 64, 64, 4, 4, programs=2, group=8, pieces=2)),
         (3, Blocks(128, 128, 64, 8, 3, programs=1, group=8, pieces=4)),
         (2, Blocks(128, 128, 64, 8, 4, programs=1, group=8, pieces=2)),
-        (0, Blocks(128, 128, 64, 4, 3, programs=2, group=8, pieces=4)),
+        (1, Blocks(128, 128, 64, 4, 3, programs=2, group=8, pieces=4)),
     ):
         kernels.GRADIENT_BLOCKS, kernels.MAX_KEPT_TILES = blocks, kept
         show("gradient", (kept, *blocks))

@@ -84,7 +84,7 @@ BANDWIDTH_BOUND_COLUMNS = 128
 # Rows and columns of the kernels over embeddings.
 ROWS = 16
 
-# Chosen by counting registers: no kernel spills. Each program of `gradient` keeps up to three tiles of wider widths in registers.
+# Chosen by counting registers and instructions, not yet by time. A program of `gradient` keeps up to three tiles in registers.
 STATS_BLOCKS = Blocks(128, 128, 64, 4, 3, programs=2, group=8, pieces=4)
 GRADIENT_BLOCKS = Blocks(128, 64, 64, 4, 4, programs=2, group=8, pieces=2)
 MAX_KEPT_TILES = 3
@@ -316,14 +316,14 @@ def _is_out_of_range(sums, pairs, row, column, DIMS: tl.constexpr, M: tl.constex
 def prefix_gradient_kernel(
     x, y, scale, rx, ry, row_stride, column_stride, row_gain, row_peak, column_gain, column_peak, panels, row_parts, column_parts,
     needs_fallback, rows, columns, shift, stride, panel_rows,
-    DIMS: tl.constexpr, GROUP_ENDS: tl.constexpr, SAFE: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    K: tl.constexpr, GROUP: tl.constexpr, PIECES: tl.constexpr, WARPS: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    DIMS: tl.constexpr, GROUP_ENDS: tl.constexpr, KEPT: tl.constexpr, SAFE: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, PIECES: tl.constexpr, WARPS: tl.constexpr, DESCRIPTORS: tl.constexpr,
     PRECISION: tl.constexpr, ROUND_TO_TF32: tl.constexpr,
 ):  # fmt: skip
     """Write a panel for each width, `panel_rows` below each other, and the sums of p_j s_j of each tile for its rows and columns.
 
-    GROUP_ENDS: the last width of the group of each. SAFE: compute only the tiles with a peak out of the range in which exp(s) may
-    be used without subtracting it.
+    GROUP_ENDS: the last width of the group of each. KEPT: how many tiles the largest group keeps. SAFE: compute only the tiles with
+    a peak out of the range in which exp(s) may be used without subtracting it.
     """
     pairs = PairArgs(None, None, None, None, None, 0.0, rows, columns, shift)
     norms = NormArgs(rx, ry, row_stride, column_stride)
@@ -345,7 +345,7 @@ def prefix_gradient_kernel(
             z = tl.zeros((M, N), tl.float32)
             kept = ()
             no_tile = tl.zeros((M, N // PIECES), panels.dtype if DESCRIPTORS else panels.dtype.element_ty)
-            for _ in tl.static_range(last * PIECES):
+            for _ in tl.static_range(KEPT * PIECES):
                 kept += (no_tile,)  # type: ignore[assignment]
             for k in range(0, DIMS[last] // K):
                 a = load_block(x, row, k * K, rows, WIDTH, M, K, DESCRIPTORS)
@@ -416,12 +416,12 @@ def _piece_gradient(
             for back in tl.static_range(width + 1):
                 if GROUP_ENDS[width - back] == width:
                     if back > 0:
-                        q += kept[(width - back) * OF + piece].to(tl.float32)
+                        q += kept[_place(GROUP_ENDS, width - back) * OF + piece].to(tl.float32)
                     first = (width - back) * panel_rows
                     rows, columns = first + pairs.rows, pairs.columns
                     store_block(target, q, first + row, column, rows, columns, M, N, DESCRIPTORS, ROUND_TO_TF32)
         else:
-            kept = _replaced(kept, width * OF + piece, q)
+            kept = _replaced(kept, _place(GROUP_ENDS, width) * OF + piece, q)
         result = GradientOfTile(row_total, column_total, kept)
     return result
 
@@ -447,6 +447,12 @@ def _gradient(
     if needs_mask:
         p = tl.where(negatives(pairs, row, column, True, M, N), p, 0.0)
     return p * both
+
+
+@triton.constexpr_function
+def _place(group_ends: tuple[int, ...], width: int) -> int:
+    """Return the place of a width in its group, which is where its tile is kept."""
+    return width - group_ends.index(group_ends[width])
 
 
 @triton.jit
@@ -713,8 +719,8 @@ def _products(
             prefix_gradient_kernel[launch.grid(p)](
                 *launch.operands(p), scale, *_norm_args(norms, p), *softmax.part(p), launch.target(panels_JMN.flatten(0, 1)),
                 row_parts, column_parts, needs_fallback, p.rows, p.columns, p.r.start - p.c.start, shape[2], shape[1], DIMS=dims,
-                GROUP_ENDS=ends, SAFE=is_safe, WARPS=launch.blocks.warps, ROUND_TO_TF32=products.rounds_to_tf32,
-                **launch.constants,
+                GROUP_ENDS=ends, KEPT=max(map(ends.count, ends)) - 1, SAFE=is_safe, WARPS=launch.blocks.warps,
+                ROUND_TO_TF32=products.rounds_to_tf32, **launch.constants,
             )  # fmt: skip
         merge_parts(p, row_sums, row_parts, column_sums, column_parts)
         for product in panel_products(dims, ends):
