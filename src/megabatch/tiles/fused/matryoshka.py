@@ -69,6 +69,8 @@ from .tile import (
 )
 from .tuned_configs import Blocks, blocks_for
 
+# The number of registers and of instructions decides whether one product for all widths pays. It was counted on Hopper only.
+SUPPORTED_ARCHITECTURES = ("hopper", "interpreter")
 # Every width is a multiple of this, the smallest step of a product.
 SMALLEST_STEP = 16
 # Smaller norms count as this one, the default of torch.nn.functional.normalize.
@@ -156,6 +158,8 @@ class GradientOfTile(NamedTuple):
 
 def fits(dims: tuple[int, ...], x_MD: Tensor, y_ND: Tensor) -> bool:
     """Return whether the kernels can compute these widths: whole steps of the product, and pairs to sum over."""
+    if architecture_of(x_MD.device).name not in SUPPORTED_ARCHITECTURES:
+        return False
     return all(d % SMALLEST_STEP == 0 for d in dims) and len(x_MD) > 0 and len(y_ND) > 1
 
 
@@ -515,6 +519,9 @@ def _launch(kernel: str, x_MD: Tensor, y_ND: Tensor, dims: Sequence[int], comput
     blocks = STATS_BLOCKS if kernel == "stats" else GRADIENT_BLOCKS
     if x_MD.device.type == "cpu":
         blocks = blocks_for(kernel, x_MD.device, x_MD.dtype, compute.precision, x_MD.shape[1])
+    elif kernel == "gradient" and panel_dtype(x_MD) == torch.float32:
+        # A stage less makes space in shared memory for a larger piece of the gradient.
+        blocks = blocks._replace(stages=blocks.stages - 1)
     blocks = blocks._replace(k=_step(dims, blocks.k))
     return Launch(architecture_of(x_MD.device), kernel, x_MD, y_ND, compute, blocks=blocks)
 
