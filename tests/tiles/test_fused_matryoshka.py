@@ -171,7 +171,13 @@ def test_which_calls_compute_all_widths_together():
     ids, weights = torch.arange(5), torch.ones(5)
     hooked = megabatch.ClipLoss()
     hooked.register_forward_hook(lambda *_: None)
+
+    class Doubled(megabatch.ClipLoss):
+        def forward(self, *inputs, **options):
+            return 2 * super().forward(*inputs, **options)
+
     for loss, inputs, options in (
+        (Doubled(), (5.0,), {}),
         (clip, (5.0,), {"ids": ids}),
         (clip, (5.0,), {"weights": weights}),
         (clip, (5.0,), {"label_smoothing": 0.1}),

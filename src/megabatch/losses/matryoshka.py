@@ -289,7 +289,8 @@ def _softmax_arguments(loss: Any, inputs: Sequence[Any], options: dict[str, Any]
         return None if loss.args else _softmax_arguments(loss.func, inputs, {**loss.keywords, **options})
     if isinstance(loss, LossModule):
         hooks = (loss._forward_hooks, loss._forward_pre_hooks, loss._backward_hooks, loss._backward_pre_hooks)
-        if any(hooks) or not options.keys() <= set(WITH_EACH_BATCH):
+        changed = any(hooks) or type(loss).forward is not LossModule.forward
+        if changed or not options.keys() <= set(WITH_EACH_BATCH):
             return None
         loss, options = type(loss).loss, {**options, **loss.options}
     if loss not in (clip_loss, infonce_loss):

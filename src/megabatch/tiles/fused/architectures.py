@@ -29,11 +29,11 @@ def _hopper_kernels() -> SpecialisedKernels | None:
 # By compute capability, ascending. A device has the last record whose capability it reaches.
 ARCHITECTURES = (
     Architecture("ampere", (8, 0)),
-    Architecture("hopper", (9, 0), descriptors=True, load_kernels=_hopper_kernels),
+    Architecture("hopper", (9, 0), descriptors=True, load_kernels=_hopper_kernels, prefixes=True),
     Architecture("blackwell", (10, 0), descriptors=True),
 )
 ROCM = Architecture("rocm")
-INTERPRETER = Architecture("interpreter", descriptors=True)
+INTERPRETER = Architecture("interpreter", descriptors=True, prefixes=True)
 
 
 def architecture_of(device: torch.device) -> Architecture:

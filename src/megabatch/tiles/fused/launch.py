@@ -78,12 +78,14 @@ class Architecture(NamedTuple):
     capability: the smallest compute capability of its devices.
     descriptors: kernels read and write by tensor descriptors (TMA) instead of pointers.
     load_kernels: returns its own kernels, or None if the installed Triton cannot compile them.
+    prefixes: one product for all widths of Matryoshka has been counted to pay (matryoshka.py).
     """
 
     name: str
     capability: tuple[int, int] = (0, 0)
     descriptors: bool = False
     load_kernels: Callable[[], SpecialisedKernels | None] = lambda: None
+    prefixes: bool = False
 
 
 class Launch:

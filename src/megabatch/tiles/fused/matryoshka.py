@@ -69,8 +69,6 @@ from .tile import (
 )
 from .tuned_configs import Blocks, blocks_for
 
-# The number of registers and of instructions decides whether one product for all widths pays. It was counted on Hopper only.
-SUPPORTED_ARCHITECTURES = ("hopper", "interpreter")
 # Every width is a multiple of this, the smallest step of a product.
 SMALLEST_STEP = 16
 # Smaller norms count as this one, the default of torch.nn.functional.normalize.
@@ -158,9 +156,8 @@ class GradientOfTile(NamedTuple):
 
 def fits(dims: tuple[int, ...], x_MD: Tensor, y_ND: Tensor) -> bool:
     """Return whether the kernels can compute these widths: whole steps of the product, and pairs to sum over."""
-    if architecture_of(x_MD.device).name not in SUPPORTED_ARCHITECTURES:
-        return False
-    return all(d % SMALLEST_STEP == 0 for d in dims) and len(x_MD) > 0 and len(y_ND) > 1
+    whole_steps = all(d % SMALLEST_STEP == 0 for d in dims)
+    return architecture_of(x_MD.device).prefixes and whole_steps and len(x_MD) > 0 and len(y_ND) > 1
 
 
 @triton.jit
