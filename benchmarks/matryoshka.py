@@ -34,8 +34,8 @@ SIZES = {"cpu": (512,), "cuda": (16_384, 65_536)}
 CHECKED, LARGEST_ERROR = 2048, {torch.bfloat16: 2e-2, torch.float16: 1e-2, torch.float32: 1e-4}
 # Seconds of turns at each size, and the least number of turns; seconds of work before the first.
 BUDGET_S, LEAST_TURNS, WARM_UP_S = 6.0, 5, 0.5
-# Float32 matrices that the plain loop holds at its peak, for one width.
-PLAIN_MATRICES = 4
+# Float32 matrices that the plain loop holds at its peak: autograd keeps those of all widths until backward.
+PLAIN_MATRICES = 4 * len(DIMS)
 LISTED_KERNELS = 16
 
 ONE_WIDTH, TOGETHER = "one width", "megabatch, all widths together"

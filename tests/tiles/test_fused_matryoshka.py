@@ -156,6 +156,17 @@ def test_only_what_needs_a_gradient_gets_one(needed):
         assert torch.equal(one.grad, all_of_them.grad) if need else one.grad is None
 
 
+@pytest.mark.slow
+def test_diagnostics_are_those_of_the_widest_prefix():
+    x, y = (t.float() for t in embeddings(9, width=32))
+    criterion = megabatch.matryoshka(megabatch.ClipLoss(diagnostics=True, backend="fused"), (16, 32))
+    loss, found = criterion(x.requires_grad_(), y, 5.0)
+    assert torch.equal(found.row_rank, reference.ranks(x, y)[0])
+    loss.backward()
+    (plain,) = torch.autograd.grad(megabatch.matryoshka(megabatch.ClipLoss(backend="fused"), (16, 32))(x, y, 5.0), x)
+    assert torch.equal(x.grad, plain)
+
+
 def arguments(loss, *inputs, **options):
     return loss_module._softmax_arguments(loss, inputs, options)
 
@@ -182,7 +193,6 @@ def test_which_calls_compute_all_widths_together():
         (clip, (5.0,), {"weights": weights}),
         (clip, (5.0,), {"label_smoothing": 0.1}),
         (clip, (5.0,), {"drop_above": 0.1}),
-        (clip, (5.0,), {"diagnostics": True}),
         (clip, (5.0,), {"int8_backward": True}),
         (clip, (5.0,), {"unknown": 1}),
         (clip, (5.0, 6.0), {}),

@@ -14,7 +14,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -180,8 +180,7 @@ class Widths:
 
     def _prefix(self, t: Tensor) -> Tensor:
         """Return the embeddings of one width as the loss reads them."""
-        # Norms are sums: in the dtype of sums, and the result is rounded once.
-        return F.normalize(t.to(accumulator(t.dtype)), dim=-1).to(t.dtype) if self.normalize else t
+        return normalised_prefix(t) if self.normalize else t
 
     def _add(
         self,
@@ -205,6 +204,12 @@ class Widths:
             rows = max(1, PIECE // (t[0].numel() or 1)) if len(t) else 1
             for piece, x, g in zip(*(each.split(rows) for each in (total, t.detach(), gradient)), strict=True):
                 piece[..., :width].add_(_through_norm(x[..., :width].to(total.dtype), g.to(total.dtype)), alpha=weight)
+
+
+def normalised_prefix(t: Tensor) -> Tensor:
+    """Return embeddings divided by their norms."""
+    # Norms are sums: in the dtype of sums, and the result is rounded once.
+    return F.normalize(t.to(accumulator(t.dtype)), dim=-1).to(t.dtype)
 
 
 def _gradients(term: Tensor, leaves: Sequence[Tensor]) -> list[Tensor | None]:
@@ -248,7 +253,7 @@ class _Matryoshka(torch.autograd.Function):
 
 
 # The arguments of `clip_loss` and `infonce_loss` that all widths together support. All others have to have their defaults.
-TOGETHER = ("x", "y", "scale", "symmetric", "group", "equal_shards", "backend", "workspace", "precision")
+TOGETHER = ("x", "y", "scale", "symmetric", "diagnostics", "group", "equal_shards", "backend", "workspace", "precision")
 
 
 class PrefixCall(NamedTuple):
@@ -261,13 +266,13 @@ class PrefixCall(NamedTuple):
     batch: LossBatch
 
 
-def _together(criterion: MatryoshkaLoss, inputs: Sequence[Any], options: dict[str, Any]) -> Tensor | None:
-    """Return the loss computed for all widths together, or None if a width has to be computed by itself."""
+def _together(criterion: MatryoshkaLoss, inputs: Sequence[Any], options: dict[str, Any]) -> Any:
+    """Return what the loss returns, computed for all widths together, or None if a width has to be computed by itself."""
     arguments = _softmax_arguments(criterion.loss, inputs, options)
     if arguments is None or Ring.of(arguments["group"]).size > 1:
         return None
-    x, y, scale, symmetric = (arguments[name] for name in TOGETHER[:4])
-    execution = Execution(*(arguments[name] for name in TOGETHER[4:]))
+    x, y, scale, symmetric, diagnostics = (arguments[name] for name in TOGETHER[:5])
+    execution = Execution(*(arguments[name] for name in TOGETHER[5:]))
     dtype = product_dtype(x)
     # On a CPU the kernels run in Triton's interpreter, for tests.
     if not (x.is_cuda and dtype in (torch.bfloat16, torch.float16)) and not (x.is_cpu and execution.backend == "fused"):
@@ -278,9 +283,13 @@ def _together(criterion: MatryoshkaLoss, inputs: Sequence[Any], options: dict[st
         return None
     batch = prepare(Inputs(x, y, {"scale": scale}, None, None), ClipRules(symmetric, "mask", 0.0, None, False), execution)
     call, scale = PrefixCall(tiles, dims, weights, symmetric, batch), batch.scalar(scale, x)
-    if batch.needs_grad is None:
-        return _prefix_loss(x, y, scale, call)[0]
-    return cast(Tensor, _Prefixes.apply(x, y, scale, call))
+    loss = _prefix_loss(x, y, scale, call)[0] if batch.needs_grad is None else _Prefixes.apply(x, y, scale, call)
+    if not diagnostics:
+        return loss
+    # Another forward pass, of the widest prefix.
+    with torch.no_grad():
+        prefixes = [normalised_prefix(t[:, : dims[-1]]) for t in (x, y)]
+        return loss, *criterion.loss(*prefixes, *inputs[2:], **options)[1:]
 
 
 def _softmax_arguments(loss: Any, inputs: Sequence[Any], options: dict[str, Any]) -> dict[str, Any] | None:
