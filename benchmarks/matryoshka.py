@@ -62,7 +62,7 @@ def loop(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
 
 
 def together(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
-    return megabatch.matryoshka(megabatch.clip_loss, DIMS)(x, y, scale)
+    return megabatch.matryoshka(megabatch.clip_loss, DIMS)(x, y, scale, backend="fused")
 
 
 IMPLEMENTATIONS: dict[str, Loss] = {

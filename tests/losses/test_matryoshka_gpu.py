@@ -30,7 +30,7 @@ def leaves(rows: int, dtype: torch.dtype, scale: float = 20.0, extra: int = 0, *
 def run(inputs: list[torch.Tensor], dims=DIMS, weights=WEIGHTS, **options) -> list[torch.Tensor]:
     for t in inputs:
         t.grad = None
-    loss = megabatch.matryoshka(megabatch.clip_loss, dims, weights)(*inputs, **options)
+    loss = megabatch.matryoshka(megabatch.clip_loss, dims, weights)(*inputs, backend="fused", **options)
     (2 * loss).backward()
     return [loss.detach(), *(t.grad for t in inputs)]
 

@@ -3,8 +3,9 @@
 Of any loss, the gradients of each width are computed together with its value and added up before the next width, so that no graph
 outlives its width. The work is that of the plain loop; backward only multiplies.
 
-The softmax loss with its usual options in half precision on one CUDA device computes all widths together, for the products of the
-widest (tiles/fused/matryoshka.py), if every width is a multiple of 16.
+With backend="fused", the softmax loss with its usual options in half precision on one Hopper GPU computes all widths together, for
+the products of the widest (tiles/fused/matryoshka.py), if every width is a multiple of 16. Only on request, because these kernels
+have only been run by Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from .checks import check_number, check_tensor, product_dtype
 from .clip import ClipRules, clip_loss
 from .infonce import infonce_loss
 
-# Elements of embeddings whose gradients pass through the norms at once.
-PIECE = 2**20
+# Elements of embeddings whose gradients pass through the norms at once, by device: many small pieces would keep a GPU waiting.
+PIECE = {"cpu": 2**20, "cuda": 2**24}
 # Smaller norms count as this one, the default of torch.nn.functional.normalize.
 NORM_EPS = 1e-12
 
@@ -201,7 +202,7 @@ class Widths:
             if index >= self.cut or not self.normalize:
                 (total if index >= self.cut else total[..., :width]).add_(gradient, alpha=weight)
                 continue
-            rows = max(1, PIECE // (t[0].numel() or 1)) if len(t) else 1
+            rows = max(1, PIECE.get(t.device.type, PIECE["cpu"]) // (t[0].numel() or 1)) if len(t) else 1
             for piece, x, g in zip(*(each.split(rows) for each in (total, t.detach(), gradient)), strict=True):
                 piece[..., :width].add_(_through_norm(x[..., :width].to(total.dtype), g.to(total.dtype)), alpha=weight)
 
@@ -275,7 +276,7 @@ def _together(criterion: MatryoshkaLoss, inputs: Sequence[Any], options: dict[st
     execution = Execution(*(arguments[name] for name in TOGETHER[5:]))
     dtype = product_dtype(x)
     # On a CPU the kernels run in Triton's interpreter, for tests.
-    if not (x.is_cuda and dtype in (torch.bfloat16, torch.float16)) and not (x.is_cpu and execution.backend == "fused"):
+    if execution.backend != "fused" or (x.is_cuda and dtype not in (torch.bfloat16, torch.float16)):
         return None
     tiles = prefixes_for(backend_for(x.device, dtype, execution.backend))
     dims, weights = zip(*reversed(criterion.widths), strict=True)

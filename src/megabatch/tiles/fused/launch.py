@@ -78,7 +78,7 @@ class Architecture(NamedTuple):
     capability: the smallest compute capability of its devices.
     descriptors: kernels read and write by tensor descriptors (TMA) instead of pointers.
     load_kernels: returns its own kernels, or None if the installed Triton cannot compile them.
-    prefixes: one product for all widths of Matryoshka has been counted to pay (matryoshka.py).
+    prefixes: one product for all widths of Matryoshka is expected to pay (matryoshka.py).
     """
 
     name: str
