@@ -55,10 +55,15 @@ class World:
         """Return the results of function(rank, size, *args) on ranks 0 to size - 1."""
         while len(self.workers) < size:
             self._start()
-        with tempfile.TemporaryDirectory() as folder:
-            for rank, (_, pipe) in enumerate(self.workers[:size]):
-                pipe.send_bytes(pickle.dumps((function, rank, size, f"{folder}/store", args)))
-            replies = [pickle.loads(pipe.recv_bytes()) for _, pipe in self.workers[:size]]
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                for rank, (_, pipe) in enumerate(self.workers[:size]):
+                    pipe.send_bytes(pickle.dumps((function, rank, size, f"{folder}/store", args)))
+                replies = [pickle.loads(pipe.recv_bytes()) for _, pipe in self.workers[:size]]
+        except (EOFError, OSError):
+            # A process died. The next test gets new ones.
+            self.close()
+            raise
         failures = [f"rank {rank}: {text}" for rank, (succeeded, text) in enumerate(replies) if not succeeded]
         assert not failures, "\n".join(failures)
         return [result for _, result in replies]
@@ -68,6 +73,7 @@ class World:
             pipe.close()
             process.kill()
             process.join()
+        self.workers.clear()
 
     def _start(self) -> None:
         context = fresh_processes()
