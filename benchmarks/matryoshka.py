@@ -62,7 +62,8 @@ def loop(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
 
 
 def together(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
-    return megabatch.matryoshka(megabatch.clip_loss, DIMS)(x, y, scale, backend="fused")
+    # A CPU has no such kernels.
+    return megabatch.matryoshka(megabatch.clip_loss, DIMS)(x, y, scale, backend="fused" if x.is_cuda else None)
 
 
 IMPLEMENTATIONS: dict[str, Loss] = {
