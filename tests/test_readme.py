@@ -50,6 +50,15 @@ def test_the_ratios_of_encoders_are_those_of_the_kept_rows():
     assert f"The peak of 65,536 pairs is {more / 1024:.1f} GiB above that of 2,048" in text
 
 
+def test_the_speed_inside_sentence_transformers_is_that_of_the_kept_rows():
+    rows = [row for row in read_rows(ROOT / "benchmarks/results/trainers-cuda.jsonl") if row["model"] == "bert-base"]
+    theirs = {row["texts"]: row for row in rows if row["scheme"] == "theirs"}
+    ratios = [theirs[row["texts"]]["step_s"] / row["step_s"] for row in rows if row["scheme"].startswith("ours")]
+    assert f"BERT-base is {int(min(ratios))} to {int(max(ratios))} times as fast as with Sentence Transformers" in README
+    for row in theirs.values():
+        assert row["tokens"] / row["padded_tokens"] == pytest.approx(1 / 5, abs=0.02), "a fifth of the longest"
+
+
 def test_the_memory_of_large_batches_is_that_of_the_kept_rows():
     rows = {
         (row["batch"], row["implementation"]): row
