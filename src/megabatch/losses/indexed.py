@@ -284,14 +284,12 @@ class ClassSaved(NamedTuple):
 
     rows: softmax of this rank's rows; dpos_M: gradient in the similarity of their positives, without the scale.
     slope: the gradient in the scale that the margins add to Σ x · dx; share: the factor of the mean.
-    saved_exp: the exponentials that the tiles have saved of this rank's own rows; the first backward takes them.
     """
 
     rows: Softmax
     dpos_M: Tensor
     slope: Tensor
     share: Tensor
-    saved_exp: list[Any]
 
 
 class _ClassSoftmaxLoss(torch.autograd.Function):
@@ -333,16 +331,9 @@ def _forward(x_MD: Tensor, y_KD: Tensor, scale: Tensor, batch: ClassBatch) -> tu
     """Return the loss of the whole batch, and what backward needs."""
     ring, rules = batch.call.ring, batch.rules
 
-    saved_exp: list[Any] = []
-
     def visit(block: ClassBlock, owner: int) -> tuple[None, tuple[Tensor, Tensor, Stats]]:
         own = batch.own_classes(block.targets_M, y_KD)
-        save_exp = owner == ring.rank and any(batch.call.requires_grad)
-        sums = batch.tiles.softmax_stats(
-            block.x_MD, y_KD, scale.detach(), own.pairs, columns=False, compute=batch.compute, save_exp=save_exp
-        )
-        if save_exp:
-            saved_exp.append(sums.saved_exp)
+        sums = batch.tiles.softmax_stats(block.x_MD, y_KD, scale.detach(), own.pairs, columns=False, compute=batch.compute)
         cosine_M = torch.where(own.here_M, batch.tiles.positives(block.x_MD, own.y_MD, batch.compute), 0)
         return None, (own.here_M.to(scale.dtype), cosine_M, sums.rows)
 
@@ -361,7 +352,7 @@ def _forward(x_MD: Tensor, y_KD: Tensor, scale: Tensor, batch: ClassBatch) -> tu
     _check_found(unknown, wide if rules.angular_margin else torch.zeros_like(wide), batch)
     share = 1 / weight
     slope = (dpos_M * (positive_M - slope_M * cosine_M)).sum()
-    return loss * share, ClassSaved(rows, dpos_M * slope_M, slope, share, saved_exp)
+    return loss * share, ClassSaved(rows, dpos_M * slope_M, slope, share)
 
 
 @outside_autocast
@@ -377,7 +368,6 @@ def _products(
         nonlocal gy_KD
         assert block.rows is not None and block.dpos_M is not None
         own = batch.own_classes(block.targets_M, y_KD)
-        saved_exp = state.saved_exp.pop() if owner == batch.call.ring.rank and state.saved_exp else None
         gx_MD, more_KD = batch.tiles.softmax_grads(
             block.x_MD,
             y_KD,
@@ -387,7 +377,6 @@ def _products(
             None,
             needs_grad=needs_grad,
             compute=batch.compute,
-            saved_exp=saved_exp,
         )
         dpos_M1 = torch.where(own.here_M, block.dpos_M, 0)[:, None]
         if gx_MD is not None:
