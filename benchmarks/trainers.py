@@ -76,6 +76,14 @@ SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
     "ours, tokens, keep=0": ("ours", {"mini_batch_num_tokens": True, "keep": 0}),
     "ours, tokens": ("ours", {"mini_batch_num_tokens": True, "keep": "auto"}),
 }
+TITLES = {
+    "theirs": "Sentence Transformers, chunks of rows",
+    "theirs, tokens": "Sentence Transformers, chunks of tokens",
+    "ours": "megabatch, chunks of rows",
+    "ours, keep=0": "megabatch, chunks of rows, none kept",
+    "ours, tokens": "megabatch, chunks of tokens",
+    "ours, tokens, keep=0": "megabatch, chunks of tokens, none kept",
+}
 
 
 class Encoder(nn.Module):
@@ -224,16 +232,6 @@ def main(arguments: list[str] | None = None) -> int:
             gc.collect()
     print(f"{time.perf_counter() - began:.0f} s in all")
     return int(wrong)
-
-
-TITLES = {
-    "theirs": "Sentence Transformers, chunks of rows",
-    "theirs, tokens": "Sentence Transformers, chunks of tokens",
-    "ours": "megabatch, chunks of rows",
-    "ours, keep=0": "megabatch, chunks of rows, none kept",
-    "ours, tokens": "megabatch, chunks of tokens",
-    "ours, tokens, keep=0": "megabatch, chunks of tokens, none kept",
-}
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:

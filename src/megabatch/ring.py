@@ -62,17 +62,18 @@ class Ring:
         return cls(dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
 
     @property
-    def device_types(self) -> list[str]:
-        """The types of devices whose tensors the group's backends exchange, for example ["cpu", "cuda"]."""
+    def backends(self) -> dict[str, str]:
+        """The backend for each type of device whose tensors the group exchanges, for example {"cpu": "gloo", "cuda": "nccl"}."""
         assert self.group is not None
-        return [entry.split(":")[0] for entry in dist.get_backend_config(self.group).split(",")]
+        entries = (entry.split(":") for entry in dist.get_backend_config(self.group).split(","))
+        return {device_type: backend for device_type, backend in entries}
 
     def meeting_device(self, device: torch.device) -> torch.device:
         """Return the device on which `gather` exchanges numbers: the CPU if a backend serves it, which avoids a synchronisation."""
-        types = self.device_types
+        types = self.backends
         if "cpu" in types:
             return torch.device("cpu")
-        return device if device.type in types else torch.device(types[0])
+        return device if device.type in types else torch.device(next(iter(types)))
 
     def gather(self, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
         """Return every rank's numbers, in the order of ranks. All ranks pass equally many; the host waits for the result."""
@@ -179,9 +180,7 @@ class Ring:
 
     def _sends_from_host(self, device: torch.device) -> bool:
         """Return whether messages of this device go through host memory. Gloo, all that Windows has, sends from there alone."""
-        assert self.group is not None
-        backends = dict(entry.split(":") for entry in dist.get_backend_config(self.group).split(","))
-        return device.type != "cpu" and backends.get(device.type) == "gloo"
+        return device.type != "cpu" and self.backends.get(device.type) == "gloo"
 
 
 def _map(tree: Any, f: Callable[[Tensor], Tensor]) -> Any:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import ClassVar
 
 import pytest
 import torch
@@ -421,7 +422,7 @@ def test_two_simulated_ranks_are_one_process(loss, monkeypatch):
 class SimulatedRing(Ring):
     """One rank of a ring whose ranks are threads on one device."""
 
-    device_types = ("cpu", "cuda")
+    backends: ClassVar = {"cpu": "gloo", "cuda": "nccl"}
 
     @classmethod
     def of_size(cls, size: int) -> list[SimulatedRing]:

@@ -170,9 +170,9 @@ def check_scalar(name: str, value: Tensor | float, x: Tensor) -> None:
 
 def check_group(x: Tensor, ring: Ring) -> None:
     """Raise if no backend of the group exchanges tensors of x's device."""
-    if ring.size > 1 and x.device.type not in ring.device_types:
+    if ring.size > 1 and x.device.type not in ring.backends:
         raise ValueError(
-            f"x is on {x.device}, and the backends of group exchange tensors on {' and '.join(ring.device_types)}: move the "
+            f"x is on {x.device}, and the backends of group exchange tensors on {' and '.join(ring.backends)}: move the "
             "embeddings there, or initialise the process group with a backend for this device"
         )
 

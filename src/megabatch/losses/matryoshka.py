@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ..ring import Group, Ring
 from ..tiles import backend_for, prefixes_for
-from ..tiles.contract import PrefixTiles, accumulator
+from ..tiles.contract import NORM_EPS, PrefixTiles, accumulator
 from .autograd import WITH_EACH_BATCH, LossModule, first_derivative_only, outside_autocast, outside_graphs, save, saved
 from .batch import Execution, Inputs, LossBatch, prepare
 from .checks import check_number, check_tensor, product_dtype
@@ -32,8 +32,6 @@ from .infonce import infonce_loss
 
 # Elements of embeddings whose gradients pass through the norms at once, by device: many small pieces would keep a GPU waiting.
 PIECE = {"cpu": 2**20, "cuda": 2**24}
-# Smaller norms count as this one, the default of torch.nn.functional.normalize.
-NORM_EPS = 1e-12
 
 
 def matryoshka(

@@ -17,6 +17,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+# Smaller norms of prefixes count as this one, the default of torch.nn.functional.normalize.
+NORM_EPS = 1e-12
+
 
 class GuidePairs(NamedTuple):
     """A second pair of blocks, of any width G, whose similarities decide which negatives count: those that exceed the row's

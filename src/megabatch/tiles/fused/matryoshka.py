@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..contract import ComputeOptions, NeedsGrad, Softmax, Stats
+from ..contract import NORM_EPS, ComputeOptions, NeedsGrad, Softmax, Stats
 from .architectures import architecture_of
 from .gradient_panels import ROW_ALIGNMENT, GradientProducts, panel_dtype
 from .launch import Launch, Panel, PartialSums, cdiv, on_device_of_input, without_saved_exp
@@ -71,8 +71,6 @@ from .tuned_configs import Blocks, blocks_for
 
 # Every width is a multiple of this, the smallest step of a product.
 SMALLEST_STEP = 16
-# Smaller norms count as this one, the default of torch.nn.functional.normalize.
-NORM_EPS = 1e-12
 # A sum of exp(s - offset) over a tile from here on has lost nothing that counts: what underflowed is below 2^-126 per term.
 SMALLEST_SUM = tl.constexpr(2.0**-90)
 # The same of a peak minus the offset, of a whole row.
