@@ -76,25 +76,30 @@ def cells(sources: Mapping[str, int], names: Sequence[str]) -> list[Cell]:
     ]
     # All kinds of one source before the next source.
     variants = [(name, kind) for name in few for kind in others]
+    some = (1024, 4096, 256, 16384)
+    small_budget, four_million = (256, 64, 1024, 4096, 16384), (*some, 32768)
     blocks: list[tuple[Sequence[tuple[str, Kind]], str, Sequence[int]]] = [
-        (plain, "1M", (1024, 256, 4096, 16384, 64)),
-        (plain, "0.25M", (256, 64, 1024, 4096, 16384)),
-        (plain[:4], "4M", (1024, 4096, 256, 16384, 32768)),
+        (plain, "1M", (*some, 64)),
+        (plain[:3], "4M", four_million),
+        (plain[:4], "0.25M", small_budget),
+        (plain[:1], "16M", (4096, 1024, 16384, 32768)),
     ]
     for name in few:
         blocks += [
-            ([(name, kind) for kind in others], "1M", (1024, 4096, 256, 16384)),
+            ([(name, kind) for kind in others], "1M", some),
             ([(name, PLAIN._replace(negatives=1))], "1M", (1024, 256, 4096, 64)),
         ]
         if name in few[:2]:
-            blocks.append(([(name, PLAIN._replace(warm_up=share)) for share in WARM_UPS], "1M", (256, 4096, 16384, 1024)))
+            blocks.append(([(name, PLAIN._replace(warm_up=share)) for share in WARM_UPS], "1M", some))
+        if name == few[0]:
+            blocks += [(plain[4:], "0.25M", small_budget), (plain[3:4], "4M", four_million)]
     blocks += [
-        (plain[:1], "16M", (4096, 1024, 16384, 32768, 256)),
-        (plain[4:], "4M", (1024, 4096, 256, 16384, 32768)),
-        (plain[1:], "16M", (4096, 1024, 16384, 32768, 256)),
+        (plain[1:2], "16M", (4096, 1024, 16384)),
+        (plain[4:], "4M", four_million),
+        (plain, "16M", (4096, 1024, 16384, 32768, 256)),
         (plain, "1M", (32768, 512, 2048, 8192)),
         (plain, "4M", (64, 512, 2048, 8192)),
-        (variants, "4M", (1024, 4096, 256, 16384)),
+        (variants, "4M", some),
         (plain, "16M", (64,)),
     ]
     found = [
