@@ -1,8 +1,8 @@
 """Time a training step of CLIP in OpenCLIP's own loop, with its losses and with ours: `python -m benchmarks.open_clip_step`.
 
-Two batches: one that the GPU holds at once, and one in micro-batches. For the second, OpenCLIP has `--accum-freq`, which encodes
-twice and computes the loss of the whole batch once for every micro-batch; ours runs the encoders in chunks of the same size, and
-of a smaller one.
+Batches that the GPU holds at once, and larger ones in micro-batches. For these, OpenCLIP has `--accum-freq`, which encodes twice
+and computes the loss of the whole batch once for every micro-batch; ours runs the encoders in chunks of the same size, and of a
+smaller one where OpenCLIP has the memory for the batch at all.
 Batches are on the GPU already. Before anything is timed, the losses of a step must agree.
 """
 
@@ -71,6 +71,8 @@ def measure(case: Case, chunk: int | None, options: argparse.Namespace) -> dict[
     from open_clip_train.train import train_one_epoch
 
     torch.manual_seed(0)
+    # As in OpenCLIP's main program.
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.benchmark = True, True
     ours = chunk is not None
     siglip = {"init_logit_scale": 2.3, "init_logit_bias": -10.0} if case.loss == "siglip" else {}
     model = open_clip.create_model(options.model, device=options.device, output_dict=True, **siglip)
@@ -162,15 +164,18 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--model", default="ViT-B-32")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rows", type=int, default=2048, help="Pairs of a micro-batch.")
-    parser.add_argument("--accum", type=int, default=8, help="Micro-batches of the larger batch.")
-    parser.add_argument("--chunk", type=int, default=768, help="Pairs of a smaller chunk of the larger batch.")
+    parser.add_argument("--accum", default="8,16,32", help="Micro-batches of the larger batches.")
+    parser.add_argument("--chunk", type=int, default=912, help="Pairs of a smaller chunk of the larger batches.")
     parser.add_argument("--steps", type=int, default=2, help="Timed steps.")
     parser.add_argument("--out", type=Path, default=FILE)
     options = parser.parse_args(words)
     rows: list[dict[str, Any]] = []
-    for case in (Case("clip", options.rows, options.accum), Case("clip", options.rows, 1), Case("siglip", options.rows, 1)):
-        values = []
-        for chunk in (None, case.rows, *([options.chunk] if case.accum > 1 else [])):
+    larger = [Case("clip", options.rows, int(accum)) for accum in options.accum.split(",")]
+    for case in (Case("clip", options.rows, 1), Case("siglip", options.rows, 1), *larger):
+        values: list[float] = []
+        for chunk in (None, case.rows, options.chunk):
+            if chunk == options.chunk and (case.accum == 1 or "failed" in rows[-2]):
+                continue
             row = case._asdict() | {"pairs": case.pairs, "chunk": chunk, "model": options.model, "steps": options.steps}
             try:
                 row |= measure(case, chunk, options)
