@@ -3,7 +3,7 @@
 python -m benchmarks.study data --out build/study                                  # build the sources (minutes, no GPU)
 python -m benchmarks.study run --minutes 7 --data build/study --out RESULTS.jsonl  # train cells until the time is over
 python -m benchmarks.study keep RESULTS.jsonl                                     # add the rows to those of the repository
-python -m benchmarks.study predict                                                # keep predictions for sources that were not run
+python -m benchmarks.study predict                                                # keep predictions of what was not run
 python -m benchmarks.study report                                                 # write docs/study.md with its tables
 python -m benchmarks.study law                                                    # fit the law that plans read
 python -m benchmarks.study repeat RESULTS.jsonl --row 17 --data build/study        # train one row again
@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     repeat.add_argument("--row", type=int, required=True, help="Line of the file, from 1.")
     keep = commands.add_parser("keep", help="Add the rows of a file to those of the repository.")
     keep.add_argument("file", type=Path)
-    predict = commands.add_parser("predict", help="Keep predictions for sources that were not run.")
+    predict = commands.add_parser("predict", help="Keep predictions for budgets of sources that were not run.")
     predict.add_argument("--sources", default=",".join(runs.HELD_BACK))
     commands.add_parser("report", help="Write the tables and the figure of the page.")
     commands.add_parser("law", help="Fit the law and write it where plans read it.")
@@ -71,11 +71,12 @@ def main(arguments: list[str] | None = None) -> int:
         merged = report.thin(report.merge(rows, report.read([options.file])))
         ROWS.write_text("".join(json.dumps(row) + "\n" for row in merged))
         return 0
+    frozen = json.loads(PREDICTIONS.read_text()) if PREDICTIONS.exists() else []
     if options.command == "predict":
-        PREDICTIONS.write_text(json.dumps(report.predictions(rows, records, options.sources.split(",")), indent=1) + "\n")
+        made = [*frozen, report.predictions(rows, records, options.sources.split(","))]
+        PREDICTIONS.write_text(json.dumps(made, indent=1) + "\n")
         return 0
     if options.command == "report":
-        frozen = json.loads(PREDICTIONS.read_text()) if PREDICTIONS.exists() else None
         report.write_page(TEMPLATE, PAGE, report.blocks(rows, records, frozen))
         curves = [c for c in fit.curves(rows) if c.kind == report.PLAIN]
         if curves:

@@ -6,8 +6,9 @@ batch loses less than `tolerance` of the best recall. The law over all curves is
     lost(batch) / tolerance = (batch / largest)^steepness,   log2 largest = a + alpha log2(samples / 1M) + beta log2(pairs / 100k)
     log2 rate = (one offset for each kind) + e log2(batch) + f log2(samples)
 
-The share of warm-up follows log2 share = (one offset for each source) + w log2(batch), and the critical batch of gradient noise is
-compared with the largest one. Recall is recall@1 on the test pairs, the mean of both directions.
+The planned batch is the multiple of the largest that loses least over all curves, as a power of two. The share of warm-up follows
+log2 share = (one offset for each source) + w log2(batch), and the critical batch of gradient noise is compared with the largest
+one. Recall is recall@1 on the test pairs, the mean of both directions.
 """
 
 from __future__ import annotations
@@ -22,14 +23,17 @@ import numpy as np
 from benchmarks.study.runs import NOISE_SAMPLES, PLAIN, SEEDS, best_rate, cell_of, unpack
 from benchmarks.study.stack import WARM_UP, Cell, Kind
 from megabatch.batch_law import HUNDRED_THOUSAND, MILLION, Law, MeasuredLaw, NoiseRelation, WarmUpLaw
+from megabatch.recipes import power_near
 from megabatch.training.noise.estimator import Moments, NoiseEstimate, estimate
 
 # A batch may lose this many points of recall, or this share of it if that is more.
 LOST_POINTS, LOST_SHARE = 0.01, 0.03
 # Draws of a bootstrap, and the central share of them that an interval covers.
 DRAWS, COVERED = 200, 0.9
-# The share of curves that should allow the planned batch.
-ALLOWED = 0.9
+# What a planned batch loses counts in tolerances, up to this many.
+MOST_LOST = 3.0
+# Batches that are considered for plans: log2 of their ratio to the largest.
+AIMS = np.arange(-5.0, 1.01, 0.125)
 
 Row = Mapping[str, Any]
 
@@ -72,6 +76,10 @@ class Curve(NamedTuple):
     @property
     def recalls(self) -> np.ndarray:
         return np.array([point.recall for point in self.points])
+
+    @property
+    def best(self) -> float:
+        return float(self.recalls.max())
 
 
 class Largest(NamedTuple):
@@ -215,8 +223,14 @@ def fit_law(given: Sequence[Curve]) -> Law:
 
     theta = least_squares(residuals, np.array([12.0, 0.5, 0.0, 0.0]))
     law = Law(*(float(t) for t in theta[:3]), float(np.exp(theta[3])), 0.0)
-    shifts = [np.log2(largest_batch(c.batches, c.recalls).batch / law.largest(c.samples, c.pairs)) for c in given]
-    return law._replace(spread=float(np.quantile(shifts, 1 - ALLOWED)))
+    lost_at = [fmean(min(planned_loss(c, law._replace(aim=aim)) / tolerance(c.best), MOST_LOST) for c in given) for aim in AIMS]
+    return law._replace(aim=float(AIMS[int(np.argmin(lost_at))]))
+
+
+def planned_loss(curve: Curve, law: Law) -> float:
+    """Return the recall that the planned batch loses on a curve. Beyond the batches that were run it is what the last one loses."""
+    planned = power_near(law.planned(curve.samples, curve.pairs))
+    return curve.best - recall_at(curve, float(np.clip(planned, curve.batches[0], curve.batches[-1])))
 
 
 def _place(curve: Curve) -> tuple[float, float]:
@@ -285,9 +299,8 @@ def hold_out_batches(given: Sequence[Curve]) -> list[HeldBack]:
     for source in sorted({c.source for c in given}):
         law = fit_law([c for c in given if c.source != source])
         for c in (c for c in given if c.source == source):
-            planned = float(np.clip(law.planned(c.samples, c.pairs), c.batches[0], c.batches[-1]))
-            top = float(c.recalls.max())
-            found.append(HeldBack(source, c.kind, c.samples, planned, planned, top - recall_at(c, planned), tolerance(top)))
+            planned = power_near(law.planned(c.samples, c.pairs))
+            found.append(HeldBack(source, c.kind, c.samples, planned, planned, planned_loss(c, law), tolerance(c.best)))
     return found
 
 

@@ -18,6 +18,7 @@ from benchmarks.study import fit, runs
 from benchmarks.study.fit import Curve, HeldBack, Interval, Row
 from benchmarks.study.runs import PLAIN
 from benchmarks.study.stack import WARM_UP, Kind
+from megabatch.recipes import power_near
 from megabatch.reporting.figures import Axis, Chart, Figure, Series, save
 from megabatch.reporting.format import count_text, percent_text
 from megabatch.training.noise.estimator import NoiseEstimate, number
@@ -54,8 +55,8 @@ def thin(rows: Sequence[Row]) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if k != "hits" or row["rate"] == best[runs.cell_of(row)]} for row in rows]
 
 
-def blocks(rows: Sequence[Row], records: Mapping[str, Any], frozen: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """Return the generated parts of the page by name; those that need more rows say so. frozen: predictions that were made."""
+def blocks(rows: Sequence[Row], records: Mapping[str, Any], frozen: Sequence[Mapping[str, Any]] = ()) -> dict[str, str]:
+    """Return the generated parts of the page by name; those that need more rows say so. frozen: sets of predictions, as made."""
     curves = fit.curves(rows)
     plain = [c for c in curves if c.kind == PLAIN]
     sections: dict[str, Callable[[], str]] = {
@@ -161,7 +162,7 @@ def law_text(curves: Sequence[Curve]) -> str:
                 ("alpha", "exponent of the samples seen"),
                 ("beta", "exponent of the different pairs"),
                 ("steepness", "exponent of the loss beyond"),
-                ("spread", "log2 of what 90 % of the curves allow, over the fit"),
+                ("aim", "log2 of the planned over the largest batch"),
             )
         ),
     ]
@@ -434,10 +435,10 @@ def figure(curves: Sequence[Curve]) -> Figure:
 
 
 def predictions(rows: Sequence[Row], records: Mapping[str, Any], sources: Sequence[str]) -> dict[str, Any]:
-    """Return what the law of the given rows predicts for sources that have no row, with the commit that made it."""
-    seen = {row["source"] for row in rows} & set(sources)
-    if seen:
-        raise ValueError(f"{', '.join(sorted(seen))} already have rows; predict only sources that were not run")
+    """Return what the law of the given rows predicts for budgets of sources that have no row, with the commit that made it."""
+    seen = {(row["source"], row["samples"]) for row in rows}
+    if all((source, samples) in seen for source in sources for samples in runs.BUDGETS.values()):
+        raise ValueError(f"{', '.join(sources)} already have rows at every budget; predict only what was not run")
     curves = [c for c in fit.curves(rows) if c.kind == PLAIN]
     law, laws, rate_law = fit.fit_law(curves), fit.draw_laws(curves), fit.fit_rates(fit.best_rates(rows))
     intervals = fit.law_intervals(laws)
@@ -446,6 +447,8 @@ def predictions(rows: Sequence[Row], records: Mapping[str, Any], sources: Sequen
     for source in sources:
         pairs = records[source]["train"]
         for samples in runs.BUDGETS.values():
+            if (source, samples) in seen:
+                continue
             rates = {
                 str(b): rate_law.rate(b, samples, PLAIN) for b in runs.BATCHES if b <= pairs and samples // b >= runs.FEWEST_STEPS
             }
@@ -473,28 +476,29 @@ def predictions(rows: Sequence[Row], records: Mapping[str, Any], sources: Sequen
     }
 
 
-def judge(frozen: Mapping[str, Any] | None, rows: Sequence[Row]) -> str:
-    """Return how the predictions compare with the rows of their sources, as tables of batches and of rates."""
-    if frozen is None:
-        raise fit.TooFewError("nothing was predicted")
+def judge(frozen: Sequence[Mapping[str, Any]], rows: Sequence[Row]) -> str:
+    """Return how each set of predictions compares with what was run afterwards: a table of batches, and a sentence on rates."""
     curves = {(c.source, c.samples): c for c in fit.curves(rows) if c.kind == PLAIN}
-    lines = []
-    for case in frozen["predictions"]:
-        c = curves.get((case["source"], case["samples"]))
-        if c is None:
-            continue
-        largest = fit.largest_batch(c.batches, c.recalls)
-        batch = float(np.clip(case["planned"], c.batches[0], c.batches[-1]))
-        top = float(c.recalls.max())
-        lost = top - fit.recall_at(c, batch)
-        measured = f"{'≥ ' if largest.beyond else ''}{largest.batch:,.0f}"
-        texts = [_text(case["largest"], Interval(*case["interval"]), 0), measured, f"{batch:,.0f}", f"{100 * lost:.1f} points"]
-        lines.append([case["source"], count_text(case["samples"]), *texts, "yes" if lost <= fit.tolerance(top) else "no"])
-    if not lines:
-        raise fit.TooFewError("none of the sources that were predicted has three batches")
-    head = ["source", "samples", "largest, predicted", "measured", "planned", "lost there", "within the tolerance"]
-    text = _table(head, lines, 2) + f"\n\nPredicted at commit `{frozen['commit'][:12]}`, before any of these sources was run."
-    return f"{text} {_judge_rates(frozen, rows)}"
+    tables = []
+    for made in frozen:
+        lines = []
+        for case in made["predictions"]:
+            c = curves.get((case["source"], case["samples"]))
+            if c is None:
+                continue
+            largest = fit.largest_batch(c.batches, c.recalls)
+            batch = float(np.clip(power_near(case["planned"]), c.batches[0], c.batches[-1]))
+            lost = c.best - fit.recall_at(c, batch)
+            measured = f"{'≥ ' if largest.beyond else ''}{largest.batch:,.0f}"
+            texts = [_text(case["largest"], Interval(*case["interval"]), 0), measured, f"{batch:,.0f}", f"{100 * lost:.1f} points"]
+            lines.append([case["source"], count_text(case["samples"]), *texts, "yes" if lost <= fit.tolerance(c.best) else "no"])
+        if lines:
+            text = f"Predicted at commit `{made['commit'][:12]}`, before any of these cells was run. {_judge_rates(made, rows)}"
+            head = ["source", "samples", "largest, predicted", "measured", "planned", "lost there", "within the tolerance"]
+            tables.append(f"{text.strip()}\n\n{_table(head, lines, 2)}")
+    if not tables:
+        raise fit.TooFewError("nothing that was predicted has three batches")
+    return "\n\n".join(tables)
 
 
 def _judge_rates(frozen: Mapping[str, Any], rows: Sequence[Row]) -> str:

@@ -1,8 +1,10 @@
 """Runs the cells of the study within a time limit: `python -m benchmarks.study run --minutes 7 --data build/study --out FILE`.
 
 For every cell the rate is tuned with seed 0 on a grid of factor 2 that goes on past an edge; the mean reciprocal rank on the
-validation pairs chooses it. The chosen rate also runs with two further seeds; with small batches, whose steps take the same time
-for more runs, all rates do. A run is one JSON line, written when it is done, and lines that are there are not run again.
+validation pairs chooses it. Where pairs repeat often there can be two optima, a rate too low to memorise the pairs and a high one;
+plain cells with such repeats also try rates a factor of 4 apart over the whole range. The chosen rate also runs with two further
+seeds; with small batches, whose steps take the same time for more runs, all rates do. A run is one JSON line, written when it is
+done, and lines that are there are not run again.
 """
 
 from __future__ import annotations
@@ -28,8 +30,11 @@ from benchmarks.study.features import TEXT_FEATURES, Features, load
 from benchmarks.study.stack import SIZES, Cell, Kind, Quality, Trained, Weights
 
 SEEDS = (0, 1, 2)
+# Plain cells that see a pair more often than this try every rate of COARSE, or one beside it.
+REPEATED = 4
 # Rates are RATE * 2^k. The first grid of a source has 5 rates around RATE, later ones 3 around the best of the nearest cell.
 RATE, FIRST_GRID, GRID, BEYOND, MOST_RATES = 2e-3, 2, 1, 2, 12
+COARSE = tuple(RATE * 4.0**k for k in range(-2, 3))
 BATCHES = (64, 256, 1024, 4096, 16384, 32768)
 BUDGETS = {"0.25M": 250_000, "1M": 1_000_000, "4M": 4_000_000, "16M": 16_000_000}
 # Fewer steps than this are not a training.
@@ -148,8 +153,18 @@ def next_job(cell: Cell, rows: Mapping[Cell, Sequence[Mapping[str, Any]]]) -> Jo
     factor = {tried[0]: 0.5, tried[-1]: 2.0}.get(best)
     if factor is not None and len(tried) < MOST_RATES:
         return _grid(cell, [best * factor ** (k + 1) for k in range(BEYOND)])
+    if cell.kind == PLAIN and cell.samples > REPEATED * own[0]["pairs"]:
+        uncovered = [rate for rate in COARSE if not any(_near(rate, other, 2.0) for other in tried)]
+        beside = [best * f for f in (0.5, 2.0) if not any(_near(best * f, other, 1.0) for other in tried)]
+        if uncovered or (factor is None and beside):
+            return _grid(cell, uncovered or beside)
     missing = [seed for seed in SEEDS if not any(row["rate"] == best and row["seed"] == seed for row in own)]
     return Job(cell, [best] * len(missing), missing) if missing else None
+
+
+def _near(rate: float, other: float, factor: float) -> bool:
+    """Return whether two rates differ by at most a factor, but for rounding."""
+    return abs(math.log2(rate / other)) <= math.log2(factor) + 1e-6
 
 
 def _grid(cell: Cell, rates: Sequence[float]) -> Job:

@@ -19,28 +19,26 @@ from typing import Any, NamedTuple
 
 LAW_FILE = Path(__file__).with_name("batch_law.json")
 MILLION, HUNDRED_THOUSAND = 1e6, 1e5
-# The share of the tolerance that a planned batch aims at.
-AIM = 0.5
 # Half of a 90 % interval of a normal distribution, in standard deviations.
 NINETY_PERCENT = 1.645
 
 
 class Law(NamedTuple):
-    """The fitted law. spread: log2 of what nine in ten of the fitted curves allow, over the fit."""
+    """The fitted law. aim: log2 of the batch that lost least over all fitted curves, over the largest."""
 
     a: float
     alpha: float
     beta: float
     steepness: float
-    spread: float
+    aim: float
 
     def largest(self, seen: float, pairs: float) -> float:
         """Return the largest batch that loses no more than the tolerance."""
         return float(2 ** (self.a + self.alpha * math.log2(seen / MILLION) + self.beta * math.log2(pairs / HUNDRED_THOUSAND)))
 
     def planned(self, seen: float, pairs: float) -> float:
-        """Return the batch that loses AIM of the tolerance where a curve allows less than nine in ten do."""
-        return self.largest(seen, pairs) * 2.0**self.spread * AIM ** (1 / self.steepness)
+        """Return the batch to train with: neither so large that updates lack, nor so small that negatives do."""
+        return self.largest(seen, pairs) * 2.0**self.aim
 
 
 class WarmUpLaw(NamedTuple):

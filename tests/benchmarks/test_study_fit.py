@@ -223,7 +223,7 @@ def test_a_report_fills_every_place_of_the_page(tmp_path: Path) -> None:
     rows += other_kinds(rows)
     frozen = report.predictions(rows, records, ["five"])
     later = [{**row, "source": "five", "pairs": 50_000} for row in synthetic_rows() if row["source"] == "two"]
-    parts = report.blocks([*rows, *later], records, frozen)
+    parts = report.blocks([*rows, *later], records, [frozen])
     assert not any("Not run yet" in part for part in parts.values())
     page = tmp_path / "study.md"
     report.write_page(ROOT / "benchmarks/study/page.md", page, parts)
