@@ -20,9 +20,11 @@ from megabatch.planning.request import Request
 from megabatch.recipes import TrainingTask, advise_batch, advise_warmup, power_near
 
 MEASURED = MeasuredLaw(
-    law=Law(a=11.0, alpha=0.5, beta=0.1, steepness=1.0, aim=-1.5),
+    law=Law(a=12.0, alpha=0.5, beta=0.1, steepness=1.0, aim=-1.5),
     covariance=((0.04, 0.0, 0.0), (0.0, 0.0025, 0.0), (0.0, 0.0, 0.0025)),
     deviation=0.3,
+    towers=0.5,
+    towers_deviation=0.1,
     samples=(250_000, 4_000_000),
     pairs=(16_000, 800_000),
     batches=(64, 32_768),
@@ -56,11 +58,11 @@ def test_without_a_file_there_is_no_law(tmp_path, monkeypatch):
 
 def test_within_the_measured_range_the_law_decides_with_its_interval():
     advice = advise_batch(SMALL)
-    # 2^11 at 1M samples and 100k pairs.
+    # Half of 2^12 at 1M samples and 100k pairs.
     assert advice.value == power_near(2048 * 2**-1.5) and advice.high == 2048
     low, high = MEASURED.interval(1_000_000, 100_000)
-    # The standard deviations are 0.2 for the law and 0.3 for a source.
-    assert high == pytest.approx(2048 * 2 ** (1.645 * 0.13**0.5)) and low == pytest.approx(2048**2 / high)
+    # The standard deviations are 0.2 for the law, 0.3 for a source and 0.1 for its towers.
+    assert high == pytest.approx(2048 * 2 ** (1.645 * 0.14**0.5)) and low == pytest.approx(2048**2 / high)
     assert f"{low:,.0f} to {high:,.0f}" in advice.why
     assert advice.confidence == "medium" and not advice.notes
     assert advise_batch(replace(SMALL, params=10**9)).confidence == "low"

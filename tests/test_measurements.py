@@ -81,9 +81,9 @@ def test_a_sweeps_batch_is_a_multiple_of_the_gpus():
 def test_of_a_sweep_over_other_data_only_the_rate_is_used():
     other = dataclasses.replace(RUN, data=dataclasses.replace(RUN.data, source="other.csv"))
     result = planned(of(Sweep(256, 1e-3, "samples"), other))
-    assert result.batch == planned().batch == 1024
-    # Adam, four times the batch: twice the rate.
-    assert result.run.optimizer.lr == pytest.approx(2e-3)
+    assert result.batch == planned().batch == 512
+    # Adam, twice the batch: about the square root, as the study measured it.
+    assert result.run.optimizer.lr == pytest.approx(1e-3 * 2**0.5, rel=0.02)
     assert result.number("learning rate").confidence == "medium" and ORIGIN in result.number("learning rate").why
     assert any("'other.csv'" in note for note in result.notes)
 
@@ -140,20 +140,20 @@ def test_elsewhere_predictions_are_scaled_by_what_was_measured_nearby():
     alone = planned(batch=4096)
     assert asked.strategy.chunk <= alone.strategy.chunk
     assert asked.number("seconds per step").confidence == "medium"
-    assert "steps at batch 1,024" in asked.number("seconds per step").why
+    assert "steps at batch 512" in asked.number("seconds per step").why
     assert asked.seconds_per_step == pytest.approx(2 * alone.seconds_per_step, rel=0.1)
 
 
 def test_the_fastest_of_the_measured_chunks_is_taken():
-    strategy, seconds = planned().strategy, {128: 1.0, 200: 0.5, 1024: 2.0}
-    assert strategy.chunk == 1024
+    strategy, seconds = planned().strategy, {128: 1.0, 200: 0.5, 512: 2.0}
+    assert strategy.chunk == 512
     rows = [point(dataclasses.replace(strategy, chunk=chunk, keep=1), seconds[chunk]) for chunk in seconds]
     result = planned(of(profile(*rows, against="chunk")))
     assert result.strategy.chunk == 200
     assert "of 3 timed chunks" in result.number("chunk").why
     assert result.number("chunk").confidence == "measured"
     # A profile over batches does not compare chunks.
-    assert planned(of(profile(*rows))).strategy.chunk == 1024
+    assert planned(of(profile(*rows))).strategy.chunk == 512
 
 
 def test_the_chunk_of_fit_caps_the_chunk():

@@ -23,6 +23,8 @@ from megabatch import batch_law
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks/results"
 RECORD, ROWS, PREDICTIONS = RESULTS / "study-sources.json", RESULTS / "study-cuda.jsonl", RESULTS / "study-predictions.json"
+# Trainings with other towers, by `benchmarks.batches`.
+TOWERS = [RESULTS / "batches-250k-cuda.jsonl", RESULTS / "batches-cuda.jsonl"]
 # The text of the page, and where it is written with its tables once there are rows.
 TEMPLATE, PAGE = Path(__file__).with_name("page.md"), ROOT / "docs/study.md"
 
@@ -71,20 +73,21 @@ def main(arguments: list[str] | None = None) -> int:
         merged = report.thin(report.merge(rows, report.read([options.file])))
         ROWS.write_text("".join(json.dumps(row) + "\n" for row in merged))
         return 0
+    towers = report.tower_curves(TOWERS, json.loads(report.PUBLISHED.read_text()))
     frozen = json.loads(PREDICTIONS.read_text()) if PREDICTIONS.exists() else []
     if options.command == "predict":
         made = [*frozen, report.predictions(rows, records, options.sources.split(","))]
         PREDICTIONS.write_text(json.dumps(made, indent=1) + "\n")
         return 0
     if options.command == "report":
-        report.write_page(TEMPLATE, PAGE, report.blocks(rows, records, frozen))
+        report.write_page(TEMPLATE, PAGE, report.blocks(rows, records, frozen, towers))
         curves = [c for c in fit.curves(rows) if c.kind == report.PLAIN]
         if curves:
             report.save_figure(curves, RESULTS / "study-cuda.png")
         return 0
     if options.command == "law":
         last = max(str(row.get("date", ""))[:10] for row in rows) if rows else ""
-        batch_law.LAW_FILE.write_text(batch_law.to_json(fit.measured_law(rows, last)))
+        batch_law.LAW_FILE.write_text(batch_law.to_json(fit.measured_law(rows, towers, last)))
         print(batch_law.LAW_FILE.read_text())
         return 0
     row = json.loads(options.file.read_text().splitlines()[options.row - 1])

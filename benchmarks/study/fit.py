@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.study.runs import NOISE_SAMPLES, PLAIN, SEEDS, best_rate, cell_of, unpack
+from benchmarks.study.runs import NOISE_SAMPLES, PLAIN, REPEATED, SEEDS, best_rate, cell_for, cell_of, uncovered, unpack
 from benchmarks.study.stack import WARM_UP, Cell, Kind
 from megabatch.batch_law import HUNDRED_THOUSAND, MILLION, Law, MeasuredLaw, NoiseRelation, WarmUpLaw
+from megabatch.evidence import HOPELESS_UPDATES
 from megabatch.recipes import power_near
 from megabatch.training.noise.estimator import Moments, NoiseEstimate, estimate
 
@@ -80,6 +81,20 @@ class Curve(NamedTuple):
     @property
     def best(self) -> float:
         return float(self.recalls.max())
+
+    @property
+    def cells(self) -> list[Cell]:
+        return [cell_for(self.source, self.kind, point.batch, self.samples) for point in self.points]
+
+
+class TowerCurve(NamedTuple):
+    """Recall against the batch of towers that are no perceptrons, in one training of another program."""
+
+    title: str
+    samples: int
+    pairs: int
+    batches: np.ndarray
+    recalls: np.ndarray
 
 
 class Largest(NamedTuple):
@@ -165,6 +180,18 @@ def curves(rows: Sequence[Row], fewest: int = 3) -> list[Curve]:
     ]
 
 
+def is_searched(cell: Cell, own: Sequence[Row]) -> bool:
+    """Return whether no other optimum of the rate can be hidden: pairs repeat seldom, or rates of the whole range were tried."""
+    return cell.samples <= REPEATED * own[0]["pairs"] or not uncovered([row["rate"] for row in own if row["seed"] == SEEDS[0]])
+
+
+def law_curves(rows: Sequence[Row]) -> list[Curve]:
+    """Return the curves that the law is fitted to: the plain ones, with every rate searched for."""
+    cells = by_cell(rows)
+    plain = [c for c in curves(rows) if c.kind == PLAIN]
+    return [c for c in plain if all(is_searched(cell, cells[cell]) for cell in c.cells)]
+
+
 def largest_batch(batches: np.ndarray, recalls: np.ndarray) -> Largest:
     """Return the largest batch, from the best one on, that loses less than the tolerance; on straight lines over log2 batch."""
     best = int(recalls.argmax())
@@ -233,6 +260,20 @@ def planned_loss(curve: Curve, law: Law) -> float:
     return curve.best - recall_at(curve, float(np.clip(planned, curve.batches[0], curve.batches[-1])))
 
 
+def fit_largest(batches: np.ndarray, recalls: np.ndarray, steepness: float) -> float:
+    """Return the largest batch of one curve, whose losses from the best batch on grow as the law's do."""
+    best = int(recalls.argmax())
+    lost = np.maximum(0, recalls[best] - recalls[best:]) / tolerance(float(recalls[best]))
+    candidates = np.arange(0.0, 24.0, 0.01)
+    model = np.log1p(2 ** (steepness * (np.log2(batches[best:])[None] - candidates[:, None])))
+    return float(2 ** candidates[((model - np.log1p(lost)) ** 2).sum(1).argmin()])
+
+
+def tower_shares(given: Sequence[TowerCurve], law: Law) -> list[float]:
+    """Return the largest batch of each training with other towers, over the law's."""
+    return [fit_largest(c.batches, c.recalls, law.steepness) / law.largest(c.samples, c.pairs) for c in given]
+
+
 def _place(curve: Curve) -> tuple[float, float]:
     return float(np.log2(curve.samples / MILLION)), float(np.log2(curve.pairs / HUNDRED_THOUSAND))
 
@@ -293,22 +334,26 @@ def recall_at(curve: Curve, batch: float) -> float:
     return float(np.interp(np.log2(batch), np.log2(curve.batches), curve.recalls))
 
 
-def hold_out_batches(given: Sequence[Curve]) -> list[HeldBack]:
-    """Return what the batch planned by the other sources' law costs on each curve of a source."""
+def hold_out_batches(given: Sequence[Curve], judged: Sequence[Curve] | None = None) -> list[HeldBack]:
+    """Return what the batch planned by the law of the other sources' given curves costs on each of the judged ones, or of these."""
     found = []
-    for source in sorted({c.source for c in given}):
+    judged = given if judged is None else judged
+    for source in sorted({c.source for c in judged}):
         law = fit_law([c for c in given if c.source != source])
-        for c in (c for c in given if c.source == source):
+        for c in (c for c in judged if c.source == source):
             planned = power_near(law.planned(c.samples, c.pairs))
             found.append(HeldBack(source, c.kind, c.samples, planned, planned, planned_loss(c, law), tolerance(c.best)))
     return found
 
 
 def best_rates(rows: Iterable[Row]) -> dict[Cell, float]:
-    """Return the best rate of every cell that has rates on both sides of it, with the usual warm-up."""
+    """Return the best rate of the cells that a plan could have, with rates on both sides of it.
+
+    That is, with the usual warm-up, no fewer updates than a plan warns of, and no other optimum that may be hidden.
+    """
     rates = {}
     for cell, own in by_cell(rows).items():
-        if cell.warm_up != WARM_UP:
+        if cell.warm_up != WARM_UP or cell.steps < HOPELESS_UPDATES or not is_searched(cell, own):
             continue
         tried = sorted({row["rate"] for row in own})
         best = best_rate(own)
@@ -441,9 +486,9 @@ def noise_estimates(rows: Sequence[Row]) -> dict[Cell, NoiseEstimate]:
     return found
 
 
-def measured_law(rows: Sequence[Row], date: str) -> MeasuredLaw:
-    """Return the law of the plain curves of all rows, with what a plan needs to know about it."""
-    plain = [c for c in curves(rows) if c.kind == PLAIN]
+def measured_law(rows: Sequence[Row], towers: Sequence[TowerCurve], date: str) -> MeasuredLaw:
+    """Return the law with what a plan needs to know about it. towers: trainings with towers as people train them."""
+    plain = law_curves(rows)
     law, laws = fit_law(plain), draw_laws(plain)
     shifts = [np.log2(largest_batch(c.batches, c.recalls).batch / law.largest(c.samples, c.pairs)) for c in plain]
     try:
@@ -455,10 +500,13 @@ def measured_law(rows: Sequence[Row], date: str) -> MeasuredLaw:
         found = list(values)
         return min(found), max(found)
 
+    shares = np.log2(tower_shares(towers, law)) if towers else np.zeros(1)
     return MeasuredLaw(
         law=law,
         covariance=tuple(map(tuple, np.cov(np.array([draw[:3] for draw in laws]).T).tolist())),
         deviation=float(np.std(shifts)),
+        towers=float(2 ** shares.mean()),
+        towers_deviation=float(np.std(shares)),
         samples=ends(c.samples for c in plain),
         pairs=ends(c.pairs for c in plain),
         batches=ends(batch for c in plain for batch in c.batches),

@@ -9,15 +9,17 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
 
+from benchmarks import batches
 from benchmarks.study import fit, runs
-from benchmarks.study.fit import Curve, HeldBack, Interval, Row
+from benchmarks.study.fit import Curve, HeldBack, Interval, Row, TowerCurve
 from benchmarks.study.runs import PLAIN
 from benchmarks.study.stack import WARM_UP, Kind
+from megabatch.batch_law import MeasuredLaw
 from megabatch.recipes import power_near
 from megabatch.reporting.figures import Axis, Chart, Figure, Series, save
 from megabatch.reporting.format import count_text, percent_text
@@ -25,6 +27,8 @@ from megabatch.training.noise.estimator import NoiseEstimate, number
 
 # Published comparisons and configurations, each with its source.
 PUBLISHED = Path(__file__).with_name("published.json")
+# The towers of results of `benchmarks.batches`.
+TOWERS_TITLE = "convolutions and a text tower, images and names of characters"
 PLACE = r"(<!-- study: {} -->\n).*?(<!-- end -->)"
 
 
@@ -38,6 +42,22 @@ def read(files: Sequence[Path]) -> list[Row]:
             except json.JSONDecodeError:
                 continue
     return rows
+
+
+def tower_curves(files: Sequence[Path], published: Mapping[str, Any]) -> list[TowerCurve]:
+    """Return the trainings with other towers: of results of `benchmarks.batches`, and those that are known by their figures."""
+    found = []
+    for file in files:
+        rows = read([file])
+        best = batches.best_rates(rows)
+        # As many pairs are reported as are used to choose the rate, each a tenth of all.
+        samples, pairs = rows[0]["samples"], 8 * rows[0]["pairs"]
+        recalls = np.array([fmean(each.recalls) for each in best])
+        found.append(TowerCurve(TOWERS_TITLE, samples, pairs, np.array([each.batch for each in best], float), recalls))
+    for case in published["towers"]:
+        sizes, quality = np.array([[float(b), q / 100] for b, q in case["quality"].items()]).T
+        found.append(TowerCurve(f"{case['name']} ({case['note']})", case["samples"], case["pairs"], sizes, quality))
+    return sorted(found, key=lambda c: c.samples)
 
 
 def merge(rows: Sequence[Row], more: Sequence[Row]) -> list[Row]:
@@ -55,23 +75,32 @@ def thin(rows: Sequence[Row]) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if k != "hits" or row["rate"] == best[runs.cell_of(row)]} for row in rows]
 
 
-def blocks(rows: Sequence[Row], records: Mapping[str, Any], frozen: Sequence[Mapping[str, Any]] = ()) -> dict[str, str]:
-    """Return the generated parts of the page by name; those that need more rows say so. frozen: sets of predictions, as made."""
+def blocks(
+    rows: Sequence[Row],
+    records: Mapping[str, Any],
+    frozen: Sequence[Mapping[str, Any]] = (),
+    towers: Sequence[TowerCurve] = (),
+) -> dict[str, str]:
+    """Return the generated parts of the page by name; those that need more rows say so.
+
+    frozen: sets of predictions, as they were made. towers: trainings with towers that are no perceptrons.
+    """
     curves = fit.curves(rows)
-    plain = [c for c in curves if c.kind == PLAIN]
+    plain, fitted = [c for c in curves if c.kind == PLAIN], fit.law_curves(rows)
     sections: dict[str, Callable[[], str]] = {
         "coverage": lambda: coverage(rows),
-        "curves": lambda: curves_table(plain),
-        "law": lambda: law_text(plain),
+        "curves": lambda: curves_table(plain, fitted),
+        "law": lambda: law_text(fitted),
+        "towers": lambda: towers_text(towers, fitted),
         "negatives": lambda: negatives_table(plain),
         "kinds": lambda: kinds_table(curves),
         "hard": lambda: hard_table(rows, curves),
         "rates": lambda: rates_text(rows),
         "warm-up": lambda: warm_up_text(rows),
         "noise": lambda: noise_text(rows, plain),
-        "held-back": lambda: held_back_table(rows, plain),
+        "held-back": lambda: held_back_table(rows, plain, fitted),
         "predictions": lambda: judge(frozen, rows),
-        "published": lambda: published_text(json.loads(PUBLISHED.read_text()), plain),
+        "published": lambda: published_text(json.loads(PUBLISHED.read_text()), fit.measured_law(rows, towers, "")),
     }
     parts = {"sources": sources_table(records)}
     for name, section in sections.items():
@@ -132,8 +161,12 @@ def _batches(curves: Sequence[Curve]) -> list[int]:
     return sorted({point.batch for c in curves for point in c.points})
 
 
-def curves_table(curves: Sequence[Curve]) -> str:
-    """Return recall against the batch for every source and number of samples, and the largest batch with its interval."""
+def curves_table(curves: Sequence[Curve], fitted: Sequence[Curve]) -> str:
+    """Return recall against the batch for every source and number of samples, and the largest batch with its interval.
+
+    A star marks the curves that the law is not fitted to.
+    """
+    keys = {(c.source, c.samples) for c in fitted}
     if not curves:
         raise fit.TooFewError("no source has three batches")
     batches = _batches(curves)
@@ -146,8 +179,10 @@ def curves_table(curves: Sequence[Curve]) -> str:
         ]
         largest, interval = fit.largest_batch(c.batches, c.recalls), fit.largest_interval(c)
         text = f"{'≥ ' if largest.beyond else ''}{largest.batch:,.0f} ({interval.low:,.0f} to {interval.high:,.0f})"
-        lines.append([c.source, count_text(c.samples), *cells, text])
-    return _table(["source", "samples", *(f"{b:,}" for b in batches), "largest batch"], lines, 2)
+        star = "" if (c.source, c.samples) in keys else " *"
+        repeats = f"{c.samples / c.pairs:.1f}{star}"
+        lines.append([c.source, count_text(c.samples), repeats, *cells, text])
+    return _table(["source", "samples", "seen per pair", *(f"{b:,}" for b in batches), "largest batch"], lines, 2)
 
 
 def law_text(curves: Sequence[Curve]) -> str:
@@ -168,6 +203,35 @@ def law_text(curves: Sequence[Curve]) -> str:
     ]
     text = _table(["", "fit", "90 % interval"], lines)
     return f"{text}\n\n{len(curves)} curves of {len({c.source for c in curves})} sources; intervals over draws of sources."
+
+
+def towers_text(towers: Sequence[TowerCurve], curves: Sequence[Curve]) -> str:
+    """Return the largest batch of trainings with other towers beside the law, and the plan of each by the others' share."""
+    if not towers:
+        raise fit.TooFewError("there are no trainings with other towers")
+    law = fit.fit_law(curves)
+    shares = fit.tower_shares(towers, law)
+    lines = []
+    for place, (c, share) in enumerate(zip(towers, shares, strict=True)):
+        largest = share * law.largest(c.samples, c.pairs)
+        recalls = ", ".join(f"{b:,.0f}: {r:.1%}" for b, r in zip(c.batches, c.recalls, strict=True))
+        others = 2 ** np.mean(np.log2([s for i, s in enumerate(shares) if i != place])) if len(shares) > 1 else share
+        planned = power_near(float(others) * law.planned(c.samples, c.pairs))
+        lost = c.recalls.max() - np.interp(np.log2(planned), np.log2(c.batches), c.recalls)
+        texts = [f"{largest:,.0f}", f"{c.samples / largest:,.0f}", f"{share:.3f}", f"{planned:,.0f}", f"{100 * lost:.1f} points"]
+        lines.append([c.title, count_text(c.samples), recalls, *texts])
+    head = [
+        "training",
+        "samples",
+        "recall@1 by batch",
+        "largest batch",
+        "updates",
+        "over the law's",
+        "planned by the others",
+        "lost",
+    ]
+    mean = 2 ** np.mean(np.log2(shares))
+    return f"{_table(head, lines)}\n\nTheir largest batch is {mean:.3f} of that of perceptrons, the geometric mean."
 
 
 def kinds_table(curves: Sequence[Curve]) -> str:
@@ -355,11 +419,11 @@ def sizes_text(found: NoiseEstimate) -> str:
     return f"{number(found.critical)} ({number(found.low)} to {number(found.high)})"
 
 
-def held_back_table(rows: Sequence[Row], plain: Sequence[Curve]) -> str:
+def held_back_table(rows: Sequence[Row], plain: Sequence[Curve], fitted: Sequence[Curve]) -> str:
     """Return what plans from the other sources cost on each source, and what rates by fixed exponents would."""
-    if len({c.source for c in plain}) < 2:
+    if len({c.source for c in fitted}) < 2:
         raise fit.TooFewError("fewer than two sources have three batches")
-    batches, rates = fit.hold_out_batches(plain), fit.hold_out_rates(rows)
+    batches, rates = fit.hold_out_batches(fitted), fit.hold_out_rates(rows)
     lines = []
     for source in sorted({case.source for case in (*batches, *rates)}):
         own = ([case for case in cases if case.source == source] for cases in (batches, rates))
@@ -367,6 +431,7 @@ def held_back_table(rows: Sequence[Row], plain: Sequence[Curve]) -> str:
     lines.append(["**all**", *(text for cases in (batches, rates) for text in _held_back_texts(cases))])
     for name, exponent in (("all, rate by the square root", 0.5), ("all, rate that does not depend on the batch", 0.0)):
         lines.append([name, "", "", *_held_back_texts(fit.hold_out_rates(rows, exponent))])
+    lines.append(["all, also curves with a star", *_held_back_texts(fit.hold_out_batches(fitted, plain)), "", ""])
     return _table(["held back", "batch: within", "worst loss", "rate: within", "worst loss"], lines)
 
 
@@ -377,18 +442,17 @@ def _held_back_texts(cases: Sequence[HeldBack]) -> list[str]:
     return [f"{good} of {len(cases)} ({percent_text(good / len(cases))})", f"{100 * max(case.lost for case in cases):.1f} points"]
 
 
-def published_text(published: Mapping[str, Any], curves: Sequence[Curve]) -> str:
+def published_text(published: Mapping[str, Any], law: MeasuredLaw) -> str:
     """Return what the law says for published comparisons and configurations, beside what they found or used."""
-    law, laws = fit.fit_law(curves), fit.draw_laws(curves)
     compared, used = [], []
     for case in published["comparisons"]:
         best, largest = _published_batches(case)
         name = f"{case['name']}, {case['metric']}" + (f" ({case['note']})" if "note" in case else "")
         places = [name, case["source"], count_text(case["samples"]), _pairs_text(case)]
-        compared.append([*places, best, largest, *_predicted(law, laws, curves, case)])
+        compared.append([*places, best, largest, *_predicted(law, case)])
     for case in published["configurations"]:
         texts = [case["name"], case["source"], count_text(case["samples"]), _pairs_text(case), f"{case['batch']:,}"]
-        used.append([*texts, *_predicted(law, laws, curves, case)])
+        used.append([*texts, *_predicted(law, case)])
     places, predicted = ["training", "source", "samples", "different pairs"], ["law: largest batch", "samples beyond the fit"]
     first = _table([*places, "best batch", "largest batch", *predicted], compared, 2)
     return f"{first}\n\n{_table([*places, 'batch used', *predicted], used, 2)}"
@@ -407,13 +471,12 @@ def _published_batches(case: Mapping[str, Any]) -> tuple[str, str]:
     return f"{batches[recalls.argmax()]:,.0f}", f"{'≥ ' if largest.beyond else ''}{largest.batch:,.0f}"
 
 
-def _predicted(law: fit.Law, laws: Sequence[fit.Law], curves: Sequence[Curve], case: Mapping[str, Any]) -> list[str]:
+def _predicted(law: MeasuredLaw, case: Mapping[str, Any]) -> list[str]:
     """Return the law's largest batch with its interval, and by how much the samples exceed the largest number of the fit."""
     # Pairs that are not known are taken to be seen once.
     place = case["samples"], case["pairs"] or case["samples"]
-    interval = fit.predicted_interval(laws, *place)
-    beyond = case["samples"] / max(c.samples for c in curves)
-    return [_text(law.largest(*place), interval, 0), f"{beyond:,.0f}×" if beyond > 1 else "within"]
+    beyond = case["samples"] / law.samples[1]
+    return [_text(law.largest(*place), Interval(*law.interval(*place)), 0), f"{beyond:,.0f}×" if beyond > 1 else "within"]
 
 
 def figure(curves: Sequence[Curve]) -> Figure:
@@ -439,7 +502,7 @@ def predictions(rows: Sequence[Row], records: Mapping[str, Any], sources: Sequen
     seen = {(row["source"], row["samples"]) for row in rows}
     if all((source, samples) in seen for source in sources for samples in runs.BUDGETS.values()):
         raise ValueError(f"{', '.join(sources)} already have rows at every budget; predict only what was not run")
-    curves = [c for c in fit.curves(rows) if c.kind == PLAIN]
+    curves = fit.law_curves(rows)
     law, laws, rate_law = fit.fit_law(curves), fit.draw_laws(curves), fit.fit_rates(fit.best_rates(rows))
     intervals = fit.law_intervals(laws)
     commit = subprocess.run(["git", "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()

@@ -31,7 +31,7 @@ from benchmarks.study.stack import SIZES, Cell, Kind, Quality, Trained, Weights
 
 SEEDS = (0, 1, 2)
 # Plain cells that see a pair more often than this try every rate of COARSE, or one beside it.
-REPEATED = 4
+REPEATED = 8
 # Rates are RATE * 2^k. The first grid of a source has 5 rates around RATE, later ones 3 around the best of the nearest cell.
 RATE, FIRST_GRID, GRID, BEYOND, MOST_RATES = 2e-3, 2, 1, 2, 12
 COARSE = tuple(RATE * 4.0**k for k in range(-2, 3))
@@ -154,12 +154,17 @@ def next_job(cell: Cell, rows: Mapping[Cell, Sequence[Mapping[str, Any]]]) -> Jo
     if factor is not None and len(tried) < MOST_RATES:
         return _grid(cell, [best * factor ** (k + 1) for k in range(BEYOND)])
     if cell.kind == PLAIN and cell.samples > REPEATED * own[0]["pairs"]:
-        uncovered = [rate for rate in COARSE if not any(_near(rate, other, 2.0) for other in tried)]
         beside = [best * f for f in (0.5, 2.0) if not any(_near(best * f, other, 1.0) for other in tried)]
-        if uncovered or (factor is None and beside):
-            return _grid(cell, uncovered or beside)
+        more = uncovered(tried) or (beside if factor is None else [])
+        if more:
+            return _grid(cell, more)
     missing = [seed for seed in SEEDS if not any(row["rate"] == best and row["seed"] == seed for row in own)]
     return Job(cell, [best] * len(missing), missing) if missing else None
+
+
+def uncovered(tried: Sequence[float]) -> list[float]:
+    """Return the rates of COARSE that are more than a factor of 2 from all that were tried."""
+    return [rate for rate in COARSE if not any(_near(rate, other, 2.0) for other in tried)]
 
 
 def _near(rate: float, other: float, factor: float) -> bool:

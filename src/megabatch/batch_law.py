@@ -71,6 +71,8 @@ class MeasuredLaw:
     """The law with what it was measured on.
 
     covariance: of a, alpha and beta. deviation: standard deviation of log2 of a curve's largest batch around the law.
+    towers: the law was measured with perceptrons; with towers of convolutions and attention the largest batch is this part of it.
+    towers_deviation: standard deviation of log2 of that part over the trainings that it was measured with.
     samples, pairs, batches: the least and the most of the trainings.
     held_back: the share of curves on which the batch planned by the other sources' law loses no more than the tolerance.
     rate_exponent: of the batch in the best rate. noise: by the batch at which noise was measured; only where it tells something.
@@ -79,6 +81,8 @@ class MeasuredLaw:
     law: Law
     covariance: tuple[tuple[float, ...], ...]
     deviation: float
+    towers: float
+    towers_deviation: float
     samples: tuple[float, float]
     pairs: tuple[float, float]
     batches: tuple[float, float]
@@ -94,12 +98,20 @@ class MeasuredLaw:
     def source(self) -> str:
         return f"megabatch's study of {self.rows:,} trainings on {len(self.sources)} sources, {self.date}"
 
+    def largest(self, seen: float, pairs: float) -> float:
+        """Return the largest batch that loses no more than the tolerance, with towers as people train them."""
+        return self.towers * self.law.largest(seen, pairs)
+
+    def planned(self, seen: float, pairs: float) -> float:
+        """Return the batch to train such towers with."""
+        return self.towers * self.law.planned(seen, pairs)
+
     def interval(self, seen: float, pairs: float) -> tuple[float, float]:
-        """Return the 90 % interval of the largest batch of a new source: by the error of the law and the spread of sources."""
+        """Return the 90 % interval of `largest` for a new source: by the errors of the law and the spread of sources and towers."""
         place = (1.0, math.log2(seen / MILLION), math.log2(pairs / HUNDRED_THOUSAND))
         variance = sum(p * q * c for p, row in zip(place, self.covariance, strict=True) for q, c in zip(place, row, strict=True))
-        factor = 2 ** (NINETY_PERCENT * math.sqrt(max(0.0, variance) + self.deviation**2))
-        largest = self.law.largest(seen, pairs)
+        factor = 2 ** (NINETY_PERCENT * math.sqrt(max(0.0, variance) + self.deviation**2 + self.towers_deviation**2))
+        largest = self.largest(seen, pairs)
         return largest / factor, largest * factor
 
     def beyond(self, seen: float, pairs: float) -> float:

@@ -153,11 +153,12 @@ def different_pairs(task: TrainingTask, seen: int) -> int:
 def _by_law(law: MeasuredLaw, task: TrainingTask, seen: int) -> Advice:
     """Return the batch that the measured law plans. At most the usual minimum of published trainings, which see more samples."""
     pairs = different_pairs(task, seen)
-    largest, interval, beyond = law.law.largest(seen, pairs), law.interval(seen, pairs), law.beyond(seen, pairs)
-    value = min(power_near(law.law.planned(seen, pairs)), evidence.FLOOR)
+    largest, interval, beyond = law.largest(seen, pairs), law.interval(seen, pairs), law.beyond(seen, pairs)
+    planned = law.planned(seen, pairs)
+    value = min(power_near(planned), evidence.FLOOR)
     why = (
         f"up to about {largest:,.0f} (90 % interval {interval[0]:,.0f} to {interval[1]:,.0f}) a batch loses less than 1 point or"
-        f" 3 % of recall at {seen:,} samples seen and {pairs:,} pairs, this one half of that in nine of ten measured cases"
+        f" 3 % of recall at {seen:,} samples seen and {pairs:,} pairs; {planned / largest:.0%} of that lost least in measured cases"
     )
     low, high = power_near(value * interval[0] / largest), power_near(largest)
     small = task.params is None or task.params < evidence.LARGE_MODEL
@@ -170,7 +171,7 @@ def _extrapolated(law: MeasuredLaw, task: TrainingTask, seen: int) -> str:
     """Return what the law says where published trainings decide, beyond the range that it was measured in."""
     pairs = different_pairs(task, seen)
     low, high = law.interval(seen, pairs)
-    line = f"The largest batch without a loss is {law.law.largest(seen, pairs):,.0f} ({low:,.0f} to {high:,.0f}) by {law.source}"
+    line = f"The largest batch without a loss is {law.largest(seen, pairs):,.0f} ({low:,.0f} to {high:,.0f}) by {law.source}"
     beyond = law.beyond(seen, pairs)
     return f"{line}, extrapolated {beyond:,.3g}× beyond the measured range." if beyond > 1 else f"{line}."
 

@@ -291,6 +291,29 @@ def test_the_rate_is_followed_past_an_edge_then_run_with_all_seeds(best: float) 
     assert neighbour is not None and sorted(set(neighbour.rates)) == [best / 2, best, 2 * best]
 
 
+def test_where_pairs_repeat_often_rates_of_the_whole_range_are_tried() -> None:
+    cell = runs.cell_for("german", runs.PLAIN, 4096, 4_000_000)
+
+    def row(rate: float, pairs: int, seed: int = 0) -> dict[str, float]:
+        return {"rate": rate, "seed": seed, "validation_mrr": -abs(math.log2(rate / runs.RATE)), "pairs": pairs}
+
+    for pairs in (4_000_000, 40_000):
+        near = [row(runs.RATE * 2.0**k, pairs, seed) for k in (-1, 0, 1) for seed in runs.SEEDS]
+        job = runs.next_job(cell, {cell: near})
+        if pairs == 4_000_000:
+            assert job is None
+            continue
+        assert job is not None and set(job.rates) == {runs.COARSE[0], runs.COARSE[-1]}
+        far = [row(rate, pairs) | {"validation_mrr": 1.0 if rate == runs.COARSE[-1] else -9.0} for rate in job.rates]
+        # The best is now the last rate that was tried: the search goes on past it.
+        beyond = runs.next_job(cell, {cell: [*near, *far]})
+        assert beyond is not None and min(beyond.rates) > runs.COARSE[-1]
+        # Between rates a factor of 4 apart, those beside the best are tried too.
+        more = [row(rate, pairs) | {"validation_mrr": -9.0} for rate in beyond.rates]
+        beside = runs.next_job(cell, {cell: [*near, *far, *more]})
+        assert beside is not None and beside.rates == [runs.COARSE[-1] / 2]
+
+
 def test_cells_are_different_and_possible() -> None:
     found = runs.cells({"german": 300_000, "glyphs": 26_000, "code": 150_000}, ["german", "glyphs"])
     assert len(found) == len(set(found)) > 50

@@ -14,7 +14,8 @@ from benchmarks.readme import ROOT
 from benchmarks.study import fit, report, runs
 from benchmarks.study.stack import Cell
 
-PAIRS = {"one": 30_000, "two": 100_000, "three": 400_000, "four": 800_000}
+# So many that no pair is seen more than eight times.
+PAIRS = {"one": 2_000_000, "two": 4_000_000, "three": 16_000_000, "four": 32_000_000}
 # log2 of the largest batch at 1M samples and 100k pairs, its exponents, the steepness, and the exponent of the rate.
 A, ALPHA, BETA, STEEPNESS, E = 11.0, 0.5, 0.1, 1.5, 0.3
 
@@ -39,6 +40,14 @@ def synthetic_rows(noise: float = 0.0, rates: int = 1) -> list[dict[str, Any]]:
     return rows
 
 
+def tower_curve(share: float, samples: int) -> fit.TowerCurve:
+    """Return a training of other towers, whose largest batch is a part of the law's."""
+    largest = share * 2 ** (A + ALPHA * math.log2(samples / 1e6))
+    batches = np.array([16.0, 128.0, 512.0, 2048.0, 8192.0])
+    lost = np.where(batches > 16, 0.01 * (batches / largest) ** STEEPNESS, 0.0)
+    return fit.TowerCurve("towers", samples, 100_000, batches, 0.3 - lost)
+
+
 def test_the_law_of_synthetic_runs_is_found_again() -> None:
     curves = fit.curves(synthetic_rows())
     law = fit.fit_law(curves)
@@ -52,7 +61,8 @@ def test_the_law_of_synthetic_runs_is_found_again() -> None:
 
 def test_the_exponent_of_the_rate_is_found_again() -> None:
     rates = fit.best_rates(synthetic_rows())
-    assert len(rates) == 80
+    # Those with at least 100 updates: 3, 4, 5 and 5 batches of each source.
+    assert len(rates) == 17 * len(PAIRS)
     # Rates are rounded to a factor of 2.
     law = fit.fit_rates(rates)
     assert law.e == pytest.approx(E, abs=0.06)
@@ -70,10 +80,29 @@ def test_plans_for_sources_not_seen_are_good_where_the_law_holds_and_bad_where_i
     rows = synthetic_rows(noise=0.001)
     assert fit.good_share(fit.hold_out_batches(fit.curves(rows))) >= 0.9
     assert fit.good_share(fit.hold_out_rates(rows)) >= 0.9
-    # One source that needs 16 times as many updates: plans from the others lose too much on it.
-    moved = [{**row, "batch": row["batch"] // 16 + 1} if row["source"] == "two" else row for row in rows]
+    # Negatives pay up to 1,024, and one source needs 64 times as many updates: plans from the others lose too much on it.
+    pays = [{**row, "test_1": row["test_1"] - 0.02 * max(0, math.log2(1024 / row["batch"]))} for row in rows]
+    moved = [{**row, "batch": row["batch"] // 64} if row["source"] == "two" else row for row in pays]
     outside = [case for case in fit.hold_out_batches(fit.curves(moved)) if case.source == "two"]
     assert fit.good_share(outside) < 0.5
+
+
+def test_curves_that_may_hide_another_optimum_have_no_part_in_the_law() -> None:
+    rows = synthetic_rows()
+    assert len(fit.law_curves(rows)) == len(fit.curves(rows))
+    # Source one sees its pairs 80 times with 16M samples: its rates must cover the whole range.
+    often = [{**row, "pairs": 200_000} if row["source"] == "one" and row["samples"] == 16_000_000 else row for row in rows]
+    assert len(fit.law_curves(often)) == len(fit.curves(rows)) - 1
+    cells = {row["batch"]: row for row in often if row["pairs"] == 200_000}
+    covered = [{**row, "rate": rate, "seed": 0, "validation_mrr": 0.0} for row in cells.values() for rate in runs.COARSE]
+    assert len(fit.law_curves([*often, *covered])) == len(fit.curves(rows))
+
+
+def test_the_largest_batch_of_one_curve_follows_the_shape_of_the_law() -> None:
+    curve = tower_curve(0.25, 1_000_000)
+    assert fit.fit_largest(curve.batches, curve.recalls, STEEPNESS) == pytest.approx(0.25 * 2**A, rel=0.02)
+    (share,) = fit.tower_shares([curve], fit.Law(A, ALPHA, 0.0, STEEPNESS, 0.0))
+    assert share == pytest.approx(0.25, rel=0.02)
 
 
 def test_the_largest_batch_is_where_the_loss_reaches_the_tolerance() -> None:
@@ -190,9 +219,10 @@ def test_a_report_without_rows_says_so_everywhere(tmp_path: Path) -> None:
 
 def test_published_figures_have_sources_and_lie_beyond_the_measured_range() -> None:
     published = json.loads(report.PUBLISHED.read_text())
-    assert all(case["source"] and case["samples"] > 4_000_000 for kind in published.values() for case in kind)
-    text = report.published_text(published, fit.curves(synthetic_rows()))
-    assert text.count("\n| ") == sum(map(len, published.values())) + 3
+    assert all(case["source"] for kind in published.values() for case in kind)
+    assert all(case["samples"] > 4_000_000 for kind in ("comparisons", "configurations") for case in published[kind])
+    text = report.published_text(published, fit.measured_law(synthetic_rows(), [], ""))
+    assert text.count("\n| ") == len(published["comparisons"]) + len(published["configurations"]) + 3
     # SigLIP with softmax at 9 G samples: 98k is the best, and 307k loses less than 3 %.
     assert "| 98,304 | ≥ 307,200 |" in text
 
@@ -200,15 +230,18 @@ def test_published_figures_have_sources_and_lie_beyond_the_measured_range() -> N
 def test_the_law_for_plans_says_what_it_was_measured_on() -> None:
     rows = synthetic_rows(noise=0.001)
     rows += other_kinds(rows)
-    law = fit.measured_law(rows, "2026-01-01")
+    towers = [tower_curve(0.25, samples) for samples in (1_000_000, 4_000_000)]
+    law = fit.measured_law(rows, towers, "2026-01-01")
+    assert law.towers == pytest.approx(0.25, rel=0.1) and law.towers_deviation < 0.1
+    assert law.largest(1e6, 1e6) == pytest.approx(law.towers * law.law.largest(1e6, 1e6))
     assert law.law.alpha == pytest.approx(ALPHA, abs=0.05) and law.rate_exponent == pytest.approx(E, abs=0.06)
-    assert law.samples == (250_000, 16_000_000) and law.pairs == (30_000, 800_000) and law.batches == (64, 16_384)
+    assert law.samples == (250_000, 16_000_000) and law.pairs == (2_000_000, 32_000_000) and law.batches == (64, 16_384)
     assert law.held_back >= 0.9 and law.sources == tuple(sorted(PAIRS))
     # Noise of two sources tells nothing.
     assert law.noise == {}
     assert law.warm_up is not None and law.warm_up.exponent > 0 and 0.02 <= law.warm_up.at(1024) <= 0.3
     with pytest.raises(fit.TooFewError):
-        fit.measured_law([], "")
+        fit.measured_law([], [], "")
 
 
 @pytest.mark.slow
@@ -223,7 +256,7 @@ def test_a_report_fills_every_place_of_the_page(tmp_path: Path) -> None:
     rows += other_kinds(rows)
     frozen = report.predictions(rows, records, ["five"])
     later = [{**row, "source": "five", "pairs": 50_000} for row in synthetic_rows() if row["source"] == "two"]
-    parts = report.blocks([*rows, *later], records, [frozen])
+    parts = report.blocks([*rows, *later], records, [frozen], [tower_curve(0.25, 1_000_000), tower_curve(0.5, 4_000_000)])
     assert not any("Not run yet" in part for part in parts.values())
     page = tmp_path / "study.md"
     report.write_page(ROOT / "benchmarks/study/page.md", page, parts)
