@@ -19,6 +19,8 @@ from typing import Any
 
 # A second signal within this many seconds is ignored: one key press may arrive twice, from a launcher and directly.
 PATIENCE = 2.0
+# Functions of torch that its C++ dispatcher calls and that must not raise.
+CALLED_BY_DISPATCH = ("__torch_dispatch__", "find_torch_dispatch_rule")
 # 128 plus the number of SIGPIPE: the status that a shell reports if a program wrote to a closed pipe.
 CLOSED_PIPE = 141
 
@@ -143,10 +145,10 @@ def _may_raise(frame: FrameType | None) -> bool:
     """Return whether an exception at this place reaches `main`.
 
     It does not from an import, because modules catch whatever an optional import raises, and the command would continue. Nor from a
-    dispatch mode of torch, which tracing uses: there an exception makes C++ code abort the process.
+    dispatch mode of torch, which tracing uses, or the search for its rule: there an exception makes C++ code abort the process.
     """
     while frame is not None:
-        if frame.f_code.co_filename.startswith("<frozen importlib") or frame.f_code.co_name == "__torch_dispatch__":
+        if frame.f_code.co_filename.startswith("<frozen importlib") or frame.f_code.co_name in CALLED_BY_DISPATCH:
             return False
         frame = frame.f_back
     return True
