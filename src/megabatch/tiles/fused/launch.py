@@ -145,7 +145,7 @@ class Launch:
             below, beside = Panel(slice(saved.rows, rows.stop), saved.c), Panel(rows, slice(saved.columns, columns.stop))
             areas, workspace = [saved, below, beside], self.workspace // PARTS_BESIDE_SAVED_EXP
         for area in areas:
-            yield from _panels_of(area, self.blocks, workspace, bytes_per_cell, max_columns)
+            yield from panels_of(area, self.blocks[:2], workspace, bytes_per_cell, max_columns)
 
     def tile_counts(self, p: Panel) -> tuple[int, int]:
         """Return how many tiles a panel has from top to bottom and from left to right."""
@@ -261,23 +261,26 @@ def first_panel(kernel: str, x_MD: Tensor, y_ND: Tensor, compute: ComputeOptions
     """Return the first of the panels that a launch of a kernel will have."""
     blocks = blocks_for(kernel, x_MD.device, x_MD.dtype, compute.precision, x_MD.shape[1])
     area = Panel(slice(0, x_MD.shape[0]), slice(0, y_ND.shape[0]))
-    return next(_panels_of(area, blocks, compute.workspace, bytes_per_cell))
+    return next(panels_of(area, blocks[:2], compute.workspace, bytes_per_cell))
 
 
-def _panels_of(
-    area: Panel, blocks: Blocks, workspace: int, bytes_per_cell: float, max_columns: int | None = None
+def panels_of(
+    area: Panel, tile: tuple[int, int], workspace: int, bytes_per_cell: float, max_columns: int | None = None
 ) -> Iterator[Panel]:
-    """Yield panels of equal size, row after row, as large as the workspace allows and no wider than `max_columns`."""
+    """Yield panels of equal size, row after row, as large as the workspace allows and no wider than `max_columns`.
+
+    tile: rows and columns, of which panels have multiples.
+    """
     if not area.rows or not area.columns:
         return
     # Squares, or longer than a square along one side where the other is short.
     cells = workspace / bytes_per_cell
     side = math.isqrt(max(1, int(cells)))
-    widest = min(area.columns, max(max_columns or area.columns, blocks.n))
+    widest = min(area.columns, max(max_columns or area.columns, tile[1]))
     height = min(area.rows, max(side, int(cells / widest)))
     width = min(widest, max(side, int(cells / height)))
-    for r in _slices(area.r, height, blocks.m):
-        for c in _slices(area.c, width, blocks.n):
+    for r in _slices(area.r, height, tile[0]):
+        for c in _slices(area.c, width, tile[1]):
             yield Panel(r, c)
 
 
