@@ -102,9 +102,12 @@ def test_a_piece_pads_a_query_by_an_eighth_at_most():
             assert longest % piece == 0 and -(-tokens // piece) * piece <= 9 * tokens / 8
 
 
-def test_the_kernels_are_used_on_request_only():
+def test_the_kernels_are_the_default_on_cuda_and_elsewhere_used_on_request():
     x, y = torch.randn(2, 2, 3), torch.randn(2, 4, 3)
+    cuda = torch.device("cuda")
     assert maxsim_for(x.device, x.dtype) is eager and maxsim_for(x.device, x.dtype, "fused") is fused
+    assert maxsim_for(cuda, x.dtype) is fused and maxsim_for(cuda, x.dtype, "eager") is eager
+    assert maxsim_for(cuda, torch.float64) is eager
     for dtype, backend, message in ((torch.float64, "fused", "float64"), (torch.float32, "quick", "backend='quick'")):
         with pytest.raises(ValueError, match=message):
             megabatch.maxsim_loss(x.to(dtype), y.to(dtype), 1.0, backend=backend)

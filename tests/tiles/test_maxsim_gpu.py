@@ -45,7 +45,7 @@ def test_every_dtype_is_right(case, dtype, allowed):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_the_size_of_tiles_changes_nothing_but_rounding(dtype):
     inputs = batch(200, dtype)
-    whole, tiled, eager = (step(*inputs, **o) for o in ({"backend": "fused"}, {"backend": "fused", "workspace": MIB}, {}))
+    whole, tiled, eager = (step(*inputs, **o) for o in ({}, {"workspace": MIB}, {"backend": "eager"}))
     for a, *others in zip(whole, tiled, eager, strict=True):
         for b in others:
             # Each tile rounds its part of a gradient once; fp32 maxima that nearly tie may go to another token.
@@ -55,20 +55,20 @@ def test_the_size_of_tiles_changes_nothing_but_rounding(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_results_repeat_bit_for_bit(dtype):
     inputs = batch(256, dtype)
-    first, *again = (step(*inputs, backend="fused") for _ in range(3))
+    first, *again = (step(*inputs) for _ in range(3))
     for results in again:
         assert all(torch.equal(a, b) for a, b in zip(first, results, strict=True))
 
 
 def test_memory_is_the_workspace_and_linear_in_the_batch():
     workspace = 64 * MIB
-    step(*batch(64, torch.bfloat16), backend="fused", workspace=workspace)
+    step(*batch(64, torch.bfloat16), workspace=workspace)
     for rows in (512, 2048):
         inputs = batch(rows, torch.bfloat16)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        step(*inputs, backend="fused", workspace=workspace)
+        step(*inputs, workspace=workspace)
         extra = torch.cuda.max_memory_allocated() - before
         embeddings = rows * (32 + 256) * 128 * 2
         # Sums of the gradients in fp32, the gradients, and those of a tile. The token similarities of 2,048 rows take 128 GiB.
@@ -82,6 +82,6 @@ def test_memory_is_the_workspace_and_linear_in_the_batch():
 def test_a_tile_may_have_more_places_than_an_int32_counts():
     inputs = batch(8448, torch.bfloat16, (32, 16), 16)
     assert 8448**2 * 32 > 2**31
-    whole, tiled = (step(*inputs, backend="fused", workspace=w) for w in (8 * 2**30, 256 * MIB))
+    whole, tiled = (step(*inputs, workspace=w) for w in (8 * 2**30, 256 * MIB))
     for a, b in zip(whole, tiled, strict=True):
         assert (a.double() - b).norm() <= 2 * torch.finfo(torch.bfloat16).eps * a.double().norm()

@@ -79,8 +79,7 @@ def maxsim_loss(
     How it is computed:
         group, equal_shards, workspace: as in `similarity_loss`. Tq and Td may differ between ranks (with equal_shards=True, Td may
             not).
-        backend: "eager" (PyTorch operations) or "fused" (Triton kernels, which store no similarity of tokens and need a tile's
-            places of maxima only). None: eager, because the kernels have only been run by Triton's interpreter.
+        backend: as in `clip_loss`. The fused kernels store no similarity of tokens, only the places of a tile's maxima.
 
     Returns the loss as a float32 scalar (float64 for float64 embeddings), the same on every rank. DDP's average of gradients is
     exactly the gradient of this loss. Where several document tokens tie for a maximum, the gradient goes to one of them.

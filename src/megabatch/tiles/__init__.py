@@ -68,11 +68,8 @@ def distillation_for(device: torch.device, dtype: torch.dtype, backend: str | No
 
 
 def maxsim_for(device: torch.device, dtype: torch.dtype, backend: str | None = None) -> MaxSimTiles:
-    """Return the backend of late interaction for tensors on `device`: the eager one unless the fused one is requested.
-
-    The fused kernels have only been run by Triton's interpreter.
-    """
-    if backend is None or backend_name(device, dtype, backend) == "eager":
+    """Return the backend of late interaction for tensors on `device`."""
+    if backend_name(device, dtype, backend) == "eager":
         return maxsim
     from .fused import maxsim as fused_maxsim
 
