@@ -16,6 +16,7 @@ from world import error_of
 
 import megabatch
 from megabatch import reference
+from megabatch.tiles import maxsim as eager_maxsim
 
 pytestmark = pytest.mark.filterwarnings("ignore:scale=")
 
@@ -148,6 +149,18 @@ def test_scores_of_late_interaction_are_not_rounded(dtype, autocast):
         assert (found.double() - expected).norm() < (4 * torch.finfo(dtype).eps + 1e-5) * expected.norm()
 
 
+@pytest.mark.parametrize("workspace", [None, 500], ids=["one tile", "several"])
+def test_gradients_of_late_interaction_are_not_rounded_where_backward_is_under_autocast(workspace):
+    x, y = (torch.randn(5, t, 8).requires_grad_() for t in (3, 5))
+    found = []
+    for inside in (True, False):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = megabatch.maxsim_loss(x, y, 2.0, workspace=workspace)
+        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+            found.append(torch.autograd.grad(loss, (x, y)))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 class Bilinear(nn.Module):
     """A similarity with a parameter of its own."""
 
@@ -276,3 +289,37 @@ def test_wrong_inputs_are_refused():
     }.items():
         with pytest.raises(ValueError, match=message):
             mistake()
+
+
+def test_late_interaction_of_one_tile_computes_its_scores_once_and_again_for_a_second_backward(monkeypatch):
+    calls = []
+    scores = eager_maxsim.maxsim_scores
+    monkeypatch.setattr(eager_maxsim, "maxsim_scores", lambda *t, **o: calls.append(o["save"]) or scores(*t, **o))
+    g = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(6, n, 8, generator=g, dtype=torch.float64).requires_grad_() for n in (3, 5))
+    scale = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    ids = torch.arange(6) % 4
+    leaves = x, y, scale
+    loss = megabatch.maxsim_loss(*leaves, ids=ids, symmetric=True)
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    assert calls == [True]
+    second = torch.autograd.grad(3 * loss, leaves)
+    assert calls == [True, True]
+    true = torch.autograd.grad(reference.maxsim_loss(*leaves, ids=ids, symmetric=True), leaves)
+    assert_close(first, true)
+    assert_close(second, [3 * t for t in true])
+    calls.clear()
+    megabatch.maxsim_loss(*leaves, workspace=400).backward()
+    assert calls.count(False) == calls.count(True) > 1
+
+
+def test_late_interaction_gives_gradients_of_what_requires_them_only():
+    g = torch.Generator().manual_seed(1)
+    x, y = (torch.randn(4, n, 8, generator=g, dtype=torch.float64) for n in (3, 5))
+    scale = torch.tensor(2.0, dtype=torch.float64)
+    true = torch.autograd.grad(reference.maxsim_loss(*(t.requires_grad_() for t in (x, y, scale))), (x, y, scale))
+    for place, expected in enumerate(true):
+        leaves = [t.detach().requires_grad_(i == place) for i, t in enumerate((x, y, scale))]
+        megabatch.maxsim_loss(*leaves).backward()
+        assert [t.grad is not None for t in leaves] == [i == place for i in range(3)]
+        assert_close([leaves[place].grad], [expected])

@@ -133,7 +133,7 @@ def maxsim_loss(
         pass
     inputs = ScoreInputs("maxsim_loss", query, document, scale, ids, weights)
     score = MaxSim(average_tokens, tiles)
-    return softmax_of_scores(inputs, score, rules, group, equal_shards, workspace, pair_bytes, check)
+    return softmax_of_scores(inputs, score, rules, group, equal_shards, workspace, pair_bytes, check, own_similarity=True)
 
 
 class MaxSimLoss(LossModule[Tensor]):
@@ -194,7 +194,9 @@ class _MaxSimScores(torch.autograd.Function):
     def backward(ctx: Any, g_RC: Tensor) -> tuple[Tensor | None, ...]:
         q_RTD, weight_RT, d_CUD = ctx.saved_tensors
         needs_grad = NeedsGrad(ctx.needs_input_grad[1], ctx.needs_input_grad[3])
-        dq, dd = ctx.tiles.maxsim_grads(q_RTD, weight_RT, d_CUD, g_RC, ctx.places, needs_grad=needs_grad)
+        # Backward may be called under autocast too.
+        with torch.autocast(q_RTD.device.type, enabled=False):
+            dq, dd = ctx.tiles.maxsim_grads(q_RTD, weight_RT, d_CUD, g_RC, ctx.places, needs_grad=needs_grad)
         return None, dq, None, dd, None
 
 

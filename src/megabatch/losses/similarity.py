@@ -1,7 +1,8 @@
 """The softmax loss over any similarity, a function of two blocks of rows. Formula: reference.similarity_loss.
 
-Backward calls the function again, so only one tile has its scores and its autograd graph in memory at a time. Blocks of y travel
-round the ring, and their gradients with them; x stays where it is.
+Backward calls the function again, so only one tile has its scores and its autograd graph in memory at a time; a similarity of this
+package whose batch is one tile keeps that tile's graph for backward instead. Blocks of y travel round the ring, and their gradients
+with them; x stays where it is.
 """
 
 from __future__ import annotations
@@ -158,6 +159,7 @@ class ScoreBatch:
 
     acc: the dtype of sums; tile: rows and columns of a tile; y_grads: which leaves of y need a gradient on some rank.
     leaves: how many of the differentiable tensors belong to x, to y and to the parameters.
+    keeps_graph: backward uses the graph of forward, because the batch is one tile.
     """
 
     call: SharedCall
@@ -173,6 +175,7 @@ class ScoreBatch:
     tile: tuple[int, int]
     y_grads: tuple[bool, ...]
     autocast: tuple[str, bool, torch.dtype]
+    keeps_graph: bool
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -235,8 +238,13 @@ def softmax_of_scores(
     workspace: int | None,
     pair_bytes: int,
     check: Callable[[], None] = lambda: None,
+    *,
+    own_similarity: bool = False,
 ) -> Tensor:
-    """Return the loss. check: raises for inputs that a particular similarity refuses."""
+    """Return the loss. check: raises for inputs that a particular similarity refuses.
+
+    own_similarity: it is one of this package: it has no parameters, and its graph takes no more than `pair_bytes`.
+    """
     (x_leaves, x_spec), (y_leaves, y_spec) = (tree_flatten(t) for t in (inputs.x, inputs.y))
     _, _, _, scale, ids, weights, parameters = inputs
 
@@ -253,7 +261,7 @@ def softmax_of_scores(
         check_workspace(workspace)
         if not isinstance(pair_bytes, int) or isinstance(pair_bytes, bool) or pair_bytes <= 0:
             raise ValueError(f"pair_bytes={pair_bytes!r}: must be a positive number of bytes, for example {PAIR_BYTES}")
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not own_similarity:
             _check_parameters(similarity, inputs)
         facts = {
             "loss": inputs.loss_name,
@@ -277,25 +285,28 @@ def softmax_of_scores(
     acc = torch.float64 if torch.float64 in floating else torch.float32
     space = backend_for(device, torch.float32, "eager").default_workspace(device) if workspace is None else workspace
     cells = max(1, space // pair_bytes)
-    height = max(1, min(len(x_leaves[0]), math.isqrt(cells)))
+    rows, documents = len(x_leaves[0]), len(y_leaves[0])
+    height = max(1, min(rows, math.isqrt(cells)))
+    tile = height, max(1, min(documents, cells // height))
     batch = ScoreBatch(
         call=call,
         similarity=similarity,
         rules=rules,
         specs=(x_spec, y_spec),
         leaves=(len(x_leaves), len(y_leaves), len(parameters)),
-        rows=len(x_leaves[0]),
-        documents=len(y_leaves[0]),
+        rows=rows,
+        documents=documents,
         ids_N=None if ids is None else ids.contiguous(),
         weights_M=None if weights is None else weights.to(acc).contiguous(),
         acc=acc,
-        tile=(height, max(1, min(len(y_leaves[0]), cells // height))),
+        tile=tile,
         y_grads=call.requires_grad[1 : 1 + len(y_leaves)],
         autocast=(device.type, torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)),
+        keeps_graph=own_similarity and call.ring.size == 1 and tile == (rows, documents),
     )
     scale = scale.to(device, acc).reshape(()) if isinstance(scale, Tensor) else torch.tensor(scale, dtype=acc, device=device)
     if not any(call.requires_grad):
-        return _forward(x_leaves, y_leaves, scale, batch)[0]
+        return _forward(x_leaves, y_leaves, scale, batch, None)[0]
     # If nothing here requires a gradient but other ranks wait for this one in backward, the last input makes it take part.
     joins = torch.zeros((), requires_grad=True)
     return _SimilarityLoss.apply(batch, scale, *x_leaves, *y_leaves, *parameters, joins)
@@ -305,7 +316,9 @@ class _SimilarityLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, batch: ScoreBatch, scale: Tensor, *tensors: Tensor) -> Tensor:
         x_count, y_count, _ = batch.leaves
-        loss, ctx.saved = _forward(tensors[:x_count], tensors[x_count : x_count + y_count], scale, batch)
+        x_leaves, y_leaves = tensors[:x_count], tensors[x_count : x_count + y_count]
+        ctx.kept = OneTile(x_leaves, y_leaves, ctx.needs_input_grad[2:], batch) if batch.keeps_graph else None
+        loss, ctx.saved = _forward(x_leaves, y_leaves, scale, batch, ctx.kept)
         ctx.batch = batch
         named = {f"{'x' if i < x_count else 'y'} (tensor {i})": t for i, t in enumerate(tensors[: x_count + y_count])}
         named |= {f"parameter {i}": t for i, t in enumerate(tensors[x_count + y_count : -1])}
@@ -317,6 +330,11 @@ class _SimilarityLoss(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         batch: ScoreBatch = ctx.batch
         scale, *tensors = saved(ctx)
+        # Its graph serves once: if there is another backward, that computes the tile again.
+        kept, ctx.kept = ctx.kept, None
+        if kept is not None:
+            dscale, results = kept.gradients(g.to(batch.acc) * ctx.saved.share, scale, ctx.saved, ctx.needs_input_grad[1])
+            return None, dscale, *results, *[None] * (len(ctx.needs_input_grad) - 2 - len(results))
         x_count, y_count, parameter_count = batch.leaves
         x_leaves, y_leaves = tensors[:x_count], tensors[x_count : x_count + y_count]
         parameters = tensors[x_count + y_count : x_count + y_count + parameter_count]
@@ -336,8 +354,34 @@ class _SimilarityLoss(torch.autograd.Function):
         return None, dscale if ctx.needs_input_grad[1] else None, *results, None
 
 
-def _forward(x_leaves: Sequence[Tensor], y_leaves: Sequence[Tensor], scale: Tensor, batch: ScoreBatch) -> tuple[Tensor, ScoreSaved]:
-    """Return the loss of the whole batch, and what backward needs."""
+class OneTile:
+    """The whole batch as one tile, whose scores and graph forward keeps for backward."""
+
+    def __init__(self, x_leaves: Sequence[Tensor], y_leaves: Sequence[Tensor], needed: Sequence[bool], batch: ScoreBatch) -> None:
+        with torch.enable_grad():
+            self.leaves = [t.detach().requires_grad_(need) for t, need in zip((*x_leaves, *y_leaves), needed, strict=False)]
+            self.z_RC = batch.scores(self.leaves[: len(x_leaves)], self.leaves[len(x_leaves) :])
+        self.batch = batch
+
+    def gradients(self, g: Tensor, scale: Tensor, state: ScoreSaved, need_slope: bool) -> tuple[Tensor | None, list[Tensor | None]]:
+        """Return the gradients of the scale and of the leaves. g: that of the sum of losses."""
+        batch = self.batch
+        place = Place(slice(0, batch.rows), slice(0, batch.documents))
+        scores = self.z_RC.detach().to(batch.acc)
+        pairs = batch.pairs(batch.ids_N, batch.call.ring.rank, scale.device)
+        g_RC = gradient_(scores.clone(), place, scale, pairs, state.rows, state.columns, state.dpos_M)
+        dscale = (scores * g_RC).sum() * g if need_slope else None
+        wanted = [t for t in self.leaves if t.requires_grad]
+        if not wanted:
+            return dscale, [None] * len(self.leaves)
+        found = iter(torch.autograd.grad(self.z_RC, wanted, g_RC.mul_(g * scale).to(self.z_RC.dtype)))
+        return dscale, [next(found) if t.requires_grad else None for t in self.leaves]
+
+
+def _forward(
+    x_leaves: Sequence[Tensor], y_leaves: Sequence[Tensor], scale: Tensor, batch: ScoreBatch, kept: OneTile | None
+) -> tuple[Tensor, ScoreSaved]:
+    """Return the loss of the whole batch, and what backward needs. kept: its only tile."""
     ring, rules = batch.call.ring, batch.rules
     tiles = backend_for(scale.device, torch.float32, "eager")
 
@@ -346,7 +390,10 @@ def _forward(x_leaves: Sequence[Tensor], y_leaves: Sequence[Tensor], scale: Tens
         documents = len(block.y_leaves[0])
         sums = no_sums(batch.rows, documents, scale.detach(), pairs, columns=rules.symmetric)
         for place in batch.places(documents):
-            z_RC = batch.scores([t[place.rows] for t in x_leaves], [t[place.columns] for t in block.y_leaves])
+            if kept is None:
+                z_RC = batch.scores([t[place.rows] for t in x_leaves], [t[place.columns] for t in block.y_leaves])
+            else:
+                z_RC = kept.z_RC
             # A copy: the function may return a tensor that it keeps.
             add_tile_(sums, z_RC.to(batch.acc, copy=True), place, scale, pairs)
         return (sums.positive_M, sums.rows), sums.columns
