@@ -38,9 +38,9 @@ BUDGET_S, MOST_STEPS = 2.0, 10
 LARGEST_ERROR = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
 
 # Implementations that do not store the matrix of their loss.
-WITHOUT_MATRIX = ("megabatch", "megabatch, fused", "loop of clip_loss", "late-interaction-kernels")
-# Implementations whose kernels run on a GPU only, and modules of others that they need.
-CUDA_ONLY = ("megabatch, fused", "late-interaction-kernels")
+WITHOUT_MATRIX = ("megabatch", "megabatch, eager", "megabatch, fused", "loop of clip_loss", "late-interaction-kernels")
+# Implementations whose kernels run on a GPU only, or that differ from the default there only; and modules that some need.
+CUDA_ONLY = ("megabatch, eager", "megabatch, fused", "late-interaction-kernels")
 NEEDED_MODULES = {"OpenCLIP": "open_clip", "megabatch, fused": "triton", "late-interaction-kernels": "late_interaction_kernels"}
 
 Inputs = list[Tensor]
@@ -130,7 +130,11 @@ CONTESTS = (
     Contest(
         "distillation",
         lambda x, y, s, t: reference.distill_loss(x, y, 20.0, s, t, 50.0),
-        {"megabatch": lambda x, y, s, t: megabatch.distill_loss(x, y, 20.0, s, t, 50.0), "OpenCLIP": openclip_distill},
+        {
+            "megabatch": lambda x, y, s, t: megabatch.distill_loss(x, y, 20.0, s, t, 50.0),
+            "megabatch, fused": lambda x, y, s, t: megabatch.distill_loss(x, y, 20.0, s, t, 50.0, backend="fused"),
+            "OpenCLIP": openclip_distill,
+        },
         with_teacher,
         lambda rows: rows**2,
         {"cpu": (2048,), "cuda": (16384, 65536)},
@@ -140,6 +144,7 @@ CONTESTS = (
         functools.partial(plain_loop, reference.clip_loss),
         {
             "megabatch": lambda x, y: megabatch.matryoshka(megabatch.clip_loss, DIMS)(x, y, 20.0),
+            "megabatch, fused": lambda x, y: megabatch.matryoshka(megabatch.clip_loss, DIMS)(x, y, 20.0, backend="fused"),
             "loop of clip_loss": functools.partial(plain_loop, megabatch.clip_loss),
             "loop of the formula": functools.partial(plain_loop, reference.clip_loss),
         },
@@ -160,7 +165,7 @@ CONTESTS = (
         lambda x, y, mask: reference.maxsim_loss(x, y, 1.0, y_mask=mask),
         {
             "megabatch": lambda x, y, mask: megabatch.maxsim_loss(x, y, 1.0, y_mask=mask),
-            "megabatch, fused": lambda x, y, mask: megabatch.maxsim_loss(x, y, 1.0, y_mask=mask, backend="fused"),
+            "megabatch, eager": lambda x, y, mask: megabatch.maxsim_loss(x, y, 1.0, y_mask=mask, backend="eager"),
             "einsum": plain_maxsim,
             "late-interaction-kernels": late_interaction_kernels,
         },

@@ -71,6 +71,35 @@ def test_the_memory_of_large_batches_is_that_of_the_kept_rows():
     assert f"and {million:.1f} GiB at 1,048,576 pairs" in text
 
 
+def test_the_numbers_of_the_other_losses_are_those_of_the_kept_rows():
+    rows = {
+        (row["loss"], row["rows"], row["implementation"]): row
+        for row in read_rows(ROOT / "benchmarks/results/other-losses-cuda.jsonl")
+    }
+
+    def ms(*key: str | int) -> str:
+        return f"{1e3 * rows[key]['seconds']:.1f}"
+
+    def gib(*key: str | int) -> float:
+        return rows[key]["extra_bytes"] / 2**30
+
+    text = " ".join((ROOT / "docs" / "losses.md").read_text().split())
+    classes = [("classes", 8192, name) for name in ("megabatch", "cross_entropy")]
+    ours, theirs = (f"{ms(*key)} ms and {gib(*key):.2g} GiB" for key in classes)
+    assert f"with {64 * 8192:,} classes take {ours}, `cross_entropy` over the matrix {theirs}." in text
+    late = [[ms("late interaction", n, name) for name in ("megabatch", "late-interaction-kernels")] for n in (2048, 512)]
+    assert "({} against {} ms), slower with 512 ({} against {} ms)".format(*late[0], *late[1]) in text
+    distillation = [("distillation", 16384, name) for name in ("megabatch", "megabatch, fused", "OpenCLIP")]
+    eager, fused, theirs = (ms(*key) for key in distillation)
+    assert f'({eager} ms, or {fused} ms with `backend="fused"`, against {theirs} ms)' in text
+    eager, fused, theirs = (gib(*key) for key in distillation)
+    assert f"({eager:.1f} or {fused:.1f} GiB against {theirs:.0f} GiB)" in text and 25 < theirs / eager < theirs / fused < 35
+    ours, theirs = (ms("spread-out", 65536, name) for name in ("megabatch", "formula"))
+    assert f"{ours} ms at 65,536 rows, the formula with the matrix {theirs} ms" in text
+    for key in (("distillation", 65536, "OpenCLIP"), ("classes", 16384, "cross_entropy")):
+        assert "out of memory" in rows[key]["error"]
+
+
 def test_the_blind_predictions_are_those_of_the_kept_rows():
     rows = read_rows(ROOT / "benchmarks/results/time-blind-cuda.jsonl")
     within = [sum(abs(row[field]) <= 0.2 + 1e-9 for row in rows) for field in ("error", "error_here")]
