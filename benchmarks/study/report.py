@@ -148,8 +148,8 @@ def coverage(rows: Sequence[Row]) -> str:
     first = next(row for row in rows if "error" not in row)
     budgets = Counter(count_text(cell.samples) for cell in finished)
     text = (
-        f"{sum(map(len, cells.values())):,} runs in {len(cells)} cells, of which {len(finished)} have their best rate between two "
-        f"others and {len(runs.SEEDS)} seeds at it ({', '.join(f'{n} with {b} samples' for b, n in budgets.items())}). "
+        f"{sum(map(len, cells.values())):,} runs in {len(cells)} cells, of which {len(finished)} are finished: the best rate lies "
+        f"between two others, with {len(runs.SEEDS)} seeds ({', '.join(f'{n} with {b} samples' for b, n in budgets.items())}). "
         f"On {first.get('gpu') or first.get('cpu')} with torch {first.get('torch')}, {str(first.get('date'))[:10]}."
     )
     if eager:
