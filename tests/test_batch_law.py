@@ -74,6 +74,8 @@ def test_beyond_the_measured_range_the_advice_says_by_how_much():
     # From the samples of published trainings on, these decide, and the law is a note.
     published = advise_batch(replace(SMALL, data=128_000_000, seen=128_000_000))
     assert "DataComp" in published.source and any("extrapolated 160×" in note for note in published.notes)
+    # No batch below the smallest that was measured.
+    assert advise_batch(replace(SMALL, seen=1_000)).value == MEASURED.batches[0]
     # The interval widens with the distance.
     near, far = (MEASURED.interval(seen, 100_000) for seen in (1e6, 1e9))
     assert far[1] / far[0] > near[1] / near[0]

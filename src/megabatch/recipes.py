@@ -151,18 +151,22 @@ def different_pairs(task: TrainingTask, seen: int) -> int:
 
 
 def _by_law(law: MeasuredLaw, task: TrainingTask, seen: int) -> Advice:
-    """Return the batch that the measured law plans. At most the usual minimum of published trainings, which see more samples."""
+    """Return the batch that the measured law plans.
+
+    At least the smallest that was measured, and at most the usual minimum of published trainings, which see more samples.
+    """
     pairs = different_pairs(task, seen)
     largest, interval, beyond = law.largest(seen, pairs), law.interval(seen, pairs), law.beyond(seen, pairs)
     planned = law.planned(seen, pairs)
-    value = min(power_near(planned), evidence.FLOOR)
+    value = min(max(power_near(planned), law.batches[0]), evidence.FLOOR)
     why = (
         f"up to about {largest:,.0f} (90 % interval {interval[0]:,.0f} to {interval[1]:,.0f}) a batch loses less than 1 point or"
         f" 3 % of recall at {seen:,} samples seen and {pairs:,} pairs; {planned / largest:.0%} of that lost least in measured cases"
     )
-    low, high = power_near(value * interval[0] / largest), power_near(largest)
+    low, high = max(power_near(value * interval[0] / largest), law.batches[0]), power_near(largest)
     small = task.params is None or task.params < evidence.LARGE_MODEL
     confidence: Confidence = "medium" if beyond <= 1 and small and law.held_back >= 0.9 else "low"
+    why += f"; no batch below {law.batches[0]:,.0f} was measured" if planned < law.batches[0] else ""
     why += "" if beyond <= 1 else f", extrapolated {beyond:,.3g}× beyond the measured range"
     return Advice(value, min(low, value), max(high, value), why, law.source, confidence)
 
