@@ -9,12 +9,15 @@ step's time divided by that of the step of one width before it. A last step is p
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -164,55 +167,98 @@ def print_kernels(rows: int, dtype: torch.dtype) -> None:
             print(f"{1e3 * seconds:9.3f} ms {count:5} × {key[:110]}")
 
 
-def tune(rows: int, dtype: torch.dtype) -> None:
-    """Print the time of forward and backward of all widths together with other tiles."""
+class Variant(NamedTuple):
+    """Configuration of both kernels: a Pipeline of those of Hopper, or Blocks of the portable ones; `kept`: MAX_KEPT_TILES."""
+
+    stats: tuple[int, ...]
+    gradient: tuple[int, ...]
+    kept: int
+    pipelined: bool = True
+
+
+# In order of promise, after the portable kernels.
+VARIANTS = (
+    Variant((128, 128, 64, 4, 3, 2, 8, 4), (128, 64, 64, 4, 4, 2, 8, 2), 3, pipelined=False),
+    Variant((8, 3, 7, 4, 0, 4), (16, 3, 6, 4, 8, 4), 3),
+    Variant((8, 3, 7, 4, 0, 2), (16, 3, 6, 4, 4, 2), 3),
+    Variant((16, 3, 7, 5, 0, 4), (16, 3, 6, 4, 8, 4), 2),
+    Variant((8, 3, 7, 2, 0, 4), (8, 3, 6, 2, 8, 4), 3),
+    Variant((8, 2, 7, 6, 0, 4), (16, 2, 7, 6, 8, 4), 3),
+    Variant((128, 256, 64, 8, 3, 1, 8, 4), (64, 128, 64, 4, 4, 2, 16, 4), 2, pipelined=False),
+)
+# Kernels whose time is listed, by a part of their name.
+TIMED = {"stats": "prefix_stats", "gradient": "prefix_gradient", "products": "nvjet", "merge": "merge_kernel"}
+
+
+def configure(variant: Variant) -> None:
+    """Make the kernels use a configuration."""
+    from megabatch.tiles.fused import hopper
     from megabatch.tiles.fused import matryoshka as kernels
+    from megabatch.tiles.fused.hopper.matryoshka import PrefixPipeline
     from megabatch.tiles.fused.tuned_configs import Blocks
 
+    pipelined: Any = hopper.matryoshka
+    kernels.USE_SPECIALISED, kernels.MAX_KEPT_TILES = variant.pipelined, variant.kept
+    if variant.pipelined:
+        kernels.STATS_BLOCKS, kernels.GRADIENT_BLOCKS = default_blocks()
+        pipelined.STATS_PIPELINE, pipelined.GRADIENT_PIPELINE = PrefixPipeline(*variant.stats), PrefixPipeline(*variant.gradient)
+    else:
+        kernels.STATS_BLOCKS, kernels.GRADIENT_BLOCKS = Blocks(*variant.stats), Blocks(*variant.gradient)
+
+
+@functools.cache
+def default_blocks() -> tuple[Any, Any]:
+    from megabatch.tiles.fused import matryoshka as kernels
+
+    return kernels.STATS_BLOCKS, kernels.GRADIENT_BLOCKS
+
+
+def tune(rows: int, dtype: torch.dtype, only: int | None) -> None:
+    """Print error and times of all widths together with each variant of the kernels.
+
+    Processes of their own compile all variants at the same time first; this one reads their cache.
+    """
+    default_blocks()
+    if only is not None:
+        configure(VARIANTS[only])
+        gradients(together, inputs(CHECKED, dtype, "cuda"))
+        return
+    start = time.perf_counter()
+    command = [sys.executable, "-m", "benchmarks.matryoshka", "--device", "cuda", "--tune", "--variant"]
+    compiling = [
+        subprocess.Popen([*command, str(i)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for i in range(len(VARIANTS))
+    ]
+    for process in compiling:
+        process.wait()
+    print(f"compiled in {time.perf_counter() - start:.0f} s", flush=True)
     leaves = inputs(rows, dtype, "cuda")
-
-    def show(what: str, config: object) -> None:
-        forward, backward = [], []
+    for variant in VARIANTS:
         try:
-            for _ in range(6):
-                events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
-                events[0].record()
-                loss = together(*leaves)
-                events[1].record()
-                torch.autograd.grad(loss, leaves)
-                events[2].record()
-                torch.cuda.synchronize()
-                forward.append(events[0].elapsed_time(events[1]))
-                backward.append(events[1].elapsed_time(events[2]))
-            kernel = next(each for each in kernel_times(together, leaves) if each[0].startswith(f"prefix_{what}"))
-            times = f"forward {min(forward):7.2f} ms, backward {min(backward):7.2f} ms, kernel {1e3 * kernel[2]:7.2f} ms"
+            line = _timed(variant, leaves, dtype)
         except Exception as error:  # A configuration that does not compile or launch is a result too.
-            times = f"{type(error).__name__}: {str(error)[:120]}"
-        print(f"{what:9} {config!s:110} {times}", flush=True)
+            line = f"{type(error).__name__}: {str(error)[:120]}"
+        kind = "pipelined" if variant.pipelined else "portable"
+        print(f"{kind:9} {variant.stats!s:32} {variant.gradient!s:32} kept {variant.kept}: {line}", flush=True)
 
-    for blocks in (
-        kernels.STATS_BLOCKS,
-        Blocks(128, 128, 64, 4, 3, programs=2, group=16, pieces=4),
-        Blocks(128, 128, 64, 4, 3, programs=2, group=8, pieces=2),
-        Blocks(128, 128, 64, 8, 4, programs=1, group=8, pieces=2),
-        Blocks(128, 256, 64, 8, 3, programs=1, group=8, pieces=4),
-        Blocks(128, 64, 64, 4, 4, programs=3, group=8, pieces=2),
-    ):
-        kernels.STATS_BLOCKS = blocks
-        show("stats", blocks)
-    for kept, blocks in (
-        (3, kernels.GRADIENT_BLOCKS),
-        (3, Blocks(128, 64, 64, 4, 4, programs=2, group=16, pieces=2)),
-        (3, Blocks(128, 64, 64, 4, 3, programs=2, group=8, pieces=1)),
-        (3, Blocks(64, 128, 64, 4, 4, programs=2, group=16, pieces=2)),
-        (3, Blocks(64, 128, 64, 4, 4, programs=2, group=16, pieces=4)),
-        (2, Blocks(128, 64, 64, 4, 4, programs=2, group=8, pieces=2)),
-        (3, Blocks(128, 128, 64, 8, 3, programs=1, group=8, pieces=4)),
-        (2, Blocks(128, 128, 64, 8, 4, programs=1, group=8, pieces=2)),
-        (1, Blocks(128, 128, 64, 4, 3, programs=2, group=8, pieces=4)),
-    ):
-        kernels.GRADIENT_BLOCKS, kernels.MAX_KEPT_TILES = blocks, kept
-        show("gradient", (kept, *blocks))
+
+def _timed(variant: Variant, leaves: list[Tensor], dtype: torch.dtype) -> str:
+    configure(variant)
+    error = worst_error(together, dtype, "cuda")
+    forward, backward = [], []
+    for _ in range(6):
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+        events[0].record()
+        loss = together(*leaves)
+        events[1].record()
+        torch.autograd.grad(loss, leaves)
+        events[2].record()
+        torch.cuda.synchronize()
+        forward.append(events[0].elapsed_time(events[1]))
+        backward.append(events[1].elapsed_time(events[2]))
+    events = kernel_times(together, leaves)
+    kernels = {name: 1e3 * sum(seconds for key, _, seconds in events if part in key) for name, part in TIMED.items()}
+    listed = ", ".join(f"{name} {milliseconds:.2f}" for name, milliseconds in kernels.items())
+    return f"error {error:.1e}, forward {min(forward):.2f} ms, backward {min(backward):.2f} ms; kernels: {listed}"
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
@@ -242,13 +288,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--sizes", help="batch sizes, separated by commas (default: 16384,65536 on CUDA, 512 on a CPU)")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: bfloat16 on CUDA, else float32")
-    parser.add_argument("--tune", action="store_true", help="time other tiles of the kernels instead, at the last size")
+    parser.add_argument("--tune", action="store_true", help="time other configurations of the kernels instead, at the last size")
+    parser.add_argument("--variant", type=int, help="with --tune: only compile this configuration")
     parser.add_argument("--out", type=Path, help="file of rows (default: results/matryoshka-DEVICE.jsonl)")
     options = parser.parse_args(arguments)
     dtype = getattr(torch, options.dtype or ("bfloat16" if options.device == "cuda" else "float32"))
     sizes = [int(size) for size in options.sizes.split(",")] if options.sizes else list(SIZES[options.device])
     if options.tune:
-        tune(sizes[-1], dtype)
+        tune(sizes[-1], dtype, options.variant)
         return 0
     machine, rows, wrong = describe(options.device), [], False
     errors = {name: worst_error(loss, dtype, options.device) for name, loss in IMPLEMENTATIONS.items() if name != ONE_WIDTH}

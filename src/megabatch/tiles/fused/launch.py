@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast, overload
 
 import torch
 import triton
@@ -22,6 +22,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..contract import ComputeOptions, Pairs, Softmax
 from .tile import PairArgs
 from .tuned_configs import Blocks, blocks_for
+
+if TYPE_CHECKING:
+    from .matryoshka import NormArgs, PrefixSoftmax
 
 MATCHED_TILES = 8
 # What a pass without saved exponentials takes of the workspace at most: a panel whose products fill the device.
@@ -70,6 +73,23 @@ class SpecialisedKernels(Protocol):
     ) -> bool: ...
 
     def softmax_grads(self, launch: Launch, request: GradsRequest) -> Callable[[Panel, Tensor, PairArgs], bool]: ...
+
+    def prefix_stats(
+        self, launch: Launch, p: Panel, scale: Tensor, dims: tuple[int, ...], norms: NormArgs, sums: PartialSums
+    ) -> bool: ...
+
+    def prefix_gradient(
+        self,
+        launch: Launch,
+        p: Panel,
+        scale: Tensor,
+        dims: tuple[int, ...],
+        norms: NormArgs,
+        softmax: PrefixSoftmax,
+        panels_JMN: Tensor,
+        sums: PartialSums,
+        group_ends: tuple[int, ...],
+    ) -> bool: ...
 
 
 class Architecture(NamedTuple):

@@ -82,10 +82,12 @@ BANDWIDTH_BOUND_COLUMNS = 128
 # Rows and columns of the kernels over embeddings.
 ROWS = 16
 
-# Chosen by counting registers and instructions, not yet by time. A program of `gradient` keeps up to three tiles in registers.
+# Chosen by counting registers and instructions, not yet by time. A program of `gradient` keeps up to three tiles in registers. The
+# kernels of an architecture have the same tiles, if they are used.
 STATS_BLOCKS = Blocks(128, 128, 64, 4, 3, programs=2, group=8, pieces=4)
-GRADIENT_BLOCKS = Blocks(128, 64, 64, 4, 4, programs=2, group=8, pieces=2)
+GRADIENT_BLOCKS = Blocks(64, 128, 64, 4, 4, programs=2, group=8, pieces=4)
 MAX_KEPT_TILES = 3
+USE_SPECIALISED = True
 
 
 class PrefixNorms(NamedTuple):
@@ -585,18 +587,22 @@ def _prefix_stats(
     kinds = [EXPONENTIALS.value] * len(dims)
     row_sums, column_sums = Sums(x_MD, kinds), Sums(y_ND, kinds) if symmetric else None
     needs_fallback = launch.new_marks()
+    kernels = launch.architecture.load_kernels() if USE_SPECIALISED else None
     bytes_per_cell = row_sums.bytes_per_cell(launch.blocks.n) + (column_sums.bytes_per_cell(launch.blocks.m) if column_sums else 0)
     for p in launch.panels(bytes_per_cell, CACHED_BYTES // (x_MD.shape[1] * x_MD.element_size())):
         down, across = launch.tile_counts(p)
         row_parts = row_sums.new_parts(across, p.rows)
         column_parts = column_sums.new_parts(down, p.columns) if column_sums else None
-        for safe in (False, True):
+        norm_args = _norm_args(norms, p)
+        parts = PartialSums(row_parts, column_parts, needs_fallback)
+        computed = kernels is not None and kernels.prefix_stats(launch, p, scale, dims, norm_args, parts)
+        for safe in (True,) if computed else (False, True):
             prefix_stats_kernel[launch.grid(p)](
-                *launch.operands(p), scale, *_norm_args(norms, p), row_parts, column_parts, needs_fallback, p.rows, p.columns,
+                *launch.operands(p), scale, *norm_args, row_parts, column_parts, needs_fallback, p.rows, p.columns,
                 p.r.start - p.c.start, DIMS=dims, SAFE=safe, WARPS=launch.blocks.warps, **launch.constants,
             )  # fmt: skip
         merge_parts(p, row_sums, row_parts, column_sums, column_parts)
-        del row_parts, column_parts
+        del row_parts, column_parts, parts
     # Kernels have subtracted the offset from logits.
     offset = _offset_of(scale)
     rows, columns = (
@@ -707,19 +713,25 @@ def _products(
     row_sums, column_sums = Sums(x_MD, kinds), Sums(y_ND, kinds) if needs_grad.y else None
     fast, safe, needs_fallback = _softmax_args(state, scale)
     parts_per_cell = row_sums.bytes_per_cell(launch.blocks.n) + row_sums.bytes_per_cell(launch.blocks.m)
+    kernels = launch.architecture.load_kernels() if USE_SPECIALISED else None
     buffer: Tensor | None = None
     for p in launch.panels(len(dims) * products.bytes_per_cell + parts_per_cell):
         down, across = launch.tile_counts(p)
-        shape = len(dims), down * launch.blocks.m, cdiv(p.columns, ROW_ALIGNMENT.value) * ROW_ALIGNMENT.value
+        # Whole pairs of tiles, which specialised kernels write.
+        shape = len(dims), cdiv(down, 2) * 2 * launch.blocks.m, cdiv(p.columns, ROW_ALIGNMENT.value) * ROW_ALIGNMENT.value
         if buffer is None:
             # The first panel is the largest.
             buffer = x_MD.new_empty(math.prod(shape), dtype=products.dtype)
         panels_JMN = buffer[: math.prod(shape)].view(shape)[:, :, : p.columns]
         row_parts = row_sums.new_parts(across, p.rows)
         column_parts = column_sums.new_parts(down, p.columns) if column_sums else None
-        for is_safe, softmax in ((False, fast), (True, safe)):
+        norm_args, parts = _norm_args(norms, p), PartialSums(row_parts, column_parts, needs_fallback)
+        computed = kernels is not None and kernels.prefix_gradient(
+            launch, p, scale, dims, norm_args, fast.part(p), panels_JMN, parts, ends
+        )
+        for is_safe, softmax in ((True, safe),) if computed else ((False, fast), (True, safe)):
             prefix_gradient_kernel[launch.grid(p)](
-                *launch.operands(p), scale, *_norm_args(norms, p), *softmax.part(p), launch.target(panels_JMN.flatten(0, 1)),
+                *launch.operands(p), scale, *norm_args, *softmax.part(p), launch.target(panels_JMN.flatten(0, 1)),
                 row_parts, column_parts, needs_fallback, p.rows, p.columns, p.r.start - p.c.start, shape[2], shape[1], DIMS=dims,
                 GROUP_ENDS=ends, KEPT=max(map(ends.count, ends)) - 1, SAFE=is_safe, WARPS=launch.blocks.warps,
                 ROUND_TO_TF32=products.rounds_to_tf32, **launch.constants,
@@ -727,7 +739,7 @@ def _products(
         merge_parts(p, row_sums, row_parts, column_sums, column_parts)
         for product in panel_products(dims, ends):
             products.add(panels_JMN[product.width, : p.rows], p, product.columns, starts=product.is_first)
-        del row_parts, column_parts
+        del row_parts, column_parts, parts
     sums = [None if each is None else each.values.flatten(0, 1)[: len(dims)] for each in (row_sums, column_sums)]
     assert sums[0] is not None
     return products, sums[0], sums[1]
