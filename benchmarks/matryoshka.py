@@ -168,12 +168,17 @@ def print_kernels(rows: int, dtype: torch.dtype) -> None:
 
 
 class Variant(NamedTuple):
-    """Configuration of both kernels: a Pipeline of those of Hopper, or Blocks of the portable ones; `kept`: MAX_KEPT_TILES."""
+    """Configuration of the kernels: a PrefixPipeline of those of Hopper, or Blocks of the portable ones.
+
+    kept: MAX_KEPT_TILES. narrow, narrow_blocks: LARGEST_NARROW_WIDTH, and the blocks of its kernel.
+    """
 
     stats: tuple[int, ...]
     gradient: tuple[int, ...]
     kept: int
     pipelined: bool = True
+    narrow: int = 0
+    narrow_blocks: tuple[int, ...] = (128, 64, 64, 8, 3)
 
 
 # In order of promise, after the portable kernels.
@@ -181,13 +186,21 @@ VARIANTS = (
     Variant((128, 128, 64, 4, 3, 2, 8, 4), (128, 64, 64, 4, 4, 2, 8, 2), 3, pipelined=False),
     Variant((8, 3, 7, 4, 0, 4), (16, 3, 6, 4, 8, 4), 3),
     Variant((8, 3, 7, 4, 0, 2), (16, 3, 6, 4, 4, 2), 3),
-    Variant((16, 3, 7, 5, 0, 4), (16, 3, 6, 4, 8, 4), 2),
-    Variant((8, 3, 7, 2, 0, 4), (8, 3, 6, 2, 8, 4), 3),
-    Variant((8, 2, 7, 6, 0, 4), (16, 2, 7, 6, 8, 4), 3),
+    Variant((16, 3, 7, 5, 0, 4), (16, 3, 6, 4, 8, 4), 2, narrow=128),
+    Variant((8, 3, 7, 2, 0, 4), (16, 3, 6, 4, 8, 4), 2, narrow=64, narrow_blocks=(64, 64, 64, 4, 3)),
+    Variant((8, 3, 7, 4, 0, 4), (16, 3, 6, 4, 4, 2), 2, narrow=128, narrow_blocks=(64, 64, 64, 4, 3)),
+    Variant((8, 2, 7, 6, 0, 4), (8, 3, 6, 2, 8, 4), 3),
+    Variant((8, 3, 7, 4, 0, 4), (16, 2, 7, 6, 8, 4), 3),
     Variant((128, 256, 64, 8, 3, 1, 8, 4), (64, 128, 64, 4, 4, 2, 16, 4), 2, pipelined=False),
 )
 # Kernels whose time is listed, by a part of their name.
-TIMED = {"stats": "prefix_stats", "gradient": "prefix_gradient", "products": "nvjet", "merge": "merge_kernel"}
+TIMED = {
+    "stats": "prefix_stats",
+    "gradient": "prefix_gradient",
+    "narrow": "narrow_gradient",
+    "products": "nvjet",
+    "merge": "merge_kernel",
+}
 
 
 def configure(variant: Variant) -> None:
@@ -199,6 +212,7 @@ def configure(variant: Variant) -> None:
 
     pipelined: Any = hopper.matryoshka
     kernels.USE_SPECIALISED, kernels.MAX_KEPT_TILES = variant.pipelined, variant.kept
+    kernels.LARGEST_NARROW_WIDTH, kernels.NARROW_BLOCKS = variant.narrow, Blocks(*variant.narrow_blocks)
     if variant.pipelined:
         kernels.STATS_BLOCKS, kernels.GRADIENT_BLOCKS = default_blocks()
         pipelined.STATS_PIPELINE, pipelined.GRADIENT_PIPELINE = PrefixPipeline(*variant.stats), PrefixPipeline(*variant.gradient)
@@ -238,7 +252,8 @@ def tune(rows: int, dtype: torch.dtype, only: int | None) -> None:
         except Exception as error:  # A configuration that does not compile or launch is a result too.
             line = f"{type(error).__name__}: {str(error)[:120]}"
         kind = "pipelined" if variant.pipelined else "portable"
-        print(f"{kind:9} {variant.stats!s:32} {variant.gradient!s:32} kept {variant.kept}: {line}", flush=True)
+        narrow = f"narrow {variant.narrow} {variant.narrow_blocks}" if variant.narrow else ""
+        print(f"{kind} {variant.stats} {variant.gradient} kept {variant.kept} {narrow}: {line}", flush=True)
 
 
 def _timed(variant: Variant, leaves: list[Tensor], dtype: torch.dtype) -> str:

@@ -100,6 +100,16 @@ def test_any_widths_in_any_groups(dims, kept, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("scale", [10.0, 300.0])
+@pytest.mark.parametrize("largest", [16, 32, 48])
+def test_narrow_widths_without_panels(largest, scale, symmetric, dtype, monkeypatch):
+    monkeypatch.setattr(kernels, "LARGEST_NARROW_WIDTH", largest)
+    assert_the_formula(*embeddings(37, 0 if symmetric else 5, width=48), scale, symmetric=symmetric, dtype=dtype)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [-20.0, 1e-3, 0.0, 300.0, 2000.0])
 def test_any_scale(scale):
     assert_the_formula(*embeddings(34, width=48), scale)

@@ -88,6 +88,10 @@ STATS_BLOCKS = Blocks(128, 128, 64, 4, 3, programs=2, group=8, pieces=4)
 GRADIENT_BLOCKS = Blocks(64, 128, 64, 4, 4, programs=2, group=8, pieces=4)
 MAX_KEPT_TILES = 3
 USE_SPECIALISED = True
+# Widths up to this one, but not the widest, get their gradient without panels, whose reading and writing takes longer than
+# computing similarities twice. Zero: all widths have panels.
+NARROW_BLOCKS = Blocks(128, 64, 64, 8, 3)
+LARGEST_NARROW_WIDTH = 0
 
 
 class PrefixNorms(NamedTuple):
@@ -99,6 +103,13 @@ class PrefixNorms(NamedTuple):
     positive_JM: Tensor
     rx2_JM: Tensor
     ry2_JN: Tensor
+
+    def of_widths(self, widths: slice) -> PrefixNorms:
+        return PrefixNorms(*(v[widths] for v in self))
+
+    def exchanged(self) -> PrefixNorms:
+        """Return those of columns as those of rows, and the reverse."""
+        return PrefixNorms(self.ry_JN, self.rx_JM, self.positive_JM, self.ry2_JN, self.rx2_JM)
 
 
 class PrefixState(NamedTuple):
@@ -139,6 +150,13 @@ class PrefixSoftmax(NamedTuple):
     def part(self, p: Panel) -> PrefixSoftmax:
         """Return that of a panel."""
         return PrefixSoftmax(*(None if v is None else v[:, where] for v, where in zip(self, (p.r, p.r, p.c, p.c), strict=True)))
+
+    def of_widths(self, widths: slice) -> PrefixSoftmax:
+        return PrefixSoftmax(*(None if v is None else v[widths] for v in self))
+
+    def exchanged(self) -> PrefixSoftmax:
+        """Return that of columns as that of rows, and the reverse."""
+        return PrefixSoftmax(*self[2:], *self[:2])
 
 
 class TotalsOfTile(NamedTuple):
@@ -435,15 +453,20 @@ def _gradient(
     """Return the gradient in z of one width."""
     stride_M, stride_N = norms.row_stride, norms.column_stride
     both = row_factor[:, None] * _of_width(norms.ry, width, stride_N, column, N)[None, :]
-    gains = _of_width(softmax.row_gain, width, stride_M, row, M)[:, None]
     if SAFE:
-        p = tl.exp2(z * both - _of_width(softmax.row_peak, width, stride_M, row, M)[:, None] * LOG2_E) * gains
+        p = tl.zeros((M, N), tl.float32)
+        if softmax.row_gain is not None:
+            peaks_M = _of_width(softmax.row_peak, width, stride_M, row, M)[:, None]
+            p += tl.exp2(z * both - peaks_M * LOG2_E) * _of_width(softmax.row_gain, width, stride_M, row, M)[:, None]
         if softmax.column_gain is not None:
             peaks_N = _of_width(softmax.column_peak, width, stride_N, column, N)[None, :]
             p += tl.exp2(z * both - peaks_N * LOG2_E) * _of_width(softmax.column_gain, width, stride_N, column, N)[None, :]
     else:
+        gains = tl.zeros((M, N), tl.float32)
+        if softmax.row_gain is not None:
+            gains += _of_width(softmax.row_gain, width, stride_M, row, M)[:, None]
         if softmax.column_gain is not None:
-            gains = gains + _of_width(softmax.column_gain, width, stride_N, column, N)[None, :]
+            gains += _of_width(softmax.column_gain, width, stride_N, column, N)[None, :]
         p = tl.exp2(z * both - offset) * gains
     if needs_mask:
         p = tl.where(negatives(pairs, row, column, True, M, N), p, 0.0)
@@ -466,6 +489,71 @@ def _replaced(tiles, place: tl.constexpr, tile):
         else:
             result += (tiles[i],)  # type: ignore[assignment]
     return result
+
+
+@triton.jit(do_not_specialize=["rows", "columns", "shift", "row_stride", "column_stride"])
+def narrow_gradient_kernel(
+    x, y, scale, rx, ry, row_stride, column_stride, row_gain, row_peak, column_gain, column_peak, gradient, totals, needs_fallback,
+    rows, columns, shift,
+    DIMS: tl.constexpr, SAFE: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write the product of the gradients in z of narrow widths with y, (M, DIMS[-1]), and the sums of p_j s_j of rows (J, M).
+
+    A program has the sums of M rows in registers and goes over all columns, so that no panel is written. With x and y exchanged, it
+    computes the gradient of y.
+    """
+    pairs = PairArgs(None, None, None, None, None, 0.0, rows, columns, shift)
+    norms = NormArgs(rx, ry, row_stride, column_stride)
+    softmax = PrefixSoftmax(row_gain, row_peak, column_gain, column_peak)
+    factor = _factor(scale)
+    row = tl.program_id(0) * M
+    last: tl.constexpr = len(DIMS) - 1
+    steps: tl.constexpr = DIMS[last] // K
+    compute = True
+    if SAFE:
+        compute = tl.load(needs_fallback) != 0
+    if compute:
+        x_blocks, sums, row_factors, row_totals = (), (), (), ()
+        for k in tl.static_range(steps):
+            x_blocks += (load_block(x, row, k * K, rows, WIDTH, M, K, DESCRIPTORS),)  # type: ignore[assignment]
+            sums += (tl.zeros((M, K), tl.float32),)  # type: ignore[assignment]
+        for j in tl.static_range(len(DIMS)):
+            row_factors += (_of_width(rx, j, row_stride, row, M) * factor,)  # type: ignore[assignment]
+            row_totals += (tl.zeros((M,), tl.float32),)  # type: ignore[assignment]
+        for column in tl.range(0, columns, N):
+            needs_mask = tile_needs_mask(pairs, row, column, True, M, N)
+            y_blocks, qs, new_totals, new_sums = (), (), (), ()
+            z = tl.zeros((M, N), tl.float32)
+            for k in tl.static_range(steps):
+                y_blocks += (load_block(y, column, k * K, columns, WIDTH, N, K, DESCRIPTORS),)  # type: ignore[assignment]
+                z = tl.dot(x_blocks[k], y_blocks[k].T, z, input_precision=PRECISION)
+                if _width_ending_at(DIMS, (k + 1) * K) is not None:
+                    q = _gradient(
+                        z, len(qs), needs_mask, row_factors[len(qs)], _offset(factor), softmax, norms, pairs, row, column, SAFE, M, N
+                    )  # fmt: skip
+                    new_totals += (row_totals[len(qs)] + tl.sum(q * z, 1),)  # type: ignore[assignment]
+                    qs += (q,)  # type: ignore[assignment]
+            row_totals = new_totals
+            q = tl.zeros((M, N), tl.float32)
+            for back in tl.static_range(1, steps + 1):
+                if _width_ending_at(DIMS, (steps - back + 1) * K) is not None:
+                    q += qs[_width_ending_at(DIMS, (steps - back + 1) * K)]
+                block = tl.dot(q.to(x.dtype), y_blocks[steps - back], sums[steps - back], input_precision=PRECISION)
+                new_sums = (block,) + new_sums  # type: ignore[assignment]  # noqa: RUF005
+            sums = new_sums
+        i = row + tl.arange(0, M)
+        for k in tl.static_range(steps):
+            place = gradient + i.to(tl.int64)[:, None] * DIMS[last] + k * K + tl.arange(0, K)[None, :]
+            tl.store(place, sums[k], mask=(i < rows)[:, None])
+        for j in tl.static_range(len(DIMS)):
+            tl.store(totals + j * rows.to(tl.int64) + i, row_totals[j], mask=i < rows)
+
+
+@triton.constexpr_function
+def _width_ending_at(dims: tuple[int, ...], end: int) -> int | None:
+    """Return which width ends there, if one does."""
+    return dims.index(end) if end in dims else None
 
 
 @triton.jit
@@ -513,7 +601,7 @@ def _step(dims: Sequence[int], largest: int) -> int:
 
 
 def _launch(kernel: str, x_MD: Tensor, y_ND: Tensor, dims: Sequence[int], compute: ComputeOptions) -> Launch:
-    blocks = STATS_BLOCKS if kernel == "stats" else GRADIENT_BLOCKS
+    blocks = {"stats": STATS_BLOCKS, "gradient": GRADIENT_BLOCKS, "narrow": NARROW_BLOCKS}[kernel]
     if x_MD.device.type == "cpu":
         blocks = blocks_for(kernel, x_MD.device, x_MD.dtype, compute.precision, x_MD.shape[1])
     elif kernel == "gradient" and panel_dtype(x_MD) == torch.float32:
@@ -704,14 +792,75 @@ def _products(
     x_MD: Tensor, y_ND: Tensor, scale: Tensor, state: PrefixState, needs_grad: NeedsGrad, compute: ComputeOptions
 ) -> tuple[GradientProducts, Tensor, Tensor | None]:
     """Return the products of the gradients in z of all widths, and the sums of p · s of rows (J, M) and columns (J, N)."""
-    dims, norms, widest = state.dims, state.norms, state.dims[-1]
-    launch = _launch("gradient", x_MD, y_ND, dims, compute)
+    widest = state.dims[-1]
     products = GradientProducts(x_MD[:, :widest], y_ND[:, :widest], needs_grad, compute)
+    fast, safe, needs_fallback = _softmax_args(state, scale)
+    # Gradients in fp16 could underflow.
+    narrow = 0 if x_MD.dtype == torch.float16 else sum(d <= LARGEST_NARROW_WIDTH for d in state.dims[:-1])
+    wide = slice(narrow, None)
+    sums = _add_panels(
+        products, x_MD, y_ND, scale, state.dims[wide], state.norms.of_widths(wide),
+        (fast.of_widths(wide), safe.of_widths(wide)), needs_fallback, needs_grad, compute,
+    )  # fmt: skip
+    if not narrow:
+        return products, *sums
+    widths = slice(0, narrow)
+    softmax = fast.of_widths(widths), safe.of_widths(widths)
+    dims, norms = state.dims[widths], state.norms.of_widths(widths)
+    launch = _launch("narrow", x_MD, y_ND, dims, compute)
+    totals = _narrow_gradient(launch, scale, dims, norms, softmax, needs_fallback, products.gx_MD)
+    row_sums, column_sums = torch.cat([totals, sums[0]]), sums[1]
+    if column_sums is not None:
+        exchanged = _launch("narrow", y_ND, x_MD, dims, compute)
+        softmax = softmax[0].exchanged(), softmax[1].exchanged()
+        totals = _narrow_gradient(exchanged, scale, dims, norms.exchanged(), softmax, needs_fallback, products.gy_ND)
+        column_sums = torch.cat([totals, column_sums])
+    return products, row_sums, column_sums
+
+
+def _narrow_gradient(
+    launch: Launch,
+    scale: Tensor,
+    dims: tuple[int, ...],
+    norms: PrefixNorms,
+    softmax: tuple[PrefixSoftmax, PrefixSoftmax],
+    needs_fallback: Tensor,
+    into: Tensor | None,
+) -> Tensor:
+    """Add the gradients of narrow widths to `into`, and return the sums of p · s of rows (J, M)."""
+    x_MD, y_ND = launch.x_MD, launch.y_ND
+    p = Panel(slice(0, x_MD.shape[0]), slice(0, y_ND.shape[0]))
+    gradient = x_MD.new_empty(p.rows, dims[-1], dtype=torch.float32)
+    totals = x_MD.new_empty(len(dims), p.rows, dtype=torch.float32)
+    for is_safe, each in zip((False, True), softmax, strict=True):
+        narrow_gradient_kernel[(cdiv(p.rows, launch.blocks.m),)](
+            *launch.operands(p), scale, *_norm_args(norms, p), *each, gradient, totals, needs_fallback, p.rows, p.columns, 0,
+            DIMS=dims, SAFE=is_safe, M=launch.blocks.m, N=launch.blocks.n, **launch.product_constants,
+        )  # fmt: skip
+    if into is not None:
+        into[:, : dims[-1]] += gradient
+    return totals
+
+
+def _add_panels(
+    products: GradientProducts,
+    x_MD: Tensor,
+    y_ND: Tensor,
+    scale: Tensor,
+    dims: tuple[int, ...],
+    norms: PrefixNorms,
+    softmax: tuple[PrefixSoftmax, PrefixSoftmax],
+    needs_fallback: Tensor,
+    needs_grad: NeedsGrad,
+    compute: ComputeOptions,
+) -> tuple[Tensor, Tensor | None]:
+    """Add the products of the panels of these widths, and return the sums of p · s of rows (J, M) and columns (J, N)."""
+    fast, safe = softmax
+    launch = _launch("gradient", x_MD, y_ND, dims, compute)
     # Tiles in fp32 take twice the registers.
     ends = group_ends(dims, MAX_KEPT_TILES if panel_dtype(x_MD) == torch.bfloat16 or x_MD.device.type == "cpu" else 0)
     kinds = [SUMS.value] * cdiv(len(dims), 2)
     row_sums, column_sums = Sums(x_MD, kinds), Sums(y_ND, kinds) if needs_grad.y else None
-    fast, safe, needs_fallback = _softmax_args(state, scale)
     parts_per_cell = row_sums.bytes_per_cell(launch.blocks.n) + row_sums.bytes_per_cell(launch.blocks.m)
     kernels = launch.architecture.load_kernels() if USE_SPECIALISED else None
     buffer: Tensor | None = None
@@ -729,9 +878,9 @@ def _products(
         computed = kernels is not None and kernels.prefix_gradient(
             launch, p, scale, dims, norm_args, fast.part(p), panels_JMN, parts, ends
         )
-        for is_safe, softmax in ((True, safe),) if computed else ((False, fast), (True, safe)):
+        for is_safe, each in ((True, safe),) if computed else ((False, fast), (True, safe)):
             prefix_gradient_kernel[launch.grid(p)](
-                *launch.operands(p), scale, *norm_args, *softmax.part(p), launch.target(panels_JMN.flatten(0, 1)),
+                *launch.operands(p), scale, *norm_args, *each.part(p), launch.target(panels_JMN.flatten(0, 1)),
                 row_parts, column_parts, needs_fallback, p.rows, p.columns, p.r.start - p.c.start, shape[2], shape[1], DIMS=dims,
                 GROUP_ENDS=ends, KEPT=max(map(ends.count, ends)) - 1, SAFE=is_safe, WARPS=launch.blocks.warps,
                 ROUND_TO_TF32=products.rounds_to_tf32, **launch.constants,
@@ -742,7 +891,7 @@ def _products(
         del row_parts, column_parts, parts
     sums = [None if each is None else each.values.flatten(0, 1)[: len(dims)] for each in (row_sums, column_sums)]
     assert sums[0] is not None
-    return products, sums[0], sums[1]
+    return sums[0], sums[1]
 
 
 def _softmax_args(state: PrefixState, scale: Tensor) -> tuple[PrefixSoftmax, PrefixSoftmax, Tensor]:
