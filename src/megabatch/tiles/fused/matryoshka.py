@@ -507,6 +507,7 @@ def narrow_gradient_kernel(
     norms = NormArgs(rx, ry, row_stride, column_stride)
     softmax = PrefixSoftmax(row_gain, row_peak, column_gain, column_peak)
     factor = _factor(scale)
+    offset = _offset(factor)
     row = tl.program_id(0) * M
     last: tl.constexpr = len(DIMS) - 1
     steps: tl.constexpr = DIMS[last] // K
@@ -530,8 +531,8 @@ def narrow_gradient_kernel(
                 z = tl.dot(x_blocks[k], y_blocks[k].T, z, input_precision=PRECISION)
                 if _width_ending_at(DIMS, (k + 1) * K) is not None:
                     q = _gradient(
-                        z, len(qs), needs_mask, row_factors[len(qs)], _offset(factor), softmax, norms, pairs, row, column, SAFE, M, N
-                    )  # fmt: skip
+                        z, len(qs), needs_mask, row_factors[len(qs)], offset, softmax, norms, pairs, row, column, SAFE, M, N
+                    )
                     new_totals += (row_totals[len(qs)] + tl.sum(q * z, 1),)  # type: ignore[assignment]
                     qs += (q,)  # type: ignore[assignment]
             row_totals = new_totals
