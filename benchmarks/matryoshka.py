@@ -173,8 +173,8 @@ class Variant(NamedTuple):
     kept: MAX_KEPT_TILES. narrow, narrow_blocks: LARGEST_NARROW_WIDTH, and the blocks of its kernel.
     """
 
-    stats: tuple[int, ...]
-    gradient: tuple[int, ...]
+    stats: tuple[Any, ...]
+    gradient: tuple[Any, ...]
     kept: int
     pipelined: bool = True
     narrow: int = 0
@@ -184,13 +184,14 @@ class Variant(NamedTuple):
 # In order of promise, after the portable kernels.
 VARIANTS = (
     Variant((128, 128, 64, 4, 3, 2, 8, 4), (128, 64, 64, 4, 4, 2, 8, 2), 3, pipelined=False),
-    Variant((8, 3, 7, 4, 0, 4), (16, 3, 6, 4, 8, 4), 3),
-    Variant((8, 3, 7, 4, 0, 2), (16, 3, 6, 4, 4, 2), 3),
-    Variant((16, 3, 7, 5, 0, 4), (16, 3, 6, 4, 8, 4), 2, narrow=128),
-    Variant((8, 3, 7, 2, 0, 4), (16, 3, 6, 4, 8, 4), 2, narrow=64, narrow_blocks=(64, 64, 64, 4, 3)),
-    Variant((8, 3, 7, 4, 0, 4), (16, 3, 6, 4, 4, 2), 2, narrow=128, narrow_blocks=(64, 64, 64, 4, 3)),
-    Variant((8, 2, 7, 6, 0, 4), (8, 3, 6, 2, 8, 4), 3),
-    Variant((8, 3, 7, 4, 0, 4), (16, 2, 7, 6, 8, 4), 3),
+    Variant((8, 3, 7, 4, 0, 4, True), (16, 3, 6, 4, 8, 4, True), 3),
+    Variant((8, 3, 7, 4, 0, 4, False), (16, 3, 6, 4, 8, 4, False), 3),
+    Variant((8, 3, 7, 4, 0, 2, True), (16, 3, 6, 4, 4, 2, True), 3),
+    Variant((16, 3, 7, 5, 0, 4, True), (16, 3, 6, 4, 8, 4, True), 2, narrow=128),
+    Variant((8, 3, 7, 2, 0, 4, True), (16, 3, 6, 4, 8, 4, True), 3, narrow=64, narrow_blocks=(64, 64, 64, 4, 3)),
+    Variant((8, 2, 8, 7, 0, 4, True), (16, 3, 6, 4, 4, 2, True), 2, narrow=128, narrow_blocks=(64, 64, 64, 4, 3)),
+    Variant((8, 3, 7, 6, 0, 4, True), (8, 3, 6, 2, 8, 4, True), 3),
+    Variant((4, 3, 7, 4, 0, 4, True), (16, 2, 8, 7, 4, 4, True), 3),
     Variant((128, 256, 64, 8, 3, 1, 8, 4), (64, 128, 64, 4, 4, 2, 16, 4), 2, pipelined=False),
 )
 # Kernels whose time is listed, by a part of their name.

@@ -62,7 +62,7 @@ for entry in json.loads(TUNED.read_text())["pipelines"]:
             compiled(gradient_kernel, sizes, **no_ids, **no_shares, **no_steps)
             compiled(gradient_kernel, sizes, **no_steps)
     print(entry["kernel"])
-dims = {"DIMS": (64, 128, 256, 512, 768), "GROUP_ENDS": (0, 4, 4, 4, 4)}
+dims = {"DIMS": (64, 128, 256, 512, 768), "KEPT": 3}
 for kernel, pipe, rows in (
     (matryoshka.pipelined_prefix_stats_kernel, matryoshka.STATS_PIPELINE, matryoshka.STATS_ROWS),
     (matryoshka.pipelined_prefix_gradient_kernel, matryoshka.GRADIENT_PIPELINE, matryoshka.GRADIENT_ROWS),

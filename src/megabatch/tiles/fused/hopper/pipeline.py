@@ -147,15 +147,15 @@ def _load(source, blocks, full, empty, row, k, slot, turn, R: gl.constexpr, K: g
 @gluon.jit
 def similarities(
     z, n, slots, CONSUMER: gl.constexpr, WIDTH: gl.constexpr, K: gl.constexpr, X_SLOTS: gl.constexpr, Y_SLOTS: gl.constexpr,
-    FIRST: gl.constexpr = 0, LAST: gl.constexpr = None,
+    first=0, last=None,
 ):  # fmt: skip
     """Return the product of a consumer's n-th tile. It takes the registers of z, whose values are ignored.
 
-    FIRST, LAST: the steps to compute, if not all; those from FIRST > 0 on are added to z.
+    first, last: the steps to compute, if not all; those from first > 0 on are added to z.
     """
     STEPS: gl.constexpr = (WIDTH + K - 1) // K
     x_slot, y_slot = CONSUMER * X_SLOTS, 0
-    for k in range(FIRST, STEPS if LAST is None else LAST):
+    for k in range(first, STEPS if last is None else last):
         step = n * STEPS + k
         previous_x, previous_y = x_slot, y_slot
         x_slot, y_slot = CONSUMER * X_SLOTS + step % X_SLOTS, step % Y_SLOTS
@@ -164,7 +164,7 @@ def similarities(
         z = warpgroup_mma(slots.xs.index(x_slot), slots.ys.index(y_slot).permute((1, 0)), z, use_acc=k > 0, is_async=True)
         # The product of the previous step has finished, so its slots are released.
         z = warpgroup_mma_wait(1, deps=(z,))
-        if k > FIRST:
+        if k > first:
             mbarrier.arrive(slots.y_empty.index(previous_y), count=1)
             mbarrier.arrive(slots.x_empty.index(previous_x), count=1)
     z = warpgroup_mma_wait(0, deps=(z,))
