@@ -3,7 +3,7 @@
 Value and gradients are first compared with the formula in float64. Then one width of clip_loss, the plain loop in PyTorch where its
 matrices fit, megabatch's loop over widths, and all widths together take turns, forward and backward; `ratio` is the median of a
 step's time divided by that of the step of one width before it. A last step is profiled by kernel. About 40 seconds on an H200.
-`--tune` instead times forward and backward of all widths together with other tiles, to choose the constants of the kernels.
+`--tune` instead checks and times all widths together with other configurations, to choose the constants of the kernels.
 """
 
 from __future__ import annotations
@@ -247,6 +247,8 @@ def tune(rows: int, dtype: torch.dtype, only: int | None) -> None:
         process.wait()
     print(f"compiled in {time.perf_counter() - start:.0f} s", flush=True)
     leaves = inputs(rows, dtype, "cuda")
+    one = min(seconds_of(one_width, leaves, "cuda")() for _ in range(6))
+    print(f"one width, {rows:,} rows: forward and backward {1e3 * one:.2f} ms", flush=True)
     for variant in VARIANTS:
         try:
             line = _timed(variant, leaves, dtype)

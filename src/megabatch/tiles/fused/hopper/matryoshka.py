@@ -377,9 +377,9 @@ def _shifted(kept, new):
     result = ()
     if len(kept) > 0:
         for i in gl.static_range(len(new), len(kept)):
-            result += (kept[i],)  # type: ignore[assignment]
+            result += (kept[i],)
         for i in gl.static_range(len(new)):
-            result += (new[i],)  # type: ignore[assignment]
+            result += (new[i],)
     return result
 
 
