@@ -215,17 +215,17 @@ def configure(variant: Variant) -> None:
     kernels.USE_SPECIALISED, kernels.MAX_KEPT_TILES = variant.pipelined, variant.kept
     kernels.LARGEST_NARROW_WIDTH, kernels.NARROW_BLOCKS = variant.narrow, Blocks(*variant.narrow_blocks)
     if variant.pipelined:
-        kernels.STATS_BLOCKS, kernels.GRADIENT_BLOCKS = default_blocks()
+        kernels.STATS_BLOCKS = default_stats_blocks()
         pipelined.STATS_PIPELINE, pipelined.GRADIENT_PIPELINE = PrefixPipeline(*variant.stats), PrefixPipeline(*variant.gradient)
     else:
         kernels.STATS_BLOCKS, kernels.GRADIENT_BLOCKS = Blocks(*variant.stats), Blocks(*variant.gradient)
 
 
 @functools.cache
-def default_blocks() -> tuple[Any, Any]:
+def default_stats_blocks() -> Any:
     from megabatch.tiles.fused import matryoshka as kernels
 
-    return kernels.STATS_BLOCKS, kernels.GRADIENT_BLOCKS
+    return kernels.STATS_BLOCKS
 
 
 def tune(rows: int, dtype: torch.dtype, only: int | None) -> None:
@@ -233,7 +233,7 @@ def tune(rows: int, dtype: torch.dtype, only: int | None) -> None:
 
     Processes of their own compile all variants at the same time first; this one reads their cache.
     """
-    default_blocks()
+    default_stats_blocks()
     if only is not None:
         configure(VARIANTS[only])
         gradients(together, inputs(CHECKED, dtype, "cuda"))

@@ -82,14 +82,17 @@ BANDWIDTH_BOUND_COLUMNS = 128
 # Rows and columns of the kernels over embeddings.
 ROWS = 16
 
-# Chosen by counting registers and instructions, not yet by time. A program of `gradient` keeps up to three tiles in registers. The
-# kernels of an architecture have the same tiles, if they are used.
+# Chosen by counting registers and instructions, not by time. A program of `gradient` keeps up to three tiles in registers.
 STATS_BLOCKS = Blocks(128, 128, 64, 4, 3, programs=2, group=8, pieces=4)
-GRADIENT_BLOCKS = Blocks(64, 128, 64, 4, 4, programs=2, group=8, pieces=4)
+GRADIENT_BLOCKS = Blocks(128, 64, 64, 4, 4, programs=2, group=8, pieces=2)
 MAX_KEPT_TILES = 3
-USE_SPECIALISED = True
-# Widths up to this one, but not the widest, get their gradient without panels, whose reading and writing takes longer than
-# computing similarities twice. Zero: all widths have panels.
+# Whether the kernels of an architecture (hopper/matryoshka.py) compute the fast launches. They have been compiled for sm_90 and not
+# yet run on a device. `python -m benchmarks.matryoshka --device cuda --tune` compares them with the portable ones.
+USE_SPECIALISED = False
+# The safe launch has to have the tiles of the fast one: here those of the specialised kernel. In forward both have STATS_BLOCKS.
+SPECIALISED_GRADIENT_BLOCKS = Blocks(64, 128, 64, 4, 4, programs=2, group=8, pieces=4)
+# Widths up to this one, but not the widest, get their gradient without panels, whose reading and writing should take longer than
+# computing similarities twice. Zero: all widths have panels. Other values have not yet been run on a device either.
 NARROW_BLOCKS = Blocks(128, 64, 64, 8, 3)
 LARGEST_NARROW_WIDTH = 0
 
@@ -453,20 +456,18 @@ def _gradient(
     """Return the gradient in z of one width."""
     stride_M, stride_N = norms.row_stride, norms.column_stride
     both = row_factor[:, None] * _of_width(norms.ry, width, stride_N, column, N)[None, :]
+    gains, p = tl.zeros((M, 1), tl.float32), tl.zeros((M, N), tl.float32)
+    if softmax.row_gain is not None:
+        gains = _of_width(softmax.row_gain, width, stride_M, row, M)[:, None]
     if SAFE:
-        p = tl.zeros((M, N), tl.float32)
         if softmax.row_gain is not None:
-            peaks_M = _of_width(softmax.row_peak, width, stride_M, row, M)[:, None]
-            p += tl.exp2(z * both - peaks_M * LOG2_E) * _of_width(softmax.row_gain, width, stride_M, row, M)[:, None]
+            p = tl.exp2(z * both - _of_width(softmax.row_peak, width, stride_M, row, M)[:, None] * LOG2_E) * gains
         if softmax.column_gain is not None:
             peaks_N = _of_width(softmax.column_peak, width, stride_N, column, N)[None, :]
             p += tl.exp2(z * both - peaks_N * LOG2_E) * _of_width(softmax.column_gain, width, stride_N, column, N)[None, :]
     else:
-        gains = tl.zeros((M, N), tl.float32)
-        if softmax.row_gain is not None:
-            gains += _of_width(softmax.row_gain, width, stride_M, row, M)[:, None]
         if softmax.column_gain is not None:
-            gains += _of_width(softmax.column_gain, width, stride_N, column, N)[None, :]
+            gains = gains + _of_width(softmax.column_gain, width, stride_N, column, N)[None, :]
         p = tl.exp2(z * both - offset) * gains
     if needs_mask:
         p = tl.where(negatives(pairs, row, column, True, M, N), p, 0.0)
@@ -602,7 +603,8 @@ def _step(dims: Sequence[int], largest: int) -> int:
 
 
 def _launch(kernel: str, x_MD: Tensor, y_ND: Tensor, dims: Sequence[int], compute: ComputeOptions) -> Launch:
-    blocks = {"stats": STATS_BLOCKS, "gradient": GRADIENT_BLOCKS, "narrow": NARROW_BLOCKS}[kernel]
+    gradient = SPECIALISED_GRADIENT_BLOCKS if USE_SPECIALISED else GRADIENT_BLOCKS
+    blocks = {"stats": STATS_BLOCKS, "gradient": gradient, "narrow": NARROW_BLOCKS}[kernel]
     if x_MD.device.type == "cpu":
         blocks = blocks_for(kernel, x_MD.device, x_MD.dtype, compute.precision, x_MD.shape[1])
     elif kernel == "gradient" and panel_dtype(x_MD) == torch.float32:
@@ -867,8 +869,9 @@ def _add_panels(
     buffer: Tensor | None = None
     for p in launch.panels(len(dims) * products.bytes_per_cell + parts_per_cell):
         down, across = launch.tile_counts(p)
-        # Whole pairs of tiles, which specialised kernels write.
-        shape = len(dims), cdiv(down, 2) * 2 * launch.blocks.m, cdiv(p.columns, ROW_ALIGNMENT.value) * ROW_ALIGNMENT.value
+        # Specialised kernels write whole pairs of tiles.
+        tiles = down if kernels is None else cdiv(down, 2) * 2
+        shape = len(dims), tiles * launch.blocks.m, cdiv(p.columns, ROW_ALIGNMENT.value) * ROW_ALIGNMENT.value
         if buffer is None:
             # The first panel is the largest.
             buffer = x_MD.new_empty(math.prod(shape), dtype=products.dtype)
