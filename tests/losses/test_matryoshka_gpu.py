@@ -12,6 +12,11 @@ from cases import embeddings
 import megabatch
 from megabatch import reference
 
+pytest.importorskip("triton")
+
+from megabatch.tiles.fused import matryoshka as kernels
+from megabatch.tiles.fused.architectures import architecture_of
+
 loss_module = importlib.import_module("megabatch.losses.matryoshka")
 
 pytestmark = [
@@ -63,6 +68,14 @@ def assert_as_exact(inputs, each_by_itself, **options) -> None:
         assert error <= 1.5 * allowed + slack, (index, error.item(), allowed.item())
 
 
+def assert_as_exact_in_panels(inputs, each_by_itself, roundings: int = 1, **options) -> None:
+    """Compare value and gradients of the embeddings. The options do not change the formula."""
+    exact, together, alone = formula(inputs), run(inputs, **options), each_by_itself(inputs, **options)
+    for index in (0, 1, 2):
+        error, allowed = ((t[index].double() - exact[index]).norm() / exact[index].norm() for t in (together, alone))
+        assert error <= 1.5 * allowed + roundings * torch.finfo(torch.bfloat16).eps, (index, error.item(), allowed.item())
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("rows", [1000, 5000])
@@ -74,10 +87,7 @@ def test_errors_are_those_of_each_width_by_itself(rows, symmetric, dtype, each_b
 @pytest.mark.parametrize("workspace", [2**24, 2**28, None])
 def test_clustered_embeddings_in_panels_of_any_size(scale, workspace, each_by_itself):
     inputs = leaves(1000, torch.bfloat16, scale, kind="clustered")
-    exact, found, other = formula(inputs), run(inputs, workspace=workspace), each_by_itself(inputs, workspace=workspace)
-    for index in (0, 1, 2):
-        error, allowed = ((t[index].double() - exact[index]).norm() / exact[index].norm() for t in (found, other))
-        assert error <= 1.5 * allowed + torch.finfo(torch.bfloat16).eps, (index, error.item(), allowed.item())
+    assert_as_exact_in_panels(inputs, each_by_itself, workspace=workspace)
 
 
 @pytest.mark.parametrize("dims", [(768,), (768, 64), (512, 384, 256, 192, 128, 96, 64, 32), (112, 48, 16)])
@@ -91,14 +101,15 @@ def test_documents_beyond_the_rows_are_negatives(each_by_itself):
 
 
 def test_rows_whose_logits_are_all_low(each_by_itself):
+    assert_low_logits(each_by_itself)
+
+
+def assert_low_logits(each_by_itself) -> None:
     x, y, scale = leaves(600, torch.bfloat16, 150.0, kind="clustered")
     with torch.no_grad():
         y.copy_(y[:1] + 0.02 * y)
         x.copy_(torch.where(torch.arange(600, device="cuda")[:, None] % 2 == 0, 1, -1) * y + 0.02 * x)
-    exact, found, other = formula([x, y, scale]), run([x, y, scale]), each_by_itself([x, y, scale])
-    for index in (0, 1, 2):
-        error, allowed = ((t[index].double() - exact[index]).norm() / exact[index].norm() for t in (found, other))
-        assert error <= 1.5 * allowed + 2 * torch.finfo(torch.bfloat16).eps, (index, error.item(), allowed.item())
+    assert_as_exact_in_panels([x, y, scale], each_by_itself, roundings=2)
 
 
 def test_autocast_rounds_the_embeddings_only():
@@ -153,3 +164,74 @@ def test_memory_is_linear_in_the_batch_beside_the_workspace():
     used = torch.cuda.max_memory_allocated() - before
     # Gradients in fp32 and in bf16 of both sides, less those of the step before; vectors of every width; cuBLAS's own workspace.
     assert used <= workspace + 2 * rows * 768 * (4 + 2) + 40 * len(DIMS) * rows * 4 + 2**26
+
+
+@pytest.fixture(params=["specialised", "narrow", "specialised and narrow"])
+def other_kernels(request, monkeypatch):
+    """Use kernels that are not the default: those of the architecture, or those of narrow widths. Fail if they were not used."""
+    expected, used = set(), set()
+
+    def observe(module, name):
+        original = getattr(module, name)
+
+        def call(*args, **options):
+            result = original(*args, **options)
+            if result is not False:
+                used.add(name)
+            return result
+
+        expected.add(name)
+        monkeypatch.setattr(module, name, call)
+
+    if "specialised" in request.param:
+        specialised = architecture_of(torch.device("cuda")).load_kernels()
+        if specialised is None:
+            pytest.skip("there are no specialised kernels for this device and this version of Triton")
+        monkeypatch.setattr(kernels, "USE_SPECIALISED", True)
+        observe(specialised, "prefix_stats")
+        observe(specialised, "prefix_gradient")
+    if "narrow" in request.param:
+        monkeypatch.setattr(kernels, "LARGEST_NARROW_WIDTH", 128)
+        observe(kernels, "_narrow_gradient")
+    yield
+    assert used == expected
+
+
+@pytest.mark.usefixtures("other_kernels")
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("rows", [129, 1000, 5000])
+def test_other_kernels_have_the_errors_of_each_width_by_itself(rows, symmetric, each_by_itself):
+    assert_as_exact(leaves(rows, torch.bfloat16), each_by_itself, symmetric=symmetric)
+
+
+@pytest.mark.usefixtures("other_kernels")
+def test_other_kernels_with_documents_beyond_the_rows(each_by_itself):
+    assert_as_exact(leaves(900, torch.bfloat16, extra=333), each_by_itself, symmetric=False)
+
+
+@pytest.mark.usefixtures("other_kernels")
+def test_other_kernels_in_several_panels(each_by_itself):
+    assert_as_exact_in_panels(leaves(3000, torch.bfloat16), each_by_itself, workspace=2**24)
+
+
+@pytest.mark.usefixtures("other_kernels")
+def test_other_kernels_with_rows_whose_logits_are_all_low(each_by_itself):
+    assert_low_logits(each_by_itself)
+
+
+@pytest.mark.usefixtures("other_kernels")
+def test_runs_of_other_kernels_are_equal_bit_for_bit():
+    inputs = leaves(3000, torch.bfloat16)
+    first = [t.clone() for t in run(inputs, workspace=2**26)]
+    assert all(torch.equal(a, b) for a, b in zip(first, run(inputs, workspace=2**26), strict=True))
+
+
+@pytest.mark.usefixtures("other_kernels")
+def test_other_kernels_do_not_synchronise_after_the_first_call():
+    inputs = leaves(1000, torch.bfloat16)
+    run(inputs)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(inputs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
