@@ -3,8 +3,8 @@
 A table stands between `<!-- table: FILE -->` and `<!-- end -->`. `FILE#summary` takes a few rows of `benchmarks.loss_small`,
 `FILE#clip` and `FILE#siglip` take the rows of one loss, `FILE#options` those of megabatch's options, `FILE#errors` reads rows of
 `benchmarks.errors`, and any other `FILE#CASE` takes the rows of that case of `benchmarks.encoders`. `FILE#steps`, `FILE#batches`,
-`FILE#clocks`, `FILE#feeding`, `FILE#other_losses`, `FILE#loss_small`, `FILE#ring`, `FILE#trainers` and `FILE#open_clip_step` read
-rows of the programs of those names,
+`FILE#clocks`, `FILE#feeding`, `FILE#matryoshka`, `FILE#other_losses`, `FILE#loss_small`, `FILE#ring`, `FILE#trainers` and
+`FILE#open_clip_step` read rows of the programs of those names,
 `FILE#memory` and `FILE#limits` those of `benchmarks.memory_accuracy`, `FILE#time` those of `benchmarks.time_accuracy`.
 """
 
@@ -14,7 +14,20 @@ import re
 from pathlib import Path
 from typing import Any
 
-from benchmarks import batches, clocks, errors, feeding, loss_small, open_clip_step, other_losses, report, ring, steps, trainers
+from benchmarks import (
+    batches,
+    clocks,
+    errors,
+    feeding,
+    loss_small,
+    matryoshka,
+    open_clip_step,
+    other_losses,
+    report,
+    ring,
+    steps,
+    trainers,
+)
 from benchmarks.check import LOSSES
 from benchmarks.encoders import report as encoders
 from benchmarks.memory_accuracy import report as memory
@@ -27,6 +40,7 @@ PROGRAMS = {
     "batches": batches,
     "clocks": clocks,
     "feeding": feeding,
+    "matryoshka": matryoshka,
     "other_losses": other_losses,
     "loss_small": loss_small,
     "ring": ring,

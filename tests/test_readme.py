@@ -174,6 +174,15 @@ def test_the_ratio_of_errors_is_that_of_the_kept_rows():
     )
 
 
+def test_what_it_says_of_matryoshka_is_in_the_kept_rows():
+    rows = read_rows(ROOT / "benchmarks/results/matryoshka-cuda.jsonl")
+    ratios = {(row["implementation"], row["rows"]): row["ratio"] for row in rows}
+    together, loop = ([ratios[f"megabatch, {name}", size] for size in (16384, 65536)] for name in ("all widths together", "loop"))
+    text = " ".join((ROOT / "docs" / "losses.md").read_text().split())
+    assert "take {:.2f} times as long as one at 16,384 rows and {:.2f} times at 65,536".format(*together) in text
+    assert "with the loop over widths, {:.2f} and {:.2f} times".format(*loop) in text
+
+
 def test_what_it_says_of_predicted_time_is_in_the_kept_rows():
     rows = read_rows(ROOT / "benchmarks/results/time-cuda.jsonl")
     fresh = set(fresh_cases())
