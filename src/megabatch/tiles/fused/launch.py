@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast, overload
+from typing import Any, NamedTuple, Protocol, TypeVar, cast, overload
 
 import torch
 import triton
@@ -23,10 +23,9 @@ from ..contract import ComputeOptions, Pairs, Softmax
 from .tile import PairArgs
 from .tuned_configs import Blocks, blocks_for
 
-if TYPE_CHECKING:
-    from .matryoshka import NormArgs, PrefixSoftmax
-
 MATCHED_TILES = 8
+# Vectors of each width (matryoshka.py) start at multiples of so many values.
+VECTOR_ALIGNMENT = tl.constexpr(16)
 # What a pass without saved exponentials takes of the workspace at most: a panel whose products fill the device.
 UNSAVED_WORKSPACE = 512 * 2**20
 # The fraction of the workspace that the partial sums of forward get beside saved exponentials, as a divisor.
@@ -58,6 +57,36 @@ class GradsRequest(NamedTuple):
     columns: Softmax | None
     needs_fallback: Tensor
     dpos_M: Tensor | None
+
+
+class NormArgs(NamedTuple):
+    """For matryoshka.py: reciprocal norms of a panel, and the strides between widths, which all vectors of rows (of columns) have,
+    in units of VECTOR_ALIGNMENT, by which the compiler knows that it may read two values at once."""
+
+    rx: Any
+    ry: Any
+    row_stride: Any
+    column_stride: Any
+
+
+class PrefixSoftmax(NamedTuple):
+    """The softmax of rows and columns of all widths. In the fast launch peaks are None; gains are factors of exp(s - offset)."""
+
+    row_gain: Any
+    row_peak: Any
+    column_gain: Any
+    column_peak: Any
+
+    def part(self, p: Panel) -> PrefixSoftmax:
+        """Return that of a panel."""
+        return PrefixSoftmax(*(None if v is None else v[:, where] for v, where in zip(self, (p.r, p.r, p.c, p.c), strict=True)))
+
+    def of_widths(self, widths: slice) -> PrefixSoftmax:
+        return PrefixSoftmax(*(None if v is None else v[widths] for v in self))
+
+    def exchanged(self) -> PrefixSoftmax:
+        """Return that of columns as that of rows, and the reverse."""
+        return PrefixSoftmax(*self[2:], *self[:2])
 
 
 class SpecialisedKernels(Protocol):

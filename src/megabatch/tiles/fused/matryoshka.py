@@ -32,7 +32,17 @@ from torch import Tensor
 from ..contract import NORM_EPS, ComputeOptions, NeedsGrad, Softmax, Stats
 from .architectures import architecture_of
 from .gradient_panels import ROW_ALIGNMENT, GradientProducts, panel_dtype
-from .launch import Launch, Panel, PartialSums, cdiv, on_device_of_input, without_saved_exp
+from .launch import (
+    VECTOR_ALIGNMENT,
+    Launch,
+    NormArgs,
+    Panel,
+    PartialSums,
+    PrefixSoftmax,
+    cdiv,
+    on_device_of_input,
+    without_saved_exp,
+)
 from .per_row import normalise
 from .reductions import (
     EXPONENTIALS,
@@ -55,6 +65,7 @@ from .tile import (
     HIGHEST_PEAK,
     LARGEST_SUM,
     LOG2_E,
+    SMALLEST_PREFIX_SUM,
     PairArgs,
     Target,
     any_fallback,
@@ -71,12 +82,10 @@ from .tuned_configs import Blocks, blocks_for
 
 # Every width is a multiple of this, the smallest step of a product.
 SMALLEST_STEP = 16
-# A sum of exp(s - offset) over a tile from here on has lost nothing that counts: what underflowed is below 2^-126 per term.
-SMALLEST_SUM = tl.constexpr(2.0**-90)
-# The same of a peak minus the offset, of a whole row.
+# The lowest peak of a row, minus the offset, for the same reason as SMALLEST_PREFIX_SUM.
 LOWEST_PEAK = tl.constexpr(-60.0)
-# Vectors of each width start at multiples of so many values, and have at least as many zeros behind their end as a tile has rows.
-VECTOR_ALIGNMENT, PADDING = tl.constexpr(16), 256
+# Vectors of each width have at least as many zeros behind their end as a tile has rows.
+PADDING = 256
 # Products of a panel with fewer columns wait for the panel to be read from memory.
 BANDWIDTH_BOUND_COLUMNS = 128
 # Rows and columns of the kernels over embeddings.
@@ -130,36 +139,6 @@ class PrefixGradients(NamedTuple):
     dx: Tensor | None
     dy: Tensor | None
     dscale: Tensor
-
-
-class NormArgs(NamedTuple):
-    """Reciprocal norms of a panel, and the strides between widths, which all vectors of rows (of columns) have, in units of
-    VECTOR_ALIGNMENT, by which the compiler knows that it may read two values at once."""
-
-    rx: Any
-    ry: Any
-    row_stride: Any
-    column_stride: Any
-
-
-class PrefixSoftmax(NamedTuple):
-    """The softmax of rows and columns. In the fast launch peaks are None, and gains are factors of exp(s - offset)."""
-
-    row_gain: Any
-    row_peak: Any
-    column_gain: Any
-    column_peak: Any
-
-    def part(self, p: Panel) -> PrefixSoftmax:
-        """Return that of a panel."""
-        return PrefixSoftmax(*(None if v is None else v[:, where] for v, where in zip(self, (p.r, p.r, p.c, p.c), strict=True)))
-
-    def of_widths(self, widths: slice) -> PrefixSoftmax:
-        return PrefixSoftmax(*(None if v is None else v[widths] for v in self))
-
-    def exchanged(self) -> PrefixSoftmax:
-        """Return that of columns as that of rows, and the reverse."""
-        return PrefixSoftmax(*self[2:], *self[:2])
 
 
 class TotalsOfTile(NamedTuple):
@@ -317,7 +296,7 @@ def _exp_sums(
 
 @triton.jit
 def _sum_out_of_range(total):
-    return (total < SMALLEST_SUM) | (total > LARGEST_SUM)
+    return (total < SMALLEST_PREFIX_SUM) | (total > LARGEST_SUM)
 
 
 @triton.jit

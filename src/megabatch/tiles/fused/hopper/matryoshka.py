@@ -16,10 +16,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..launch import Launch, Panel, PartialSums, multiprocessors
-from ..matryoshka import SMALLEST_SUM, VECTOR_ALIGNMENT, NormArgs, PrefixSoftmax
+from ..launch import VECTOR_ALIGNMENT, Launch, NormArgs, Panel, PartialSums, PrefixSoftmax, multiprocessors
 from ..reductions import SUM, put
-from ..tile import HIGHEST_PEAK, LARGEST_SUM, LOG2_E
+from ..tile import HIGHEST_PEAK, LARGEST_SUM, LOG2_E, SMALLEST_PREFIX_SUM
 from .pipeline import (
     OPTIONS,
     REGISTERS,
@@ -144,7 +143,7 @@ def _put_rows(parts, channel, pairs, row, column, values, M: gl.constexpr, N: gl
 @gluon.jit
 def _mark_fallback(needs_fallback, first, length, total, SIZE: gl.constexpr):
     within = gl.arange(0, SIZE, total.type.layout)
-    gl.store(needs_fallback + within, 1, mask=(first + within < length) & ((total < SMALLEST_SUM) | (total > LARGEST_SUM)))
+    gl.store(needs_fallback + within, 1, mask=(first + within < length) & ((total < SMALLEST_PREFIX_SUM) | (total > LARGEST_SUM)))
 
 
 @gluon.jit(do_not_specialize=["rows", "columns", "shift", "row_stride", "column_stride"])
