@@ -194,7 +194,7 @@ def test_audit_compares_files(tmp_path, capsys):
 def test_plan_writes_a_file_that_train_reads(tmp_path, capsys):
     assert cli.main(["plan", "--json", "--out", str(tmp_path / "run.toml"), "--html", str(tmp_path / "plan.html")]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["run"]["batch"]["size"] == 512
+    assert found["run"]["batch"]["size"] == 128
     assert cli.main(["train", str(tmp_path / "run.toml"), "--show"]) == 0
     assert f"peak_bytes = {found['peak_bytes']}" in capsys.readouterr().out
     assert (tmp_path / "plan.html").stat().st_size > 10_000
