@@ -346,14 +346,14 @@ def hold_out_batches(given: Sequence[Curve], judged: Sequence[Curve] | None = No
     return found
 
 
-def best_rates(rows: Iterable[Row]) -> dict[Cell, float]:
-    """Return the best rate of the cells that a plan could have, with rates on both sides of it.
+def best_rates(rows: Iterable[Row], fewest_updates: int = HOPELESS_UPDATES, searched: bool = True) -> dict[Cell, float]:
+    """Return the best rate of every cell with the usual warm-up that has rates on both sides of it.
 
-    That is, with the usual warm-up, no fewer updates than a plan warns of, and no other optimum that may be hidden.
+    By default of those that a plan could have: no fewer updates than a plan warns of, and no other optimum that may be hidden.
     """
     rates = {}
     for cell, own in by_cell(rows).items():
-        if cell.warm_up != WARM_UP or cell.steps < HOPELESS_UPDATES or not is_searched(cell, own):
+        if cell.warm_up != WARM_UP or cell.steps < fewest_updates or (searched and not is_searched(cell, own)):
             continue
         tried = sorted({row["rate"] for row in own})
         best = best_rate(own)
@@ -400,12 +400,12 @@ def rate_intervals(rates: Mapping[Cell, float], draws: int = DRAWS) -> dict[str,
     return {name: _interval([getattr(law, name) for law in laws]) for name in ("e", "f")}
 
 
-def hold_out_rates(rows: Sequence[Row], exponent: float | None = None) -> list[HeldBack]:
+def hold_out_rates(rows: Sequence[Row], exponent: float | None = None, rates: Mapping[Cell, float] | None = None) -> list[HeldBack]:
     """Return what the nearest tried rate to the one planned by the other sources' law costs in each cell of a source.
 
-    exponent: of the batch in that law, if it is not to be fitted.
+    exponent: of the batch in that law, if it is not to be fitted. rates: the best ones of other cells than those of `best_rates`.
     """
-    rates, cells = best_rates(rows), by_cell(rows)
+    rates, cells = best_rates(rows) if rates is None else rates, by_cell(rows)
     found = []
     for source in sorted({cell.source for cell in rates}):
         law = fit_rates({cell: rate for cell, rate in rates.items() if cell.source != source}, exponent)
@@ -510,7 +510,7 @@ def measured_law(rows: Sequence[Row], towers: Sequence[TowerCurve], date: str) -
         samples=ends(c.samples for c in plain),
         pairs=ends(c.pairs for c in plain),
         batches=ends(batch for c in plain for batch in c.batches),
-        held_back=good_share(hold_out_batches(plain)),
+        held_back=good_share(hold_out_batches(plain, [c for c in curves(rows) if c.kind == PLAIN])),
         rate_exponent=rate_exponent,
         warm_up=_warm_up_law(warm_ups(rows)),
         noise=noise_relations(rows, plain, law),

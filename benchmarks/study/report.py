@@ -20,6 +20,7 @@ from benchmarks.study.fit import Curve, HeldBack, Interval, Row, TowerCurve
 from benchmarks.study.runs import PLAIN
 from benchmarks.study.stack import WARM_UP, Kind
 from megabatch.batch_law import MeasuredLaw
+from megabatch.evidence import HOPELESS_UPDATES
 from megabatch.recipes import power_near
 from megabatch.reporting.figures import Axis, Chart, Figure, Series, save
 from megabatch.reporting.format import count_text, percent_text
@@ -99,6 +100,7 @@ def blocks(
         "warm-up": lambda: warm_up_text(rows),
         "noise": lambda: noise_text(rows, plain),
         "held-back": lambda: held_back_table(rows, plain, fitted),
+        "sensitivity": lambda: sensitivity_text(rows, plain, towers),
         "predictions": lambda: judge(frozen, rows),
         "published": lambda: published_text(json.loads(PUBLISHED.read_text()), fit.measured_law(rows, towers, "")),
     }
@@ -435,6 +437,37 @@ def held_back_table(rows: Sequence[Row], plain: Sequence[Curve], fitted: Sequenc
     return _table(["held back", "batch: within", "worst loss", "rate: within", "worst loss"], lines)
 
 
+def sensitivity_text(rows: Sequence[Row], plain: Sequence[Curve], towers: Sequence[TowerCurve]) -> str:
+    """Return what the law, the rate and their held-back errors would be with other cells left out."""
+    curves, far = [], (450_000_000, 450_000_000)
+    for most in (4, runs.REPEATED, 12.5, np.inf):
+        chosen = [c for c in plain if c.samples <= most * c.pairs]
+        law, held = fit.fit_law(chosen), fit.hold_out_batches(chosen)
+        share = 2 ** np.mean(np.log2(fit.tower_shares(towers, law))) if towers else 1.0
+        texts = [str(len(chosen)), f"{law.alpha:.2f}", f"{2**law.a:,.0f}", _held_back_texts(held)[0]]
+        curves.append(["all" if most == np.inf else f"at most {most:g} times", *texts, f"{share * law.largest(*far):,.0f}"])
+    head = [
+        "pairs seen",
+        "curves",
+        "exponent of the samples",
+        "largest at 1M",
+        "batch: within",
+        "with the towers' part, at 450M samples",
+    ]
+    cells = []
+    for updates, searched in ((0, False), (HOPELESS_UPDATES, False), (0, True), (HOPELESS_UPDATES, True)):
+        rates = fit.best_rates(rows, updates, searched)
+        law, interval = fit.fit_rates(rates), fit.rate_intervals(rates)["e"]
+        held = fit.hold_out_rates(rows, rates=rates)
+        names = [
+            f"at least {updates}" if updates else "any",
+            "at most 8 times, or all searched" if searched else "any number of times",
+        ]
+        cells.append([*names, str(len(rates)), _text(law.e, interval), _held_back_texts(held)[0]])
+    rate_head = ["updates", "pairs seen", "cells", "exponent of the batch", "rate: within"]
+    return f"{_table(head, curves)}\n\n{_table(rate_head, cells, 2)}"
+
+
 def _held_back_texts(cases: Sequence[HeldBack]) -> list[str]:
     if not cases:
         return ["", ""]
@@ -550,7 +583,8 @@ def judge(frozen: Sequence[Mapping[str, Any]], rows: Sequence[Row]) -> str:
             if c is None:
                 continue
             largest = fit.largest_batch(c.batches, c.recalls)
-            batch = float(np.clip(power_near(case["planned"]), c.batches[0], c.batches[-1]))
+            # As it was predicted, without the rounding of later plans.
+            batch = float(np.clip(case["planned"], c.batches[0], c.batches[-1]))
             lost = c.best - fit.recall_at(c, batch)
             measured = f"{'≥ ' if largest.beyond else ''}{largest.batch:,.0f}"
             texts = [_text(case["largest"], Interval(*case["interval"]), 0), measured, f"{batch:,.0f}", f"{100 * lost:.1f} points"]
@@ -572,7 +606,8 @@ def _judge_rates(frozen: Mapping[str, Any], rows: Sequence[Row]) -> str:
         for batch, rate in case["rates"].items()
     }
     good, lost, cells = 0, 0.0, fit.by_cell(rows)
-    tuned = {cell: best for cell, best in fit.best_rates(rows).items() if cell.kind == PLAIN}
+    # All cells that were tuned: which of them a plan could have was decided later.
+    tuned = {cell: best for cell, best in fit.best_rates(rows, 0, searched=False).items() if cell.kind == PLAIN}
     tuned = {cell: best for cell, best in tuned.items() if (cell.source, cell.samples, cell.batch) in predicted}
     for cell, best in tuned.items():
         tested = {row["rate"]: row["test_1"] for row in cells[cell] if row["seed"] == runs.SEEDS[0]}

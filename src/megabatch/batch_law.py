@@ -74,7 +74,8 @@ class MeasuredLaw:
     towers: the law was measured with perceptrons; with towers of convolutions and attention the largest batch is this part of it.
     towers_deviation: standard deviation of log2 of that part over the trainings that it was measured with.
     samples, pairs, batches: the least and the most of the trainings.
-    held_back: the share of curves on which the batch planned by the other sources' law loses no more than the tolerance.
+    held_back: the share of all curves, also those that the law is not fitted to, on which the batch planned by the law of the other
+        sources loses no more than the tolerance.
     rate_exponent: of the batch in the best rate. noise: by the batch at which noise was measured; only where it tells something.
     """
 
