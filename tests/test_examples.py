@@ -106,6 +106,12 @@ def test_slurm_does_not_requeue_a_run_that_fails(tmp_path):
     assert job.read("calls") == ""
 
 
+def test_slurm_returns_the_status_of_a_step_that_ends_at_once(tmp_path):
+    # The step has ended before the script looks for it.
+    (tmp_path / "late").write_text('kill() { sleep 0.3; builtin kill "$@"; }')
+    assert Job(tmp_path, STATUS="3", BASH_ENV=str(tmp_path / "late")).status() == 3
+
+
 def test_kubernetes_settings_are_known():
     [job] = [d for d in documents() if d["kind"] == "TrainJob"]
     command = job["spec"]["trainer"]["command"]
