@@ -88,7 +88,7 @@ class Curve(NamedTuple):
 
 
 class TowerCurve(NamedTuple):
-    """Recall against the batch of towers that are no perceptrons, in one training of another program."""
+    """Recall against the batch of towers other than MLPs, in one training of another program."""
 
     title: str
     samples: int

@@ -84,7 +84,7 @@ def blocks(
 ) -> dict[str, str]:
     """Return the generated parts of the page by name; those that need more rows say so.
 
-    frozen: sets of predictions, as they were made. towers: trainings with towers that are no perceptrons.
+    frozen: sets of predictions, as they were made. towers: trainings with towers other than MLPs.
     """
     curves = fit.curves(rows)
     plain, fitted = [c for c in curves if c.kind == PLAIN], fit.law_curves(rows)
@@ -233,7 +233,7 @@ def towers_text(towers: Sequence[TowerCurve], curves: Sequence[Curve]) -> str:
         "lost",
     ]
     mean = 2 ** np.mean(np.log2(shares))
-    return f"{_table(head, lines)}\n\nTheir largest batch is {mean:.3f} of that of perceptrons, the geometric mean."
+    return f"{_table(head, lines)}\n\nTheir largest batch is {mean:.3f} of that of MLPs (geometric mean)."
 
 
 def kinds_table(curves: Sequence[Curve]) -> str:

@@ -37,7 +37,7 @@ class Law(NamedTuple):
         return float(2 ** (self.a + self.alpha * math.log2(seen / MILLION) + self.beta * math.log2(pairs / HUNDRED_THOUSAND)))
 
     def planned(self, seen: float, pairs: float) -> float:
-        """Return the batch to train with: neither so large that updates lack, nor so small that negatives do."""
+        """Return the batch to train with: large enough for its negatives, and small enough for its number of updates."""
         return self.largest(seen, pairs) * 2.0**self.aim
 
 
@@ -71,7 +71,7 @@ class MeasuredLaw:
     """The law with what it was measured on.
 
     covariance: of a, alpha and beta. deviation: standard deviation of log2 of a curve's largest batch around the law.
-    towers: the law was measured with perceptrons; with towers of convolutions and attention the largest batch is this part of it.
+    towers: the law was measured with MLPs; with towers of convolutions and attention the largest batch is this part of it.
     towers_deviation: standard deviation of log2 of that part over the trainings that it was measured with.
     samples, pairs, batches: the least and the most of the trainings.
     held_back: the share of all curves, also those that the law is not fitted to, on which the batch planned by the law of the other

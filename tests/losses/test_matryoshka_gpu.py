@@ -122,13 +122,13 @@ def test_autocast_rounds_the_embeddings_only():
     assert torch.allclose(found[1], expected[1].float(), rtol=1e-2, atol=1e-6)
 
 
-def test_runs_are_equal_bit_for_bit():
+def assert_equal_bit_for_bit():
     inputs = leaves(3000, torch.bfloat16)
     first = [t.clone() for t in run(inputs, workspace=2**26)]
     assert all(torch.equal(a, b) for a, b in zip(first, run(inputs, workspace=2**26), strict=True))
 
 
-def test_no_synchronisation_after_the_first_call():
+def assert_no_synchronisation():
     inputs = leaves(1000, torch.bfloat16)
     run(inputs)
     torch.cuda.set_sync_debug_mode("error")
@@ -136,6 +136,14 @@ def test_no_synchronisation_after_the_first_call():
         run(inputs)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_runs_are_equal_bit_for_bit():
+    assert_equal_bit_for_bit()
+
+
+def test_no_synchronisation_after_the_first_call():
+    assert_no_synchronisation()
 
 
 def test_a_step_can_be_captured_and_replayed():
@@ -221,17 +229,9 @@ def test_other_kernels_with_rows_whose_logits_are_all_low(each_by_itself):
 
 @pytest.mark.usefixtures("other_kernels")
 def test_runs_of_other_kernels_are_equal_bit_for_bit():
-    inputs = leaves(3000, torch.bfloat16)
-    first = [t.clone() for t in run(inputs, workspace=2**26)]
-    assert all(torch.equal(a, b) for a, b in zip(first, run(inputs, workspace=2**26), strict=True))
+    assert_equal_bit_for_bit()
 
 
 @pytest.mark.usefixtures("other_kernels")
 def test_other_kernels_do_not_synchronise_after_the_first_call():
-    inputs = leaves(1000, torch.bfloat16)
-    run(inputs)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        run(inputs)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    assert_no_synchronisation()
