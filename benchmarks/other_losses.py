@@ -132,7 +132,7 @@ CONTESTS = (
         lambda x, y, s, t: reference.distill_loss(x, y, 20.0, s, t, 50.0),
         {
             "megabatch": lambda x, y, s, t: megabatch.distill_loss(x, y, 20.0, s, t, 50.0),
-            "megabatch, fused": lambda x, y, s, t: megabatch.distill_loss(x, y, 20.0, s, t, 50.0, backend="fused"),
+            "megabatch, eager": lambda x, y, s, t: megabatch.distill_loss(x, y, 20.0, s, t, 50.0, backend="eager"),
             "OpenCLIP": openclip_distill,
         },
         with_teacher,

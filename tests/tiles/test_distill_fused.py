@@ -66,11 +66,11 @@ def test_a_workspace_of_24_kb_has_several_panels_in_both_directions():
     assert len({p.r.start for p in panels}) > 1 and len({p.c.start for p in panels}) > 1
 
 
-def test_the_kernels_are_used_on_request_only():
-    for device in (torch.device("cpu"), torch.device("cuda")):
-        assert distillation_for(device, torch.float32) is distillation_for(device, torch.float32, "eager") is eager
-        assert distillation_for(device, torch.float32, "fused") is fused
-        assert distillation_for(device, torch.float64) is eager
+def test_the_kernels_are_the_default_on_cuda():
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert distillation_for(cpu, torch.float32) is distillation_for(cuda, torch.float32, "eager") is eager
+    assert distillation_for(cpu, torch.float32, "fused") is distillation_for(cuda, torch.float32) is fused
+    assert distillation_for(cpu, torch.float64) is distillation_for(cuda, torch.float64) is eager
 
 
 def test_workspace_and_last_step_are_those_of_the_tiles_that_run(monkeypatch):

@@ -94,9 +94,7 @@ def distill_loss(
             gradient.
 
     How it is computed:
-        group, equal_shards, workspace, precision: as in `clip_loss`.
-        backend: "eager" (PyTorch operations) or "fused" (Triton kernels). None: eager, because the kernels in their present form
-            are exact in Triton's interpreter but have not yet been run on a device.
+        group, equal_shards, backend, workspace, precision: as in `clip_loss`.
 
     Returns the loss as a float32 scalar (float64 for float64 embeddings), the same on every rank. DDP's average of gradients is
     exactly the gradient of this loss.
@@ -138,8 +136,7 @@ def distill_loss(
     device = x.device if isinstance(x, Tensor) else torch.device("cpu")
     call = agree(group, equal_shards, device, ("x", "y", "scale", "teacher_scale"), describe)
     dtype = product_dtype(x)
-    # Distillation is eager unless fused is requested: workspace and last step follow.
-    tiles = backend_for(x.device, dtype, backend or "eager")
+    tiles = backend_for(x.device, dtype, backend)
     need_x, need_y, need_scale, _ = call.requires_grad
     batch = LossBatch(
         rows=len(x),

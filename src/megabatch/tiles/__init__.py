@@ -56,11 +56,8 @@ def prefixes_for(tiles: Tiles) -> PrefixTiles | None:
 
 
 def distillation_for(device: torch.device, dtype: torch.dtype, backend: str | None = None) -> DistillTiles:
-    """Return the backend of distillation for tensors on `device`: the eager one unless the fused one is requested.
-
-    The fused kernels are exact in Triton's interpreter; in this form they have not yet been run on a device.
-    """
-    if backend is None or backend_name(device, dtype, backend) == "eager":
+    """Return the backend of distillation for tensors on `device`."""
+    if backend_name(device, dtype, backend) == "eager":
         return distill
     from .fused import distill as fused_distill
 
