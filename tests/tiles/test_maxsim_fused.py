@@ -123,10 +123,10 @@ from megabatch.tiles.fused import maxsim
 
 def compiled(capability, kernel, blocks, embedding, **constants):
     m, n, k, warps, stages = blocks
-    constants |= {"M": m, "N": n, "K": k}
+    constants = {name: value for name, value in ({"M": m, "N": n, "K": k} | constants).items() if name in kernel.arg_names}
     kinds = dict.fromkeys(("q", "d", "gradient"), embedding) | {"places": "*u8"}
     kinds |= dict.fromkeys(("rows", "documents", "tokens", "across", "slice_length", "queries", "per_query"), "i32")
-    kinds |= dict.fromkeys(("blocks", "offsets", "lengths"), "*i32")
+    kinds |= dict.fromkeys(("blocks", "ends", "used", "lengths"), "*i32") | {"mask": "*u8", "length": "i32"}
     signature = {name: "constexpr" if name in constants else kinds.get(name, "*fp32") for name in kernel.arg_names}
     attributes = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}
     source = ASTSource(kernel, signature, constants, attributes)
@@ -142,6 +142,7 @@ for capability in (80, 90):
             blocks = maxsim.compiled_blocks(maxsim.SCORES, dtype, width)
             options = {"PIECE": min(piece, blocks.m), "PLACES": places, "WIDTH": width, "PRECISION": precision}
             compiled(capability, maxsim.scores_kernel, blocks, name, **options, **({} if places else {"places": None}))
+        compiled(capability, maxsim.documents_kernel, blocks._replace(k=maxsim.LOADED_WIDTH), name, WIDTH=128)
         blocks = maxsim.compiled_blocks(maxsim.QUERY_GRADIENT, dtype, 128)
         compiled(capability, maxsim.query_gradient_kernel, blocks, name, WIDTH=128)
         blocks = maxsim.compiled_blocks(maxsim.DOCUMENT_GRADIENT, dtype, 128)

@@ -2,7 +2,7 @@
 
 The tokens of all queries form one matrix q_MD of M rows. A query takes `per_query` of them: a whole number of pieces of a power of
 two, so that a block of rows holds whole pieces; missing rows are padded. Documents are read in blocks of tokens, of which those
-without a token that counts are left out. No similarity of tokens leaves its program.
+without a token that counts are left out: two small kernels list the others. No similarity of tokens leaves its program.
 
 - Scores: a program holds a block of rows and walks over the blocks of a slice of the documents in one flattened loop. It keeps the
   maximum of each row and its place, and at the last block of a document writes one sum for each piece, and the places.
@@ -29,6 +29,8 @@ from .launch import cdiv, multiprocessors, on_device_of_input
 BYTES_BESIDE_PLACES = 24
 # Programs that compute scores: as many for each multiprocessor, with no more documents each than this.
 PROGRAMS, LONGEST_SLICE = 16, 64
+# Entries of the width that are looked at together for numbers that are not finite, and blocks of documents that a program lists.
+LOADED_WIDTH, LISTED_BLOCKS = 64, 1024
 
 
 class MaxSimBlocks(NamedTuple):
@@ -72,23 +74,56 @@ def _load_rows(matrix, row, inside, first, WIDTH: tl.constexpr, K: tl.constexpr)
     return tl.load(at, mask=inside[:, None] & (k < WIDTH)[None, :], other=0.0)
 
 
+@triton.jit(do_not_specialize=["tokens", "across"])
+def documents_kernel(
+    d, mask, bias, used, factor, lengths, tokens, across, WIDTH: tl.constexpr, N: tl.constexpr, K: tl.constexpr
+):  # fmt: skip
+    """Write what the other kernels need of a document: the bias of each token, which blocks have tokens, factor and length."""
+    c = tl.program_id(0).to(tl.int64)
+    total_N = tl.zeros((N,), tl.float32)
+    end_N = tl.zeros((N,), tl.int32)
+    for b in range(0, across):
+        u = b * N + tl.arange(0, N)
+        counts = tl.load(mask + c * tokens + u, mask=u < tokens, other=0) != 0
+        tl.store(bias + (c * across + b) * N + tl.arange(0, N), tl.where(counts, 0.0, -float("inf")))
+        tl.store(used + c * across + b, tl.max(counts.to(tl.int32), 0))
+        end_N = tl.where(counts, u + 1, end_N)
+        for first in range(0, WIDTH, K):
+            total_N += tl.sum(_load_rows(d, c * tokens + u, counts, first, WIDTH, K).to(tl.float32), 1)
+    length = tl.max(end_N, 0)
+    tl.store(lengths + c, length)
+    # Plus zero, or NaN for tokens that are not finite, which no maximum shows.
+    tl.store(factor + c, (length > 0).to(tl.float32) + tl.sum(0.0 * total_N, 0))
+
+
+@triton.jit(do_not_specialize=["length"])
+def blocks_kernel(used, ends, blocks, length, N: tl.constexpr):
+    """Write the used blocks one after the other. ends: for each block, how many there are up to it."""
+    i = tl.program_id(0) * N + tl.arange(0, N)
+    is_used = tl.load(used + i, mask=i < length, other=0) != 0
+    tl.store(blocks + tl.load(ends + i, mask=is_used, other=1) - 1, i, mask=is_used)
+
+
 @triton.jit(do_not_specialize=["rows", "documents", "tokens", "across", "slice_length"])
 def scores_kernel(
-    q, d, weight, factor, bias, blocks, offsets, scores, places, rows, documents, tokens, across, slice_length,
+    q, d, weight, factor, bias, blocks, ends, scores, places, rows, documents, tokens, across, slice_length,
     PIECE: tl.constexpr, PLACES: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """Write the weighted sums of the maxima of each piece (piece, document) and, if PLACES, their places (document, row).
 
-    blocks: the blocks with document tokens, out of `across` of each document; the first of document c is entry offsets[c].
+    blocks: the blocks with document tokens, out of `across` of each document; `ends`: how many there are up to each block.
     bias: for each token of each block, 0 or, if it is masked, -inf: the compiler has a sum cost less than a selection.
     """
     row = tl.program_id(0) * M + tl.arange(0, M)
     inside = row < rows
     weight_M = tl.load(weight + row, mask=inside, other=0.0)
     piece = tl.program_id(0) * (M // PIECE) + tl.arange(0, M // PIECE)
-    begin = tl.load(offsets + tl.program_id(1) * slice_length)
-    end = tl.load(offsets + tl.minimum((tl.program_id(1) + 1) * slice_length, documents))
+    document = tl.program_id(1) * slice_length
+    begin = tl.load(ends + document * across - 1, mask=document > 0, other=0)
+    end = tl.load(ends + tl.minimum(document + slice_length, documents) * across - 1)
+    # Zero, or NaN for tokens that are not finite, which no maximum shows.
+    weight_M += 0.0 * _row_sums(q, row, inside, WIDTH, M, K)
     best_M = tl.full((M,), -float("inf"), tl.float32)
     place_M = tl.zeros((M,), tl.int32)
     if WIDTH <= K:
@@ -113,13 +148,21 @@ def scores_kernel(
             first_M = tl.min(tl.where(z_MN == peak_M[:, None], u[None, :], 2147483647), 1)
             place_M = tl.where(peak_M > best_M, first_M, place_M)
         best_M = tl.where(peak_M > best_M, peak_M, best_M)
-        if i + 1 == tl.load(offsets + c + 1):
+        if i + 1 == tl.load(ends + (c + 1) * across - 1):
             total = tl.sum(tl.reshape(best_M * weight_M, (M // PIECE, PIECE)), 1) * tl.load(factor + c)
             tl.store(scores + piece.to(tl.int64) * documents + c, total, mask=piece * PIECE < rows)
             if PLACES:
                 tl.store(places + c.to(tl.int64) * rows + row, place_M.to(places.dtype.element_ty), mask=inside)
             # The first block of the next document has a token, which overwrites the place.
             best_M = tl.full((M,), -float("inf"), tl.float32)
+
+
+@triton.jit
+def _row_sums(matrix, row, inside, WIDTH: tl.constexpr, M: tl.constexpr, K: tl.constexpr):
+    total_M = tl.zeros((M,), tl.float32)
+    for first in range(0, WIDTH, K):
+        total_M += tl.sum(_load_rows(matrix, row, inside, first, WIDTH, K).to(tl.float32), 1)
+    return total_M
 
 
 @triton.jit(do_not_specialize=["rows", "documents", "tokens", "queries", "per_query"])
@@ -209,35 +252,33 @@ def maxsim_scores(
     (R, T, D), (C, U) = q_RTD.shape, d_CUD.shape[:2]
     piece = piece_of(T, m)
     pieces = cdiv(T, piece)
-    # Zero, or NaN for tokens that are not finite, which no maximum shows.
-    weight_RT = weight_RT + 0 * q_RTD.sum(2, dtype=torch.float32)
-    finite_CU = (0 * d_CUD.sum(2, dtype=torch.float32)).masked_fill(~mask_CU, 0)
-    factor_C = mask_CU.any(1) + finite_CU.sum(1)
     missing = pieces * piece - T
     if missing:
         q_RTD, weight_RT = F.pad(q_RTD, (0, 0, 0, missing)), F.pad(weight_RT, (0, missing))
     q_MD, weight_M = q_RTD.view(-1, D), weight_RT.view(-1)
     M = len(q_MD)
     across = cdiv(U, n)
-    bias_CU = weight_RT.new_zeros(C, U).masked_fill_(~mask_CU, -torch.inf)
-    bias_CU = F.pad(bias_CU, (0, across * n - U), value=-torch.inf)
-    used_CB = bias_CU.view(C, across, n).amax(2) == 0
-    # Used blocks come first, in order; the host does not know how many there are.
-    blocks = used_CB.view(-1).to(torch.uint8).argsort(descending=True, stable=True).to(torch.int32)
-    offsets = F.pad(used_CB.sum(1).cumsum(0), (1, 0)).to(torch.int32)
+    bias, factor_C = weight_M.new_empty(C * across * n), weight_M.new_empty(C)
+    used, blocks = weight_M.new_empty(2, C * across, dtype=torch.int32)
+    lengths_C = used.new_empty(C)
+    documents_kernel[(C,)](
+        d_CUD, mask_CU.view(torch.uint8), bias, used, factor_C, lengths_C, U, across, WIDTH=D, N=n, K=min(k, LOADED_WIDTH)
+    )
+    # The host does not know how many blocks are used.
+    ends = used.cumsum(0, dtype=torch.int32)
+    blocks_kernel[(cdiv(C * across, LISTED_BLOCKS),)](used, ends, blocks, C * across, N=LISTED_BLOCKS)
     # A document without tokens has no block, and keeps these zeros.
     scores = d_CUD.new_zeros(R * pieces, C, dtype=torch.float32)
     place_CM = d_CUD.new_zeros(C, M, dtype=_place_dtype(U)) if save else None
     down = cdiv(M, m)
     slice_length = slice_of(down, C, q_RTD.device)
     scores_kernel[down, cdiv(C, slice_length)](
-        q_MD, d_CUD, weight_M, factor_C, bias_CU, blocks, offsets, scores, place_CM, M, C, U, across, slice_length,
+        q_MD, d_CUD, weight_M, factor_C, bias, blocks, ends, scores, place_CM, M, C, U, across, slice_length,
         PIECE=piece, PLACES=save, WIDTH=D, PRECISION=_precision(q_RTD), M=m, N=n, K=k, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     z_RC = scores if pieces == 1 else scores.view(R, pieces, C).sum(1)
     if place_CM is None:
         return z_RC, None
-    lengths_C = (mask_CU * torch.arange(1, U + 1, device=mask_CU.device, dtype=torch.int32)).amax(1)
     return z_RC, SavedPlaces(q_MD, weight_M, place_CM, factor_C, lengths_C)
 
 
