@@ -40,6 +40,8 @@ BUDGET_S, LEAST_TURNS, WARM_UP_S = 6.0, 5, 0.5
 # Float32 matrices that the plain loop holds at its peak: autograd keeps those of all widths until backward.
 PLAIN_MATRICES = 4 * len(DIMS)
 LISTED_KERNELS = 16
+# A configuration that has not compiled and run by then is left out: a pipeline can wait for itself forever.
+COMPILE_LIMIT_S = 90
 
 ONE_WIDTH, TOGETHER = "one width", "megabatch, all widths together"
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -243,15 +245,20 @@ def tune(rows: int, dtype: torch.dtype, only: int | None) -> None:
     compiling = [
         subprocess.Popen([*command, str(i)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for i in range(len(VARIANTS))
     ]
-    for process in compiling:
-        process.wait()
+    hanging = set()
+    for i, process in enumerate(compiling):
+        try:
+            process.wait(max(0.1, COMPILE_LIMIT_S - (time.perf_counter() - start)))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            hanging.add(i)
     print(f"compiled in {time.perf_counter() - start:.0f} s", flush=True)
     leaves = inputs(rows, dtype, "cuda")
     one = min(seconds_of(one_width, leaves, "cuda")() for _ in range(6))
     print(f"one width, {rows:,} rows: forward and backward {1e3 * one:.2f} ms", flush=True)
-    for variant in VARIANTS:
+    for i, variant in enumerate(VARIANTS):
         try:
-            line = _timed(variant, leaves, dtype)
+            line = f"no result after {COMPILE_LIMIT_S} s" if i in hanging else _timed(variant, leaves, dtype)
         except Exception as error:  # A configuration that does not compile or launch is a result too.
             line = f"{type(error).__name__}: {str(error)[:120]}"
         kind = "pipelined" if variant.pipelined else "portable"
