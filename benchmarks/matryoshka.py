@@ -9,7 +9,6 @@ step's time divided by that of the step of one width before it. A last step is p
 from __future__ import annotations
 
 import argparse
-import functools
 import gc
 import statistics
 import subprocess
@@ -40,7 +39,7 @@ BUDGET_S, LEAST_TURNS, WARM_UP_S = 6.0, 5, 0.5
 # Float32 matrices that the plain loop holds at its peak: autograd keeps those of all widths until backward.
 PLAIN_MATRICES = 4 * len(DIMS)
 LISTED_KERNELS = 16
-# A configuration that has not compiled and run by then is left out: a pipeline can wait for itself forever.
+# A configuration that has not compiled and run by then is left out.
 COMPILE_LIMIT_S = 90
 
 ONE_WIDTH, TOGETHER = "one width", "megabatch, all widths together"
@@ -67,8 +66,8 @@ def loop(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
 
 
 def together(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
-    # A CPU has no such kernels.
-    return megabatch.matryoshka(megabatch.clip_loss, DIMS)(x, y, scale, backend="fused" if x.is_cuda else None)
+    # On a CPU, which has no such kernels, the same as `loop`.
+    return megabatch.matryoshka(megabatch.clip_loss, DIMS)(x, y, scale)
 
 
 IMPLEMENTATIONS: dict[str, Loss] = {
@@ -170,31 +169,22 @@ def print_kernels(rows: int, dtype: torch.dtype) -> None:
 
 
 class Variant(NamedTuple):
-    """Configuration of the kernels: a PrefixPipeline of those of Hopper, or Blocks of the portable ones.
+    """Configuration of the kernels: Blocks of forward, backward and narrow widths, MAX_KEPT_TILES and LARGEST_NARROW_WIDTH."""
 
-    kept: MAX_KEPT_TILES. narrow, narrow_blocks: LARGEST_NARROW_WIDTH, and the blocks of its kernel.
-    """
-
-    stats: tuple[Any, ...]
-    gradient: tuple[Any, ...]
+    stats: tuple[int, ...]
+    gradient: tuple[int, ...]
     kept: int
-    pipelined: bool = True
     narrow: int = 0
-    narrow_blocks: tuple[int, ...] = (128, 64, 64, 8, 3)
+    narrow_blocks: tuple[int, ...] = (64, 64, 64, 4, 3)
 
 
-# In order of promise, after the portable kernels.
 VARIANTS = (
-    Variant((128, 128, 64, 4, 3, 2, 8, 4), (128, 64, 64, 4, 4, 2, 8, 2), 3, pipelined=False),
-    Variant((8, 3, 7, 4, 0, 4, True), (16, 3, 6, 4, 8, 4, True), 3),
-    Variant((8, 3, 7, 4, 0, 4, False), (16, 3, 6, 4, 8, 4, False), 3),
-    Variant((8, 3, 7, 4, 0, 2, True), (16, 3, 6, 4, 4, 2, True), 3),
-    Variant((16, 3, 7, 5, 0, 4, True), (16, 3, 6, 4, 8, 4, True), 2, narrow=128),
-    Variant((8, 3, 7, 2, 0, 4, True), (16, 3, 6, 4, 8, 4, True), 3, narrow=64, narrow_blocks=(64, 64, 64, 4, 3)),
-    Variant((8, 2, 8, 7, 0, 4, True), (16, 3, 6, 4, 4, 2, True), 2, narrow=128, narrow_blocks=(64, 64, 64, 4, 3)),
-    Variant((8, 3, 7, 6, 0, 4, True), (8, 3, 6, 2, 8, 4, True), 3),
-    Variant((4, 3, 7, 4, 0, 4, True), (16, 2, 8, 7, 4, 4, True), 3),
-    Variant((128, 256, 64, 8, 3, 1, 8, 4), (64, 128, 64, 4, 4, 2, 16, 4), 2, pipelined=False),
+    Variant((128, 128, 64, 4, 3, 2, 8, 4), (64, 128, 64, 4, 4, 2, 16, 4), 2, narrow=128),
+    Variant((128, 128, 64, 4, 3, 2, 8, 4), (64, 128, 64, 4, 4, 2, 16, 4), 2),
+    Variant((128, 128, 64, 4, 3, 2, 8, 4), (128, 64, 64, 4, 4, 2, 8, 2), 3),
+    Variant((128, 256, 64, 8, 3, 1, 8, 4), (64, 128, 64, 4, 3, 3, 16, 4), 2, narrow=128, narrow_blocks=(64, 64, 64, 4, 4)),
+    Variant((128, 128, 64, 8, 3, 2, 8, 4), (64, 128, 64, 4, 4, 3, 16, 4), 1),
+    Variant((64, 128, 64, 4, 4, 3, 16, 4), (64, 128, 64, 4, 3, 3, 16, 4), 2),
 )
 # Kernels whose time is listed, by a part of their name.
 TIMED = {
@@ -208,26 +198,12 @@ TIMED = {
 
 def configure(variant: Variant) -> None:
     """Make the kernels use a configuration."""
-    from megabatch.tiles.fused import hopper
     from megabatch.tiles.fused import matryoshka as kernels
-    from megabatch.tiles.fused.hopper.matryoshka import PrefixPipeline
     from megabatch.tiles.fused.tuned_configs import Blocks
 
-    pipelined: Any = hopper.matryoshka
-    kernels.USE_SPECIALISED, kernels.MAX_KEPT_TILES = variant.pipelined, variant.kept
-    kernels.LARGEST_NARROW_WIDTH, kernels.NARROW_BLOCKS = variant.narrow, Blocks(*variant.narrow_blocks)
-    if variant.pipelined:
-        kernels.STATS_BLOCKS = default_stats_blocks()
-        pipelined.STATS_PIPELINE, pipelined.GRADIENT_PIPELINE = PrefixPipeline(*variant.stats), PrefixPipeline(*variant.gradient)
-    else:
-        kernels.STATS_BLOCKS, kernels.GRADIENT_BLOCKS = Blocks(*variant.stats), Blocks(*variant.gradient)
-
-
-@functools.cache
-def default_stats_blocks() -> Any:
-    from megabatch.tiles.fused import matryoshka as kernels
-
-    return kernels.STATS_BLOCKS
+    kernels.STATS_BLOCKS, kernels.GRADIENT_BLOCKS = Blocks(*variant.stats), Blocks(*variant.gradient)
+    kernels.NARROW_BLOCKS = Blocks(*variant.narrow_blocks)
+    kernels.MAX_KEPT_TILES, kernels.LARGEST_NARROW_WIDTH = variant.kept, variant.narrow
 
 
 def tune(rows: int, dtype: torch.dtype, only: int | None) -> None:
@@ -235,7 +211,6 @@ def tune(rows: int, dtype: torch.dtype, only: int | None) -> None:
 
     Processes of their own compile all variants at the same time first; this one reads their cache.
     """
-    default_stats_blocks()
     if only is not None:
         configure(VARIANTS[only])
         gradients(together, inputs(CHECKED, dtype, "cuda"))
@@ -261,9 +236,8 @@ def tune(rows: int, dtype: torch.dtype, only: int | None) -> None:
             line = f"no result after {COMPILE_LIMIT_S} s" if i in hanging else _timed(variant, leaves, dtype)
         except Exception as error:  # A configuration that does not compile or launch is a result too.
             line = f"{type(error).__name__}: {str(error)[:120]}"
-        kind = "pipelined" if variant.pipelined else "portable"
-        narrow = f"narrow {variant.narrow} {variant.narrow_blocks}" if variant.narrow else ""
-        print(f"{kind} {variant.stats} {variant.gradient} kept {variant.kept} {narrow}: {line}", flush=True)
+        narrow = f" narrow {variant.narrow} {variant.narrow_blocks}" if variant.narrow else ""
+        print(f"{variant.stats} {variant.gradient} kept {variant.kept}{narrow}: {line}", flush=True)
 
 
 def _timed(variant: Variant, leaves: list[Tensor], dtype: torch.dtype) -> str:

@@ -38,10 +38,10 @@ BUDGET_S, MOST_STEPS = 2.0, 10
 LARGEST_ERROR = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
 
 # Implementations that do not store the matrix of their loss.
-WITHOUT_MATRIX = ("megabatch", "megabatch, eager", "megabatch, fused", "loop of clip_loss", "late-interaction-kernels")
+WITHOUT_MATRIX = ("megabatch", "megabatch, eager", "megabatch, each width", "loop of clip_loss", "late-interaction-kernels")
 # Implementations whose kernels run on a GPU only, or that differ from the default there only; and modules that some need.
-CUDA_ONLY = ("megabatch, eager", "megabatch, fused", "late-interaction-kernels")
-NEEDED_MODULES = {"OpenCLIP": "open_clip", "megabatch, fused": "triton", "late-interaction-kernels": "late_interaction_kernels"}
+CUDA_ONLY = ("megabatch, eager", "late-interaction-kernels")
+NEEDED_MODULES = {"OpenCLIP": "open_clip", "late-interaction-kernels": "late_interaction_kernels"}
 
 Inputs = list[Tensor]
 Loss = Callable[..., Tensor]
@@ -144,7 +144,7 @@ CONTESTS = (
         functools.partial(plain_loop, reference.clip_loss),
         {
             "megabatch": lambda x, y: megabatch.matryoshka(megabatch.clip_loss, DIMS)(x, y, 20.0),
-            "megabatch, fused": lambda x, y: megabatch.matryoshka(megabatch.clip_loss, DIMS)(x, y, 20.0, backend="fused"),
+            "megabatch, each width": lambda x, y: megabatch.matryoshka(lambda *t: megabatch.clip_loss(*t), DIMS)(x, y, 20.0),
             "loop of clip_loss": functools.partial(plain_loop, megabatch.clip_loss),
             "loop of the formula": functools.partial(plain_loop, reference.clip_loss),
         },

@@ -42,7 +42,8 @@ class LossOptions:
     directions: of a loss over directions; empty: its default. dims: widths of the prefixes (Matryoshka); empty: the whole width.
     spread_out: whether the spread-out regulariser of both sides is added. negatives: hard negatives for each row of x.
     in_batch: whether rows of other samples are negatives. hardened: whether hardness weights negatives that other samples share,
-    so that directions between x and y need a product each. masked: whether pairs with equal ids are told apart.
+    so that directions between x and y need a product each. masked: whether pairs with equal ids are told apart. weighted: whether
+    negatives count by their similarity, or labels are smoothed.
     """
 
     directions: tuple[str, ...] = ()
@@ -52,6 +53,7 @@ class LossOptions:
     in_batch: bool = True
     hardened: bool = False
     masked: bool = True
+    weighted: bool = False
 
 
 PLAIN_LOSS = LossOptions()

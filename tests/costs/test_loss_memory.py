@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -158,3 +159,39 @@ def test_time_of_a_loss_counts_its_products() -> None:
     assert seconds(negatives=4, in_batch=False) < 1e-4 * one
     # The regulariser: a product of D × D for each row instead of one with every row of the batch.
     assert seconds(spread_out=True) == pytest.approx((1 + 768 / (4 * 16384)) * one)
+
+
+def test_prefixes_are_predicted_together_where_their_kernels_run():
+    def together(element_bytes: int = 2, **changes: Any) -> bool:
+        options = LossOptions(dims=(768, 256), masked=False)
+        options = replace(options, **{name: changes.pop(name) for name in list(changes) if hasattr(options, name)})
+        return LossMemory(
+            Ledger(), Setup(**{"objective": "clip", "loss_options": options, **changes}), 4096, 768, element_bytes
+        ).prefixes_together
+
+    assert together() and together(objective="infonce") and together(negatives=1)
+    for changes in (
+        {"element_bytes": 4},
+        {"device": "cpu"},
+        {"capability": (8, 0)},
+        {"ranks": 2},
+        {"objective": "siglip"},
+        {"masked": True},
+        {"weighted": True},
+        {"dims": ()},
+        {"dims": (768, 100)},
+        {"objective": "infonce", "directions": DIRECTIONS},
+        {"objective": "infonce", "negatives": 2},
+    ):
+        assert not together(**changes), changes
+
+
+def test_panels_of_all_prefixes_are_within_a_gibibyte():
+    options = LossOptions(dims=(768, 512, 256, 128, 64), masked=False)
+    for rows, panels in ((16_384, 2**30), (4096, 3 * 2 * 4096**2)):
+        ledger = Ledger()
+        loss = LossMemory(ledger, Setup(objective="clip", loss_options=options, device_memory=140 * 2**30), rows, 768, 2)
+        loss.forward()
+        assert set(loss.backward()) == set(ledger.sizes), "the gradients remain, and nothing else"
+        # The sums of both gradients in fp32.
+        assert ledger.peak == pytest.approx(panels + 2 * rows * 768 * 4, rel=0.1)

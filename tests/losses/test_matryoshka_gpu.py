@@ -11,11 +11,13 @@ from cases import embeddings
 
 import megabatch
 from megabatch import reference
+from megabatch.costs.memory import Setup
+from megabatch.costs.memory.loss import LossMemory
+from megabatch.objectives import LossOptions
 
 pytest.importorskip("triton")
 
 from megabatch.tiles.fused import matryoshka as kernels
-from megabatch.tiles.fused.architectures import architecture_of
 
 loss_module = importlib.import_module("megabatch.losses.matryoshka")
 
@@ -35,7 +37,7 @@ def leaves(rows: int, dtype: torch.dtype, scale: float = 20.0, extra: int = 0, *
 def run(inputs: list[torch.Tensor], dims=DIMS, weights=WEIGHTS, **options) -> list[torch.Tensor]:
     for t in inputs:
         t.grad = None
-    loss = megabatch.matryoshka(megabatch.clip_loss, dims, weights)(*inputs, backend="fused", **options)
+    loss = megabatch.matryoshka(megabatch.clip_loss, dims, weights)(*inputs, **options)
     (2 * loss).backward()
     return [loss.detach(), *(t.grad for t in inputs)]
 
@@ -68,18 +70,12 @@ def assert_as_exact(inputs, each_by_itself, **options) -> None:
         assert error <= 1.5 * allowed + slack, (index, error.item(), allowed.item())
 
 
-def assert_as_exact_in_panels(inputs, each_by_itself, roundings: int = 1, **options) -> None:
-    """Compare value and gradients of the embeddings. The options do not change the formula."""
-    exact, together, alone = formula(inputs), run(inputs, **options), each_by_itself(inputs, **options)
-    for index in (0, 1, 2):
-        error, allowed = ((t[index].double() - exact[index]).norm() / exact[index].norm() for t in (together, alone))
-        assert error <= 1.5 * allowed + roundings * torch.finfo(torch.bfloat16).eps, (index, error.item(), allowed.item())
-
-
+@pytest.mark.parametrize("narrow", [0, kernels.LARGEST_NARROW_WIDTH], ids=["all in panels", "narrow ones apart"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("rows", [1000, 5000])
-def test_errors_are_those_of_each_width_by_itself(rows, symmetric, dtype, each_by_itself):
+@pytest.mark.parametrize("rows", [129, 1000, 5000])
+def test_errors_are_those_of_each_width_by_itself(rows, symmetric, dtype, narrow, each_by_itself, monkeypatch):
+    monkeypatch.setattr(kernels, "LARGEST_NARROW_WIDTH", narrow)
     assert_as_exact(leaves(rows, dtype), each_by_itself, symmetric=symmetric)
 
 
@@ -87,7 +83,10 @@ def test_errors_are_those_of_each_width_by_itself(rows, symmetric, dtype, each_b
 @pytest.mark.parametrize("workspace", [2**24, 2**28, None])
 def test_clustered_embeddings_in_panels_of_any_size(scale, workspace, each_by_itself):
     inputs = leaves(1000, torch.bfloat16, scale, kind="clustered")
-    assert_as_exact_in_panels(inputs, each_by_itself, workspace=workspace)
+    exact, found, other = formula(inputs), run(inputs, workspace=workspace), each_by_itself(inputs, workspace=workspace)
+    for index in (0, 1, 2):
+        error, allowed = ((t[index].double() - exact[index]).norm() / exact[index].norm() for t in (found, other))
+        assert error <= 1.5 * allowed + torch.finfo(torch.bfloat16).eps, (index, error.item(), allowed.item())
 
 
 @pytest.mark.parametrize("dims", [(768,), (768, 64), (512, 384, 256, 192, 128, 96, 64, 32), (112, 48, 16)])
@@ -101,15 +100,14 @@ def test_documents_beyond_the_rows_are_negatives(each_by_itself):
 
 
 def test_rows_whose_logits_are_all_low(each_by_itself):
-    assert_low_logits(each_by_itself)
-
-
-def assert_low_logits(each_by_itself) -> None:
     x, y, scale = leaves(600, torch.bfloat16, 150.0, kind="clustered")
     with torch.no_grad():
         y.copy_(y[:1] + 0.02 * y)
         x.copy_(torch.where(torch.arange(600, device="cuda")[:, None] % 2 == 0, 1, -1) * y + 0.02 * x)
-    assert_as_exact_in_panels([x, y, scale], each_by_itself, roundings=2)
+    exact, found, other = formula([x, y, scale]), run([x, y, scale]), each_by_itself([x, y, scale])
+    for index in (0, 1, 2):
+        error, allowed = ((t[index].double() - exact[index]).norm() / exact[index].norm() for t in (found, other))
+        assert error <= 1.5 * allowed + 2 * torch.finfo(torch.bfloat16).eps, (index, error.item(), allowed.item())
 
 
 def test_autocast_rounds_the_embeddings_only():
@@ -122,13 +120,13 @@ def test_autocast_rounds_the_embeddings_only():
     assert torch.allclose(found[1], expected[1].float(), rtol=1e-2, atol=1e-6)
 
 
-def assert_equal_bit_for_bit():
+def test_runs_are_equal_bit_for_bit():
     inputs = leaves(3000, torch.bfloat16)
     first = [t.clone() for t in run(inputs, workspace=2**26)]
     assert all(torch.equal(a, b) for a, b in zip(first, run(inputs, workspace=2**26), strict=True))
 
 
-def assert_no_synchronisation():
+def test_no_synchronisation_after_the_first_call():
     inputs = leaves(1000, torch.bfloat16)
     run(inputs)
     torch.cuda.set_sync_debug_mode("error")
@@ -136,14 +134,6 @@ def assert_no_synchronisation():
         run(inputs)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-def test_runs_are_equal_bit_for_bit():
-    assert_equal_bit_for_bit()
-
-
-def test_no_synchronisation_after_the_first_call():
-    assert_no_synchronisation()
 
 
 def test_a_step_can_be_captured_and_replayed():
@@ -174,64 +164,42 @@ def test_memory_is_linear_in_the_batch_beside_the_workspace():
     assert used <= workspace + 2 * rows * 768 * (4 + 2) + 40 * len(DIMS) * rows * 4 + 2**26
 
 
-@pytest.fixture(params=["specialised", "narrow", "specialised and narrow"])
-def other_kernels(request, monkeypatch):
-    """Use kernels that are not the default: those of the architecture, or those of narrow widths. Fail if they were not used."""
-    expected, used = set(), set()
+class Ledger:
+    """Adds up allocations."""
 
-    def observe(module, name):
-        original = getattr(module, name)
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.peak = 0
 
-        def call(*args, **options):
-            result = original(*args, **options)
-            if result is not False:
-                used.add(name)
-            return result
+    def allocate(self, size: int, part: str) -> int:
+        self.sizes.append(size)
+        self.peak = max(self.peak, sum(self.sizes))
+        return len(self.sizes) - 1
 
-        expected.add(name)
-        monkeypatch.setattr(module, name, call)
-
-    if "specialised" in request.param:
-        specialised = architecture_of(torch.device("cuda")).load_kernels()
-        if specialised is None:
-            pytest.skip("there are no specialised kernels for this device and this version of Triton")
-        monkeypatch.setattr(kernels, "USE_SPECIALISED", True)
-        observe(specialised, "prefix_stats")
-        observe(specialised, "prefix_gradient")
-    if "narrow" in request.param:
-        monkeypatch.setattr(kernels, "LARGEST_NARROW_WIDTH", 128)
-        observe(kernels, "_narrow_gradient")
-    yield
-    assert used == expected
+    def free(self, index: int) -> None:
+        self.sizes[index] = 0
 
 
-@pytest.mark.usefixtures("other_kernels")
-@pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("rows", [129, 1000, 5000])
-def test_other_kernels_have_the_errors_of_each_width_by_itself(rows, symmetric, each_by_itself):
-    assert_as_exact(leaves(rows, torch.bfloat16), each_by_itself, symmetric=symmetric)
-
-
-@pytest.mark.usefixtures("other_kernels")
-def test_other_kernels_with_documents_beyond_the_rows(each_by_itself):
-    assert_as_exact(leaves(900, torch.bfloat16, extra=333), each_by_itself, symmetric=False)
-
-
-@pytest.mark.usefixtures("other_kernels")
-def test_other_kernels_in_several_panels(each_by_itself):
-    assert_as_exact_in_panels(leaves(3000, torch.bfloat16), each_by_itself, workspace=2**24)
-
-
-@pytest.mark.usefixtures("other_kernels")
-def test_other_kernels_with_rows_whose_logits_are_all_low(each_by_itself):
-    assert_low_logits(each_by_itself)
-
-
-@pytest.mark.usefixtures("other_kernels")
-def test_runs_of_other_kernels_are_equal_bit_for_bit():
-    assert_equal_bit_for_bit()
-
-
-@pytest.mark.usefixtures("other_kernels")
-def test_other_kernels_do_not_synchronise_after_the_first_call():
-    assert_no_synchronisation()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [4096, 16_384, 65_536])
+def test_predicted_memory_is_that_of_the_kernels(rows, dtype):
+    x, y = (torch.randn(rows, 768, device="cuda", dtype=dtype).requires_grad_() for _ in range(2))
+    inputs = [x, y, torch.tensor(20.0, device="cuda")]
+    run(inputs)
+    for t in inputs:
+        t.grad = None
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run(inputs)
+    measured = torch.cuda.max_memory_allocated() - before
+    memory = torch.cuda.get_device_properties(0).total_memory
+    options = LossOptions(dims=DIMS, masked=False)
+    ledger = Ledger()
+    precision = "fp16" if dtype == torch.float16 else "bf16"
+    loss = LossMemory(
+        ledger, Setup(objective="clip", precision=precision, loss_options=options, device_memory=memory), rows, 768, dtype.itemsize
+    )
+    assert loss.prefixes_together
+    loss.forward()
+    loss.backward()
+    assert ledger.peak == pytest.approx(measured, rel=0.05), (ledger.peak / 2**20, measured / 2**20)

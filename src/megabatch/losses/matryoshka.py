@@ -3,10 +3,8 @@
 Of any loss, the gradients of each width are computed together with its value and added up before the next width, so that no graph
 outlives its width. The work is that of the plain loop; backward only multiplies.
 
-With backend="fused", the softmax loss with its usual options in half precision on one Hopper GPU computes all widths together, for
-the products of the widest (tiles/fused/matryoshka.py), if every width is a multiple of 16. On an H200 these kernels are right, and
-their times are in docs/losses.md. They run only on request, because predictions of memory count the loop, and because at 65,536
-rows they are hardly faster.
+The softmax loss with its usual options in half precision on one Hopper GPU computes all widths together, for the products of the
+widest (tiles/fused/matryoshka.py), if every width is a multiple of 16.
 """
 
 from __future__ import annotations
@@ -274,8 +272,8 @@ def _together(criterion: MatryoshkaLoss, inputs: Sequence[Any], options: dict[st
     x, y, scale, symmetric, diagnostics = (arguments[name] for name in TOGETHER[:5])
     execution = Execution(*(arguments[name] for name in TOGETHER[5:]))
     dtype = product_dtype(x)
-    # On a CPU the kernels run in Triton's interpreter, for tests.
-    if execution.backend != "fused" or (x.is_cuda and dtype not in (torch.bfloat16, torch.float16)):
+    # On a CPU the kernels run on request, in Triton's interpreter, for tests.
+    if x.is_cuda and dtype not in (torch.bfloat16, torch.float16):
         return None
     tiles = prefixes_for(backend_for(x.device, dtype, execution.backend))
     dims, weights = zip(*reversed(criterion.widths), strict=True)

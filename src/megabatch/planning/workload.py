@@ -61,6 +61,7 @@ def loss_options(run: config.Run, negatives: int) -> LossOptions:
         in_batch=loss.in_batch or not negatives,
         hardened=loss.hardness != 0 and loss.hardness_on != "hard",
         masked=loss.duplicates != "negative",
+        weighted=bool(loss.hardness or loss.label_smoothing) or loss.drop_above is not None or loss.drop_ratio is not None,
     )
 
 

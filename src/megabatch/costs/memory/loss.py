@@ -25,6 +25,14 @@ BESIDE_KEPT = 4
 # PyTorch's operations on a CPU. A tile has two matrices; with masks or ranks it is cut as if it had four. Ranks compare its
 # elements and count them as 64-bit numbers.
 MATRICES, MATRICES_WITH_MASKS, RANK_BYTES = 2, 4, BOOL + INT64
+# Matryoshka's kernels for all widths together: on devices of this capability, with every width a multiple of this.
+PREFIX_CAPABILITY, PREFIX_STEP = (9, 0), 16
+# The rows and columns of its tiles, in forward and in backward; a panel of forward has no more columns than these bytes hold.
+PREFIX_STATS_TILE, PREFIX_GRADIENT_TILE, CACHED_BYTES = (128, 128), (64, 128), 24 * 2**20
+# Widths up to this one have no panels in backward, except with fp16; the others share this much of the workspace.
+NARROW_WIDTH, PANELS_WORKSPACE = 128, 2**30
+# Its vectors for each width: what forward leaves of rows and of columns, and what backward adds.
+PREFIX_SAVED, PREFIX_ADDED = (6, 4), 6
 # Rows that are computed at once: when the positives' part is added to a gradient, when a gradient is multiplied with its
 # embeddings for the scale, when hard negatives are compared with their own row, and of a side compared with itself.
 FINISHED_ROWS, SLOPE_ROWS, OWN_ROWS = 4096, 8192, 8192
@@ -84,7 +92,7 @@ class OneWidthLoss:
                 # The first tile of the gradient is allocated here, for its exponentials, and the sums have less workspace.
                 self._saved_exponentials = [self._allocate(self._gradient_tile(), "loss tiles")]
                 workspace //= BESIDE_KEPT
-            self._touch(self._sums_tile(workspace), "loss tiles")
+            self._touch(self.sums_tile(workspace), "loss tiles")
             if self.compares_sides:
                 self._touch(self._side_tile(), "loss tiles")
             self._free_all(ring)
@@ -148,7 +156,7 @@ class OneWidthLoss:
         own_rows = (2 if self.element_bytes == FP32 else 3) * min(self.documents - self.rows, OWN_ROWS)
         return max(0, own_rows - self.rows) * self.width * FP32
 
-    def _sums_tile(self, workspace: int) -> int:
+    def sums_tile(self, workspace: int) -> int:
         """Return the bytes of a tile whose sums and ranks are computed."""
         if not self.options.in_batch:
             return self._own_negatives()
@@ -215,8 +223,10 @@ class LossMemory:
         self._grams: list[int] = []
 
     def forward(self) -> None:
-        """Forward of the loss, and the gradients of all widths if there are several."""
-        if self.options.dims:
+        """Forward of the loss, and the gradients of all widths if there are several and each is computed by itself."""
+        if self.prefixes_together:
+            self._prefix_stats()
+        elif self.options.dims:
             self._matryoshka()
         else:
             self.loss.forward()
@@ -231,6 +241,8 @@ class LossMemory:
         spread_out = self._spread_out_gradients() if self.options.spread_out else []
         if not self.options.dims:
             gradients = self.loss.backward()
+        elif self.prefixes_together:
+            gradients = self._prefix_gradients()
         else:
             gradients = [self._allocate(count * self.element_bytes) for count in self.elements]
             if self.element_bytes != FP32:
@@ -255,6 +267,50 @@ class LossMemory:
                 self._totals = [self._allocate(count * FP32) for count in self.elements]
             self._free_all(gradients)
 
+    @property
+    def prefixes_together(self) -> bool:
+        """Whether one product serves all widths (losses/matryoshka.py)."""
+        options, setup = self.options, self.setup
+        plain = setup.objective in ("clip", "infonce") and options.directions in ((), CROSS_DIRECTIONS[:1]) and options.in_batch
+        plain &= not (options.masked or options.weighted or (options.negatives and setup.objective != "clip"))
+        fits = all(dim % PREFIX_STEP == 0 for dim in options.dims) and self.element_bytes < FP32 and setup.ranks == 1
+        return bool(options.dims) and plain and fits and setup.device == "cuda" and setup.capability == PREFIX_CAPABILITY
+
+    def _prefix_stats(self) -> None:
+        """The sums of all widths; the ranks of positives come from another pass, of the widest."""
+        widths, documents = len(self.options.dims), self.elements[1] // self.width
+        vectors = [count * rows for count, rows in zip(PREFIX_SAVED, (self.rows, documents), strict=True)]
+        self._totals = [self._allocate(widths * sum(vectors) * FP32)]
+        sums = self._allocate(widths * (self.rows + documents) * (2 * FP32 + INT64))
+        columns = min(documents, CACHED_BYTES // (self.width * self.element_bytes))
+        parts = int(self._parts_per_cell(widths, PREFIX_STATS_TILE) * self.rows * columns)
+        self._touch(min(self.loss.unsaved_workspace, parts), "loss tiles")
+        self._free_all([sums])
+        widest = max(self.options.dims)
+        prefixes = [self._allocate(count // self.width * widest * self.element_bytes) for count in self.elements]
+        self._touch(2 * self.rows * widest * FP32)
+        self._touch(self.loss.sums_tile(self.loss.unsaved_workspace), "loss tiles")
+        self._free_all(prefixes)
+
+    def _prefix_gradients(self) -> list[int]:
+        widths, widest, documents = len(self.options.dims), max(self.options.dims), self.elements[1] // self.width
+        added = self._allocate(PREFIX_ADDED * widths * (self.rows + documents) * FP32)
+        totals = [self._allocate(count // self.width * widest * FP32) for count in self.elements]
+        # Of fp16 embeddings, panels are fp32, and all widths have one.
+        fp16 = self.setup.precision == "fp16"
+        wide = widths if fp16 else sum(dim > NARROW_WIDTH or dim == widest for dim in self.options.dims)
+        per_cell = wide * (FP32 if fp16 else self.element_bytes) + self._parts_per_cell(-(-wide // 2), PREFIX_GRADIENT_TILE)
+        workspace = self.setup.workspace or default_workspace(self.setup.device, self.setup.device_memory)
+        self._touch(min(workspace, PANELS_WORKSPACE, int(per_cell * self.rows * documents)), "loss tiles")
+        gradients = [self._allocate(count * self.element_bytes) for count in self.elements]
+        self._free_all([*totals, added, *self._totals])
+        return gradients
+
+    @staticmethod
+    def _parts_per_cell(pairs: int, tile: tuple[int, int]) -> float:
+        """Return the bytes of partial sums for each cell of a panel: two numbers for each row and column of a tile."""
+        return PARTIAL_BYTES * pairs * (1 / tile[0] + 1 / tile[1])
+
     def _spread_out_gradients(self) -> list[int]:
         gradients = []
         for count in self.elements[::-1]:
@@ -263,11 +319,11 @@ class LossMemory:
             gradients.append(self._allocate(count * self.element_bytes))
         return gradients
 
-    def _allocate(self, size: int) -> int:
-        return self.ledger.allocate(size, "embeddings")
+    def _allocate(self, size: int, part: str = "embeddings") -> int:
+        return self.ledger.allocate(size, part)
 
-    def _touch(self, size: int) -> None:
-        self.ledger.free(self._allocate(size))
+    def _touch(self, size: int, part: str = "embeddings") -> None:
+        self.ledger.free(self._allocate(size, part))
 
     def _free_all(self, indices: list[int]) -> None:
         for index in indices:

@@ -24,8 +24,6 @@ from .tile import PairArgs
 from .tuned_configs import Blocks, blocks_for
 
 MATCHED_TILES = 8
-# Vectors of each width (matryoshka.py) start at multiples of so many values.
-VECTOR_ALIGNMENT = tl.constexpr(16)
 # What a pass without saved exponentials takes of the workspace at most: a panel whose products fill the device.
 UNSAVED_WORKSPACE = 512 * 2**20
 # The fraction of the workspace that the partial sums of forward get beside saved exponentials, as a divisor.
@@ -59,36 +57,6 @@ class GradsRequest(NamedTuple):
     dpos_M: Tensor | None
 
 
-class NormArgs(NamedTuple):
-    """For matryoshka.py: reciprocal norms of a panel, and the strides between widths, which all vectors of rows (of columns) have,
-    in units of VECTOR_ALIGNMENT, by which the compiler knows that it may read two values at once."""
-
-    rx: Any
-    ry: Any
-    row_stride: Any
-    column_stride: Any
-
-
-class PrefixSoftmax(NamedTuple):
-    """The softmax of rows and columns of all widths. In the fast launch peaks are None; gains are factors of exp(s - offset)."""
-
-    row_gain: Any
-    row_peak: Any
-    column_gain: Any
-    column_peak: Any
-
-    def part(self, p: Panel) -> PrefixSoftmax:
-        """Return that of a panel."""
-        return PrefixSoftmax(*(None if v is None else v[:, where] for v, where in zip(self, (p.r, p.r, p.c, p.c), strict=True)))
-
-    def of_widths(self, widths: slice) -> PrefixSoftmax:
-        return PrefixSoftmax(*(None if v is None else v[widths] for v in self))
-
-    def exchanged(self) -> PrefixSoftmax:
-        """Return that of columns as that of rows, and the reverse."""
-        return PrefixSoftmax(*self[2:], *self[:2])
-
-
 class SpecialisedKernels(Protocol):
     """Kernels of one architecture, for pairs that all count alike: no further positives, no drop_above; in forward no ranking and
     no label smoothing either.
@@ -102,23 +70,6 @@ class SpecialisedKernels(Protocol):
     ) -> bool: ...
 
     def softmax_grads(self, launch: Launch, request: GradsRequest) -> Callable[[Panel, Tensor, PairArgs], bool]: ...
-
-    def prefix_stats(
-        self, launch: Launch, p: Panel, scale: Tensor, dims: tuple[int, ...], norms: NormArgs, sums: PartialSums
-    ) -> bool: ...
-
-    def prefix_gradient(
-        self,
-        launch: Launch,
-        p: Panel,
-        scale: Tensor,
-        dims: tuple[int, ...],
-        norms: NormArgs,
-        softmax: PrefixSoftmax,
-        panels_JMN: Tensor,
-        sums: PartialSums,
-        group_ends: tuple[int, ...],
-    ) -> bool: ...
 
 
 class Architecture(NamedTuple):

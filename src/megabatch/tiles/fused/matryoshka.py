@@ -12,8 +12,9 @@ Backward: with p_j the gradient in s_j, the gradient in z_j is q_j = scale · p_
 sum of q_j and of those of the wider widths, and multiplies only the columns that width j adds to the group; the panel of the first
 width multiplies all columns of that width. One group of all widths has the fewest operations: those of one width. But a tile is
 kept for each width of a group but its last, so narrow widths are groups of their own: their products are bound by the bandwidth of
-reading the panel, and a few more columns cost nothing. Norms have gradients too: -x · rx_j² · Σ_n p_j s_j, sums over rows and
-columns that the same epilogue collects.
+reading the panel, and a few more columns cost nothing. The narrowest have no panels: a kernel that holds the sums of its rows in
+registers computes their gradient. Norms have gradients too: -x · rx_j² · Σ_n p_j s_j, sums over rows and columns that the same
+epilogue collects.
 
 All gradients are multiplied with log2(e) until the last kernel, because kernels have logits in base 2.
 """
@@ -32,17 +33,7 @@ from torch import Tensor
 from ..contract import NORM_EPS, ComputeOptions, NeedsGrad, Softmax, Stats
 from .architectures import architecture_of
 from .gradient_panels import ROW_ALIGNMENT, GradientProducts, panel_dtype
-from .launch import (
-    VECTOR_ALIGNMENT,
-    Launch,
-    NormArgs,
-    Panel,
-    PartialSums,
-    PrefixSoftmax,
-    cdiv,
-    on_device_of_input,
-    without_saved_exp,
-)
+from .launch import Launch, Panel, PartialSums, cdiv, on_device_of_input, without_saved_exp
 from .per_row import normalise
 from .reductions import (
     EXPONENTIALS,
@@ -65,7 +56,6 @@ from .tile import (
     HIGHEST_PEAK,
     LARGEST_SUM,
     LOG2_E,
-    SMALLEST_PREFIX_SUM,
     PairArgs,
     Target,
     any_fallback,
@@ -82,28 +72,28 @@ from .tuned_configs import Blocks, blocks_for
 
 # Every width is a multiple of this, the smallest step of a product.
 SMALLEST_STEP = 16
-# The lowest peak of a row, minus the offset, for the same reason as SMALLEST_PREFIX_SUM.
+# A sum of exp(s - offset) over a tile from here on has lost nothing that counts: what underflowed is below 2^-126 per term.
+SMALLEST_SUM = tl.constexpr(2.0**-90)
+# The same of a peak minus the offset, of a whole row.
 LOWEST_PEAK = tl.constexpr(-60.0)
-# Vectors of each width have at least as many zeros behind their end as a tile has rows.
-PADDING = 256
+# Vectors of each width start at multiples of so many values, and have at least as many zeros behind their end as a tile has rows.
+VECTOR_ALIGNMENT, PADDING = tl.constexpr(16), 256
 # Products of a panel with fewer columns wait for the panel to be read from memory.
 BANDWIDTH_BOUND_COLUMNS = 128
 # Rows and columns of the kernels over embeddings.
 ROWS = 16
 
-# Chosen by counting registers and instructions, not by time. A program of `gradient` keeps up to three tiles in registers.
+# The fastest on an H200 of those that `python -m benchmarks.matryoshka --device cuda --tune` compares.
 STATS_BLOCKS = Blocks(128, 128, 64, 4, 3, programs=2, group=8, pieces=4)
-GRADIENT_BLOCKS = Blocks(128, 64, 64, 4, 4, programs=2, group=8, pieces=2)
-MAX_KEPT_TILES = 3
-# Whether the kernels of an architecture (hopper/matryoshka.py) compute the fast launches. They have been compiled for sm_90 and not
-# yet run on a device. `python -m benchmarks.matryoshka --device cuda --tune` compares them with the portable ones.
-USE_SPECIALISED = False
-# The safe launch has to have the tiles of the fast one: here those of the specialised kernel. In forward both have STATS_BLOCKS.
-SPECIALISED_GRADIENT_BLOCKS = Blocks(64, 128, 64, 4, 4, programs=2, group=8, pieces=4)
-# Widths up to this one, but not the widest, get their gradient without panels, whose reading and writing should take longer than
-# computing similarities twice. Zero: all widths have panels. Other values have not yet been run on a device either.
-NARROW_BLOCKS = Blocks(128, 64, 64, 8, 3)
-LARGEST_NARROW_WIDTH = 0
+GRADIENT_BLOCKS = Blocks(64, 128, 64, 4, 4, programs=2, group=16, pieces=4)
+NARROW_BLOCKS = Blocks(64, 64, 64, 4, 3)
+# How many tiles a program of `gradient` keeps in registers.
+MAX_KEPT_TILES = 2
+# Widths up to this one, but not the widest, get their gradient without panels: writing and reading them takes longer than computing
+# similarities twice.
+LARGEST_NARROW_WIDTH = 128
+# What the panels of backward take of the workspace at most: on an H200 more makes a step at most 3 % faster.
+PANELS_WORKSPACE = 2**30
 
 
 class PrefixNorms(NamedTuple):
@@ -139,6 +129,36 @@ class PrefixGradients(NamedTuple):
     dx: Tensor | None
     dy: Tensor | None
     dscale: Tensor
+
+
+class NormArgs(NamedTuple):
+    """Reciprocal norms of a panel, and the strides between widths, which all vectors of rows (of columns) have, in units of
+    VECTOR_ALIGNMENT, by which the compiler knows that it may read two values at once."""
+
+    rx: Any
+    ry: Any
+    row_stride: Any
+    column_stride: Any
+
+
+class PrefixSoftmax(NamedTuple):
+    """The softmax of rows and columns of all widths. In the fast launch peaks are None; gains are factors of exp(s - offset)."""
+
+    row_gain: Any
+    row_peak: Any
+    column_gain: Any
+    column_peak: Any
+
+    def part(self, p: Panel) -> PrefixSoftmax:
+        """Return that of a panel."""
+        return PrefixSoftmax(*(None if v is None else v[:, where] for v, where in zip(self, (p.r, p.r, p.c, p.c), strict=True)))
+
+    def of_widths(self, widths: slice) -> PrefixSoftmax:
+        return PrefixSoftmax(*(None if v is None else v[widths] for v in self))
+
+    def exchanged(self) -> PrefixSoftmax:
+        """Return that of columns as that of rows, and the reverse."""
+        return PrefixSoftmax(*self[2:], *self[:2])
 
 
 class TotalsOfTile(NamedTuple):
@@ -296,7 +316,7 @@ def _exp_sums(
 
 @triton.jit
 def _sum_out_of_range(total):
-    return (total < SMALLEST_PREFIX_SUM) | (total > LARGEST_SUM)
+    return (total < SMALLEST_SUM) | (total > LARGEST_SUM)
 
 
 @triton.jit
@@ -582,8 +602,7 @@ def _step(dims: Sequence[int], largest: int) -> int:
 
 
 def _launch(kernel: str, x_MD: Tensor, y_ND: Tensor, dims: Sequence[int], compute: ComputeOptions) -> Launch:
-    gradient = SPECIALISED_GRADIENT_BLOCKS if USE_SPECIALISED else GRADIENT_BLOCKS
-    blocks = {"stats": STATS_BLOCKS, "gradient": gradient, "narrow": NARROW_BLOCKS}[kernel]
+    blocks = {"stats": STATS_BLOCKS, "gradient": GRADIENT_BLOCKS, "narrow": NARROW_BLOCKS}[kernel]
     if x_MD.device.type == "cpu":
         blocks = blocks_for(kernel, x_MD.device, x_MD.dtype, compute.precision, x_MD.shape[1])
     elif kernel == "gradient" and panel_dtype(x_MD) == torch.float32:
@@ -657,22 +676,18 @@ def _prefix_stats(
     kinds = [EXPONENTIALS.value] * len(dims)
     row_sums, column_sums = Sums(x_MD, kinds), Sums(y_ND, kinds) if symmetric else None
     needs_fallback = launch.new_marks()
-    kernels = launch.architecture.load_kernels() if USE_SPECIALISED else None
     bytes_per_cell = row_sums.bytes_per_cell(launch.blocks.n) + (column_sums.bytes_per_cell(launch.blocks.m) if column_sums else 0)
     for p in launch.panels(bytes_per_cell, CACHED_BYTES // (x_MD.shape[1] * x_MD.element_size())):
         down, across = launch.tile_counts(p)
         row_parts = row_sums.new_parts(across, p.rows)
         column_parts = column_sums.new_parts(down, p.columns) if column_sums else None
-        norm_args = _norm_args(norms, p)
-        parts = PartialSums(row_parts, column_parts, needs_fallback)
-        computed = kernels is not None and kernels.prefix_stats(launch, p, scale, dims, norm_args, parts)
-        for safe in (True,) if computed else (False, True):
+        for safe in (False, True):
             prefix_stats_kernel[launch.grid(p)](
-                *launch.operands(p), scale, *norm_args, row_parts, column_parts, needs_fallback, p.rows, p.columns,
+                *launch.operands(p), scale, *_norm_args(norms, p), row_parts, column_parts, needs_fallback, p.rows, p.columns,
                 p.r.start - p.c.start, DIMS=dims, SAFE=safe, WARPS=launch.blocks.warps, **launch.constants,
             )  # fmt: skip
         merge_parts(p, row_sums, row_parts, column_sums, column_parts)
-        del row_parts, column_parts, parts
+        del row_parts, column_parts
     # Kernels have subtracted the offset from logits.
     offset = _offset_of(scale)
     rows, columns = (
@@ -750,6 +765,7 @@ def prefix_grads(
 ) -> PrefixGradients:
     """Return the gradients of x, y and the scale, None if not needed, for the gradient g of the loss. dtypes: of dx and dy."""
     dims, norms, rows = state.dims, state.norms, x_MD.shape[0]
+    compute = compute._replace(workspace=min(compute.workspace, PANELS_WORKSPACE))
     products, row_sums, column_sums = _products(x_MD, y_ND, scale, state, needs_grad, compute)
     # All sums have the factor log2(e), by which exp2 is exp; a scale of zero is replaced as in kernels.
     factor = scale * LOG2_E.value
@@ -844,26 +860,19 @@ def _add_panels(
     kinds = [SUMS.value] * cdiv(len(dims), 2)
     row_sums, column_sums = Sums(x_MD, kinds), Sums(y_ND, kinds) if needs_grad.y else None
     parts_per_cell = row_sums.bytes_per_cell(launch.blocks.n) + row_sums.bytes_per_cell(launch.blocks.m)
-    kernels = launch.architecture.load_kernels() if USE_SPECIALISED else None
     buffer: Tensor | None = None
     for p in launch.panels(len(dims) * products.bytes_per_cell + parts_per_cell):
         down, across = launch.tile_counts(p)
-        # Specialised kernels write whole pairs of tiles.
-        tiles = down if kernels is None else cdiv(down, 2) * 2
-        shape = len(dims), tiles * launch.blocks.m, cdiv(p.columns, ROW_ALIGNMENT.value) * ROW_ALIGNMENT.value
+        shape = len(dims), down * launch.blocks.m, cdiv(p.columns, ROW_ALIGNMENT.value) * ROW_ALIGNMENT.value
         if buffer is None:
             # The first panel is the largest.
             buffer = x_MD.new_empty(math.prod(shape), dtype=products.dtype)
         panels_JMN = buffer[: math.prod(shape)].view(shape)[:, :, : p.columns]
         row_parts = row_sums.new_parts(across, p.rows)
         column_parts = column_sums.new_parts(down, p.columns) if column_sums else None
-        norm_args, parts = _norm_args(norms, p), PartialSums(row_parts, column_parts, needs_fallback)
-        computed = kernels is not None and kernels.prefix_gradient(
-            launch, p, scale, dims, norm_args, fast.part(p), panels_JMN, parts, ends
-        )
-        for is_safe, each in ((True, safe),) if computed else ((False, fast), (True, safe)):
+        for is_safe, each in ((False, fast), (True, safe)):
             prefix_gradient_kernel[launch.grid(p)](
-                *launch.operands(p), scale, *norm_args, *each.part(p), launch.target(panels_JMN.flatten(0, 1)),
+                *launch.operands(p), scale, *_norm_args(norms, p), *each.part(p), launch.target(panels_JMN.flatten(0, 1)),
                 row_parts, column_parts, needs_fallback, p.rows, p.columns, p.r.start - p.c.start, shape[2], shape[1], DIMS=dims,
                 GROUP_ENDS=ends, KEPT=max(map(ends.count, ends)) - 1, SAFE=is_safe, WARPS=launch.blocks.warps,
                 ROUND_TO_TF32=products.rounds_to_tf32, **launch.constants,
@@ -871,7 +880,7 @@ def _add_panels(
         merge_parts(p, row_sums, row_parts, column_sums, column_parts)
         for product in panel_products(dims, ends):
             products.add(panels_JMN[product.width, : p.rows], p, product.columns, starts=product.is_first)
-        del row_parts, column_parts, parts
+        del row_parts, column_parts
     sums = [None if each is None else each.values.flatten(0, 1)[: len(dims)] for each in (row_sums, column_sums)]
     assert sums[0] is not None
     return sums[0], sums[1]

@@ -29,8 +29,6 @@ HIGHEST_PEAK = tl.constexpr(64.0)
 # overflow.
 SMALLEST_SUM = tl.constexpr(2.0**-60)
 LARGEST_SUM = tl.constexpr(2.0**100)
-# The lower end for the sum of exp(s - offset) over one tile (matryoshka.py).
-SMALLEST_PREFIX_SUM = tl.constexpr(2.0**-90)
 
 
 class PairArgs(NamedTuple):

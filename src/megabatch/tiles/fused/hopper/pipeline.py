@@ -146,16 +146,12 @@ def _load(source, blocks, full, empty, row, k, slot, turn, R: gl.constexpr, K: g
 
 @gluon.jit
 def similarities(
-    z, n, slots, CONSUMER: gl.constexpr, WIDTH: gl.constexpr, K: gl.constexpr, X_SLOTS: gl.constexpr, Y_SLOTS: gl.constexpr,
-    first=0, last=None,
+    z, n, slots, CONSUMER: gl.constexpr, WIDTH: gl.constexpr, K: gl.constexpr, X_SLOTS: gl.constexpr, Y_SLOTS: gl.constexpr
 ):  # fmt: skip
-    """Return the product of a consumer's n-th tile. It takes the registers of z, whose values are ignored.
-
-    first, last: the steps to compute, if not all; those from first > 0 on are added to z.
-    """
+    """Return the product of a consumer's n-th tile. It takes the registers of z, whose values are ignored."""
     STEPS: gl.constexpr = (WIDTH + K - 1) // K
     x_slot, y_slot = CONSUMER * X_SLOTS, 0
-    for k in range(first, STEPS if last is None else last):
+    for k in range(STEPS):
         step = n * STEPS + k
         previous_x, previous_y = x_slot, y_slot
         x_slot, y_slot = CONSUMER * X_SLOTS + step % X_SLOTS, step % Y_SLOTS
@@ -164,7 +160,7 @@ def similarities(
         z = warpgroup_mma(slots.xs.index(x_slot), slots.ys.index(y_slot).permute((1, 0)), z, use_acc=k > 0, is_async=True)
         # The product of the previous step has finished, so its slots are released.
         z = warpgroup_mma_wait(1, deps=(z,))
-        if k > first:
+        if k > 0:
             mbarrier.arrive(slots.y_empty.index(previous_y), count=1)
             mbarrier.arrive(slots.x_empty.index(previous_x), count=1)
     z = warpgroup_mma_wait(0, deps=(z,))
@@ -211,13 +207,13 @@ def sum_columns(values, M: gl.constexpr, N: gl.constexpr):
     """Return sums of columns: of each thread's values, then over eight threads, then over four warps, as in ../reductions.py."""
     alone = gl.sum(gl.sum(gl.reshape(values, (M // 64, 4, 2, 8, N)), 2), 0)
     left, right = gl.split(gl.permute(gl.reshape(alone, (4, 2, 4, 2, N // 2)), (0, 1, 2, 4, 3)))
-    left, right = gl.split(gl.permute(gl.reshape(exchange(left, right, 1, SUM), (8, 2, 2, 2, N // 4)), (0, 1, 2, 4, 3)))
-    left, right = gl.split(gl.permute(gl.reshape(exchange(left, right, 1, SUM), (16, 2, 1, 2, N // 8)), (0, 1, 2, 4, 3)))
-    return gl.sum(gl.reshape(exchange(left, right, 1, SUM), (4, N)), 0)
+    left, right = gl.split(gl.permute(gl.reshape(_exchange(left, right, 1, SUM), (8, 2, 2, 2, N // 4)), (0, 1, 2, 4, 3)))
+    left, right = gl.split(gl.permute(gl.reshape(_exchange(left, right, 1, SUM), (16, 2, 1, 2, N // 8)), (0, 1, 2, 4, 3)))
+    return gl.sum(gl.reshape(_exchange(left, right, 1, SUM), (4, N)), 0)
 
 
 @gluon.jit
-def exchange(first, second, AXIS: gl.constexpr, OP: gl.constexpr):
+def _exchange(first, second, AXIS: gl.constexpr, OP: gl.constexpr):
     """Reduce an axis of two: the result of `first` is at place 0, that of `second` at place 1."""
     place = gl.reshape(gl.arange(0, 2), [1] * AXIS + [2] + [1] * (3 - AXIS))
     own, given = gl.where(place == 0, first, second), gl.where(place == 0, second, first)
