@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import megabatch
-from benchmarks import memory
+from benchmarks import memory, report
 from benchmarks.machine import describe
 
 RESULTS = Path(__file__).parent / "results"
@@ -246,6 +246,27 @@ def _times(loss: Callable[[Batch], Tensor], batch: Batch, device: str) -> tuple[
     torch.cuda.synchronize()
     product = statistics.median(a.elapsed_time(b) for a, b, _ in marks[warm_up:]) / 2e3
     return statistics.median(b.elapsed_time(c) for _, b, c in marks[warm_up:]) / 1e3, 2 * PRODUCT**3 / product / 1e12
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """Return the table of the docs."""
+    machine = rows[0]["machine"]
+    header = ("loss", "rows", "implementation", "forward + backward", "extra memory", "share", "error")
+    lines = [(row["variant"], f"{row['batch']:,}", row["implementation"], *_cells(row)) for row in rows]
+    caption = (
+        f"bfloat16, width {rows[0]['dim']}, on {machine.get('gpu', machine['cpu'])} with torch {machine['torch']}, "
+        f"{machine['date'][:10]}. The share is the rate of the operations that the loss needs, counted as above, relative to that of "
+        "matrix products between its steps; it exceeds 100 % where exponentials are saved and a product less is computed. The error "
+        "is the largest of value and gradients, relative to float64."
+    )
+    return f"{report.markdown_table(header, lines, left=('loss', 'implementation'))}\n\n{caption}"
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    if "seconds" not in row:
+        return row.get("skipped") or row["error"], "", "", ""
+    worst = f"{max(row['errors'].values()):.0e}" if row["errors"] else ""
+    return f"{1e3 * row['seconds']:,.1f} ms", f"{row['extra_bytes'] / 2**30:.2f} GiB", f"{row['share']:.0%}", worst
 
 
 def _line(row: dict[str, Any]) -> str:
