@@ -255,9 +255,9 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     lines = [(row["variant"], f"{row['batch']:,}", row["implementation"], *_cells(row)) for row in rows]
     caption = (
         f"bfloat16, width {rows[0]['dim']}, on {machine.get('gpu', machine['cpu'])} with torch {machine['torch']}, "
-        f"{machine['date'][:10]}. The share is the rate of the operations that the loss needs, counted as above, relative to that of "
-        "matrix products between its steps; it exceeds 100 % where exponentials are saved and a product less is computed. The error "
-        "is the largest of value and gradients, relative to float64."
+        f"{machine['date'][:10]}. The share is the rate of the operations that the loss needs, counted as above, relative to that "
+        "of matrix products between its steps; it exceeds 100 % where exponentials are saved and a product less is computed. "
+        "The error is the largest of value and gradients, relative to float64."
     )
     return f"{report.markdown_table(header, lines, left=('loss', 'implementation'))}\n\n{caption}"
 
