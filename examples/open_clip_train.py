@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+import megabatch
 from megabatch.adapters.open_clip import ClipLoss, encode_in_chunks
 
 TINY = {
@@ -46,6 +47,7 @@ def main(words: list[str] | None = None) -> float:
         dist.init_process_group()
     torch.manual_seed(0)
     model = open_clip.create_model(args.model, output_dict=True) if args.model else open_clip.CLIP(**TINY, output_dict=True)
+    megabatch.linear_patches(model)  # the same results, faster on a GPU; leave it out for ResNets
     encode_in_chunks(model.to(device), args.chunk)  # instead of --accum-freq
     trained = DistributedDataParallel(model) if ranks > 1 else model
     loss_fn = ClipLoss(rank=rank, world_size=ranks)  # instead of open_clip.ClipLoss

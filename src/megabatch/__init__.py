@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     )
     from .measuring import NoiseScale, find_chunk, fitted, micro_batches
     from .planning.planner import plan
+    from .towers.patches import linear_patches
 
 __all__ = [
     "ClassSoftmaxLoss",
@@ -66,6 +67,7 @@ __all__ = [
     "find_chunk",
     "fitted",
     "infonce_loss",
+    "linear_patches",
     "listwise_kl_loss",
     "margin_mse_loss",
     "matryoshka",
@@ -106,6 +108,7 @@ _MODULES = {
     "find_chunk": "measuring",
     "fitted": "measuring",
     "infonce_loss": "losses",
+    "linear_patches": "towers.patches",
     "listwise_kl_loss": "losses",
     "losses": "losses",
     "margin_mse_loss": "losses",

@@ -13,7 +13,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from world import World
 
+import megabatch
 from megabatch.adapters import open_clip as adapter
+from megabatch.towers.patches import PatchConv2d
 
 KINDS: dict[str, dict[str, Any]] = {
     "clip": {},
@@ -78,6 +80,9 @@ def test_accumulation_gives_the_weights_of_the_whole_batch(kind):
     assert largest_difference(theirs, expected) > 1e-4
     chunks = adapter.encode_in_chunks(model_for(kind), ROWS)
     assert largest_difference(trained(kind, chunks, losses(kind)[0], whole), expected) < ROUNDING
+    other = adapter.encode_in_chunks(megabatch.linear_patches(model_for(kind)), 3, text_chunk=5)
+    assert (other.encode_image.chunk, other.encode_text.chunk) == (3, 5)
+    assert largest_difference(trained(kind, other, losses(kind)[0], whole), expected) < ROUNDING
 
 
 def test_chunks_replay_random_parts():
@@ -282,10 +287,12 @@ def test_the_accumulation_of_coca_stays_openclips(training_script, monkeypatch, 
 @pytest.mark.parametrize(
     "words, expected",
     [
-        ("--batch-size 8", (8, 1, None)),
-        ("--batch-size 8 --chunk 3", (8, 1, 3)),
-        ("--batch-size 2 --accum-freq 4", (8, 1, 2)),
-        ("--batch-size 2 --accum-freq 4 --chunk 3", (8, 1, 3)),
+        ("--batch-size 8", (8, 1, None, None, False)),
+        ("--batch-size 8 --chunk 3", (8, 1, 3, 3, False)),
+        ("--batch-size 8 --chunk 3 --text-chunk 5", (8, 1, 3, 5, False)),
+        ("--batch-size 8 --linear-patches", (8, 1, None, None, True)),
+        ("--batch-size 2 --accum-freq 4", (8, 1, 2, 2, False)),
+        ("--batch-size 2 --accum-freq 4 --chunk 3", (8, 1, 3, 3, False)),
     ],
 )
 def test_the_training_script_has_our_loss_and_the_chunk(training_script, monkeypatch, words, expected):
@@ -296,12 +303,21 @@ def test_the_training_script_has_our_loss_and_the_chunk(training_script, monkeyp
         args = script.parse_args(rest)
         args.distill, args.rank, args.world_size = False, 0, 1
         model, *_ = script.create_model_and_transforms(args.model)
-        chunks = {getattr(encode, "chunk", None) for encode in (model.encode_image, model.encode_text)}
-        found.extend([(args.batch_size, args.accum_freq, *chunks), type(script.create_loss(args))])
+        chunks = [getattr(encode, "chunk", None) for encode in (model.encode_image, model.encode_text)]
+        patches = isinstance(model.visual.conv1, PatchConv2d)
+        found.extend([(args.batch_size, args.accum_freq, *chunks, patches), type(script.create_loss(args))])
 
     monkeypatch.setattr(script, "main", main)
     adapter.main([*shared, *words.split()])
     assert found == [expected, adapter.ClipLoss]
+
+
+@pytest.mark.slow
+def test_a_chunk_of_texts_alone_is_refused(training_script, monkeypatch):
+    script, _, words = training_script
+    monkeypatch.setattr(script, "main", lambda rest: script.create_model_and_transforms("tiny-test"))
+    with pytest.raises(ValueError, match="--chunk"):
+        adapter.main([*words, "--batch-size", "8", "--text-chunk", "5"])
 
 
 def saved_weights(folder: Any, name: str) -> dict[str, torch.Tensor]:

@@ -1,0 +1,75 @@
+"""Patch convolutions as matrix products: the same parameters and results, in kernels that use tensor cores.
+
+cuDNN computes the patch embedding of a vision transformer (a convolution whose windows do not overlap, on three channels) without
+tensor cores. Over patches that are laid out one after the other it is a linear layer.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+class PatchConv2d(nn.Conv2d):
+    """A convolution whose windows do not overlap, computed as a linear layer. Its parameters are those of the convolution."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        height, width = int(self.kernel_size[0]), int(self.kernel_size[1])
+        rows, columns = input.shape[-2] // height, input.shape[-1] // width
+        if not rows or not columns:
+            # The convolution's own error: the image is smaller than a patch.
+            return super().forward(input)
+        # As in the convolution, pixels beyond the last whole patch have no effect.
+        images = input[..., : rows * height, : columns * width]
+        grid = images.unflatten(-1, (columns, width)).unflatten(-3, (rows, height))
+        # (…, channels, rows, height, columns, width) to (…, rows, columns, channels, height, width), in one copy.
+        patches = grid.movedim((-4, -2), (-5, -4)).to(_product_dtype(input), memory_format=torch.contiguous_format)
+        return F.linear(patches.flatten(-3), self.weight.flatten(1), self.bias).movedim(-1, -3)
+
+
+def linear_patches(model: Model) -> Model:
+    """Compute the patch convolutions of a model as linear layers, with the same parameters and results; return the model.
+
+    These are the `torch.nn.Conv2d` of more than one pixel whose kernel and stride are equal, without padding, dilation and groups,
+    as in the patch embedding of vision transformers. Names, values and the state dict do not change. Call it before `fully_shard`
+    and `torch.compile`.
+
+    >>> import torch, megabatch
+    >>> embed = torch.nn.Conv2d(3, 64, kernel_size=16, stride=16)
+    >>> megabatch.linear_patches(embed)(torch.randn(2, 3, 224, 224)).shape
+    torch.Size([2, 64, 14, 14])
+    """
+    modules = [module for module in model.modules() if _is_patch_convolution(module)]
+    if not modules:
+        raise ValueError(
+            f"the {type(model).__name__} has no patch convolution: linear_patches needs a torch.nn.Conv2d of more than one pixel "
+            "whose kernel and stride are equal, without padding, dilation and groups; call it before fully_shard, or leave it out"
+        )
+    for module in modules:
+        module.__class__ = PatchConv2d
+    return model
+
+
+def _is_patch_convolution(module: nn.Module) -> bool:
+    # Not subclasses of others, which may compute something else.
+    return (
+        type(module) in (nn.Conv2d, PatchConv2d)
+        and isinstance(module, nn.Conv2d)
+        and tuple(module.kernel_size) == tuple(module.stride) != (1, 1)
+        and module.padding in ("valid", (0, 0))
+        and tuple(module.dilation) == (1, 1)
+        and module.groups == 1
+    )
+
+
+def _product_dtype(tensor: Tensor) -> torch.dtype:
+    """Return the dtype in which autocast, where it is enabled, computes a product of the tensor."""
+    kind = tensor.device.type
+    if tensor.dtype != torch.float32 or not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return tensor.dtype
+    return torch.get_autocast_dtype(kind)
