@@ -1,14 +1,15 @@
 """Time a training step of CLIP in OpenCLIP's own loop, with its losses and with ours: `python -m benchmarks.open_clip_step`.
 
 Batches that the GPU holds at once, and larger ones in micro-batches. For these, OpenCLIP has `--accum-freq`, which encodes twice
-and computes the loss of the whole batch once for every micro-batch; ours runs the encoders in chunks of the same size, and of a
-smaller one where OpenCLIP has the memory for the batch at all.
+and computes the loss of the whole batch once for every micro-batch; ours runs the encoders in chunks of the same size, and of
+smaller ones where OpenCLIP has the memory for the batch at all.
 Batches are on the GPU already. Before anything is timed, the losses of a step must agree.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+import megabatch
 from benchmarks import report
 from benchmarks.machine import describe
 from benchmarks.peers import declare_torchvision_schemas
@@ -37,6 +39,30 @@ class Case(NamedTuple):
     @property
     def pairs(self) -> int:
         return self.rows * self.accum
+
+
+class Setting(NamedTuple):
+    """How a step is computed. chunk: rows of a chunk of images; None: OpenCLIP's loss and loop. text_chunk: of texts, if another.
+
+    linear_patches: whether the patch convolution is computed as a linear layer.
+    """
+
+    chunk: int | None = None
+    text_chunk: int | None = None
+    linear_patches: bool = False
+
+    @classmethod
+    def of(cls, words: str) -> Setting:
+        """Return the setting that words such as "912", "912,864+linear" and "OpenCLIP+linear" describe."""
+        match = re.fullmatch(r"(OpenCLIP|(\d+)(?:,(\d+))?)(\+linear)?", words)
+        if match is None:
+            raise argparse.ArgumentTypeError(f"{words!r} must be ROWS, IMAGES,TEXTS or OpenCLIP, and +linear after it if wanted")
+        _, images, texts, linear = match.groups()
+        return cls(int(images) if images else None, int(texts) if texts else None, bool(linear))
+
+    @property
+    def is_plain_open_clip(self) -> bool:
+        return self == Setting()
 
 
 class Loader(list[tuple[Tensor, Tensor]]):
@@ -64,8 +90,8 @@ class Recorded(nn.Module):
         return outputs
 
 
-def measure(case: Case, chunk: int | None, options: argparse.Namespace) -> dict[str, Any]:
-    """Return seconds and peak memory of a step, and the loss of the first one. chunk: of our encoders; None: OpenCLIP's loss."""
+def measure(case: Case, setting: Setting, options: argparse.Namespace) -> dict[str, Any]:
+    """Return seconds and peak memory of a step, and the loss of the first one."""
     declare_torchvision_schemas()
     import open_clip
     from open_clip_train.train import train_one_epoch
@@ -73,7 +99,7 @@ def measure(case: Case, chunk: int | None, options: argparse.Namespace) -> dict[
     torch.manual_seed(0)
     # As in OpenCLIP's main program.
     torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.benchmark = True, True
-    ours = chunk is not None
+    ours = setting.chunk is not None
     siglip = {"init_logit_scale": 2.3, "init_logit_bias": -10.0} if case.loss == "siglip" else {}
     model = open_clip.create_model(options.model, device=options.device, output_dict=True, **siglip)
     accum = 1 if ours else case.accum
@@ -99,8 +125,10 @@ def measure(case: Case, chunk: int | None, options: argparse.Namespace) -> dict[
         local_rank=0,
     )
     loss = Recorded(adapter.create_loss(args) if ours else open_clip.create_loss(args))
-    if chunk is not None and chunk < case.pairs:
-        adapter.encode_in_chunks(model, chunk)
+    if setting.linear_patches:
+        megabatch.linear_patches(model)
+    if setting.chunk is not None and setting.chunk < case.pairs:
+        adapter.encode_in_chunks(model, setting.chunk, text_chunk=setting.text_chunk)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     micro = batches(model, case, options.device, accum)
 
@@ -135,16 +163,20 @@ def synchronize(device: str) -> None:
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """Return the rows as Markdown, each of ours with its relation to the last of OpenCLIP's."""
+    """Return the rows as Markdown, each with its relation to the last of plain OpenCLIP."""
     lines = [
         "| loss | pairs | implementation | rows at once | seconds | peak GiB | against OpenCLIP |",
         "| --- | ---: | --- | ---: | ---: | ---: | --- |",
     ]
     theirs: dict[str, Any] = {}
     for row in rows:
-        if row["chunk"] is None:
+        # Rows of before 2026-11-17 do not have all of the fields.
+        setting = Setting(*(row.get(field, default) for field, default in Setting._field_defaults.items()))
+        if setting.is_plain_open_clip:
             theirs = row
-        name, at_once = ("OpenCLIP", row["rows"]) if row["chunk"] is None else ("**megabatch**", row["chunk"])
+        name, at_once = ("OpenCLIP", f"{row['rows']:,}") if setting.chunk is None else ("**megabatch**", f"{setting.chunk:,}")
+        name += ", linear patches" if setting.linear_patches else ""
+        at_once += f" images, {setting.text_chunk:,} texts" if setting.text_chunk else ""
         peak = "" if row.get("peak_bytes") is None else f"{row['peak_bytes'] / 2**30:.1f}"
         seconds = f"{row['seconds']:.3f}" if "seconds" in row else row["failed"]
         relation = ""
@@ -152,7 +184,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
             relation = f"{theirs['seconds'] / row['seconds']:.2f}× as fast"
             if peak:
                 relation += f", {theirs['peak_bytes'] / row['peak_bytes']:.2f}× leaner"
-        lines.append(f"| {row['loss']} | {row['pairs']:,} | {name} | {at_once:,} | {seconds} | {peak} | {relation} |")
+        lines.append(f"| {row['loss']} | {row['pairs']:,} | {name} | {at_once} | {seconds} | {peak} | {relation} |")
     machine = rows[0]["machine"]
     versions = f"torch {machine['torch']}, open_clip {machine['open_clip']}, {machine['date'][:10]}"
     where = f"{machine.get('gpu', machine['cpu'])}, {versions}"
@@ -165,7 +197,13 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rows", type=int, default=2048, help="Pairs of a micro-batch.")
     parser.add_argument("--accum", default="8,16,32", help="Micro-batches of the larger batches.")
-    parser.add_argument("--chunk", type=int, default=912, help="Pairs of a smaller chunk of the larger batches.")
+    parser.add_argument(
+        "--chunk",
+        type=Setting.of,
+        nargs="+",
+        default=[Setting(2048), Setting(912)],
+        help="Chunks of the larger batches: ROWS or IMAGES,TEXTS, with +linear for linear patches; OpenCLIP+linear for its loop.",
+    )
     parser.add_argument("--steps", type=int, default=2, help="Timed steps.")
     parser.add_argument("--out", type=Path, default=FILE)
     options = parser.parse_args(words)
@@ -173,15 +211,17 @@ def main(words: list[str] | None = None) -> None:
     larger = [Case("clip", options.rows, int(accum)) for accum in options.accum.split(",")]
     for case in (Case("clip", options.rows, 1), Case("siglip", options.rows, 1), *larger):
         values: list[float] = []
-        for chunk in (None, case.rows, options.chunk):
-            if chunk == options.chunk and (case.accum == 1 or "failed" in rows[-2]):
+        fits = True
+        for setting in (Setting(), *(options.chunk if case.accum > 1 else [Setting(case.rows)])):
+            if not fits and (setting.chunk or 0) < case.rows:
                 continue
-            row = case._asdict() | {"pairs": case.pairs, "chunk": chunk, "model": options.model, "steps": options.steps}
+            row = case._asdict() | {"pairs": case.pairs} | setting._asdict() | {"model": options.model, "steps": options.steps}
             try:
-                row |= measure(case, chunk, options)
+                row |= measure(case, setting, options)
                 values.append(row["value"])
             except torch.OutOfMemoryError:
                 row["failed"] = "out of memory"
+                fits = fits and not setting.is_plain_open_clip
             if options.device == "cuda":
                 torch.cuda.empty_cache()
             print(row, flush=True)

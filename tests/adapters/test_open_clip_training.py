@@ -359,11 +359,16 @@ def test_the_training_script_ends_at_the_weights_of_openclip(training_script, mo
 def test_the_benchmark_compares_equal_steps(training_script, tmp_path, capsys):
     from benchmarks import open_clip_step
 
-    words = "--device cpu --model tiny-test --rows 4 --accum 2 --chunk 2 --steps 1"
+    words = "--device cpu --model tiny-test --rows 4 --accum 2 --steps 1 --chunk 4 2 3,2+linear OpenCLIP+linear"
     open_clip_step.main([*words.split(), "--out", str(tmp_path / "rows.jsonl")])
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    cases = {("clip", 4): (None, 4), ("siglip", 4): (None, 4), ("clip", 8): (None, 4, 2)}
-    assert [(row["loss"], row["pairs"], row["chunk"]) for row in rows] == [
-        (*case, chunk) for case, chunks in cases.items() for chunk in chunks
+    theirs, whole = (None, None, False), (4, None, False)
+    larger = [theirs, whole, (2, None, False), (3, 2, True), (None, None, True)]
+    cases = {("clip", 4): [theirs, whole], ("siglip", 4): [theirs, whole], ("clip", 8): larger}
+    assert [(row["loss"], row["pairs"], row["chunk"], row["text_chunk"], row["linear_patches"]) for row in rows] == [
+        (*case, *setting) for case, settings in cases.items() for setting in settings
     ]
-    assert capsys.readouterr().out.count("megabatch**") == 4
+    printed = capsys.readouterr().out
+    assert printed.count("megabatch**") == 5 and printed.count("| 3 images, 2 texts |") == 1
+    with pytest.raises(SystemExit):
+        open_clip_step.main(["--chunk", "3,linear"])
