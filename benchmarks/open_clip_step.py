@@ -44,21 +44,23 @@ class Case(NamedTuple):
 class Setting(NamedTuple):
     """How a step is computed. chunk: rows of a chunk of images; None: OpenCLIP's loss and loop. text_chunk: of texts, if another.
 
-    linear_patches: whether the patch convolution is computed as a linear layer.
+    linear_patches: whether the patch convolution is computed as a linear layer. forward: chunks that go through an encoder at
+    once in forward.
     """
 
     chunk: int | None = None
     text_chunk: int | None = None
     linear_patches: bool = False
+    forward: int = 1
 
     @classmethod
     def of(cls, words: str) -> Setting:
-        """Return the setting that words such as "912", "912,864+linear" and "OpenCLIP+linear" describe."""
-        match = re.fullmatch(r"(OpenCLIP|(\d+)(?:,(\d+))?)(\+linear)?", words)
+        """Return the setting that words such as "912", "912,864+linear+forward4" and "OpenCLIP+linear" describe."""
+        match = re.fullmatch(r"(OpenCLIP|(\d+)(?:,(\d+))?)(\+linear)?(?:\+forward([1-9]))?", words)
         if match is None:
-            raise argparse.ArgumentTypeError(f"{words!r} must be ROWS, IMAGES,TEXTS or OpenCLIP, and +linear after it if wanted")
-        _, images, texts, linear = match.groups()
-        return cls(int(images) if images else None, int(texts) if texts else None, bool(linear))
+            raise argparse.ArgumentTypeError(f"{words!r} must be ROWS, IMAGES,TEXTS or OpenCLIP, then +linear and +forward4")
+        _, images, texts, linear, forward = match.groups()
+        return cls(int(images) if images else None, int(texts) if texts else None, bool(linear), int(forward or 1))
 
     @property
     def is_plain_open_clip(self) -> bool:
@@ -128,7 +130,8 @@ def measure(case: Case, setting: Setting, options: argparse.Namespace) -> dict[s
     if setting.linear_patches:
         megabatch.linear_patches(model)
     if setting.chunk is not None and setting.chunk < case.pairs:
-        adapter.encode_in_chunks(model, setting.chunk, text_chunk=setting.text_chunk)
+        forward_chunk = setting.forward * max(setting.chunk, setting.text_chunk or 0) if setting.forward > 1 else None
+        adapter.encode_in_chunks(model, setting.chunk, text_chunk=setting.text_chunk, forward_chunk=forward_chunk)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     micro = batches(model, case, options.device, accum)
 
@@ -176,6 +179,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
             theirs = row
         name, at_once = ("OpenCLIP", f"{row['rows']:,}") if setting.chunk is None else ("**megabatch**", f"{setting.chunk:,}")
         name += ", linear patches" if setting.linear_patches else ""
+        name += f", {setting.forward} chunks at once in forward" if setting.forward > 1 else ""
         at_once += f" images, {setting.text_chunk:,} texts" if setting.text_chunk else ""
         peak = "" if row.get("peak_bytes") is None else f"{row['peak_bytes'] / 2**30:.1f}"
         seconds = f"{row['seconds']:.3f}" if "seconds" in row else row["failed"]
@@ -202,7 +206,8 @@ def main(words: list[str] | None = None) -> None:
         type=Setting.of,
         nargs="+",
         default=[Setting(2048), Setting(912)],
-        help="Chunks of the larger batches: ROWS or IMAGES,TEXTS, with +linear for linear patches; OpenCLIP+linear for its loop.",
+        help="Chunks of the larger batches: ROWS or IMAGES,TEXTS, with +linear for linear patches and +forward4 for four chunks at "
+        "once in forward; OpenCLIP+linear for its own loop.",
     )
     parser.add_argument("--steps", type=int, default=2, help="Timed steps.")
     parser.add_argument("--out", type=Path, default=FILE)

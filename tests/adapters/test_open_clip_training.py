@@ -80,7 +80,7 @@ def test_accumulation_gives_the_weights_of_the_whole_batch(kind):
     assert largest_difference(theirs, expected) > 1e-4
     chunks = adapter.encode_in_chunks(model_for(kind), ROWS)
     assert largest_difference(trained(kind, chunks, losses(kind)[0], whole), expected) < ROUNDING
-    other = adapter.encode_in_chunks(megabatch.linear_patches(model_for(kind)), 3, text_chunk=5)
+    other = adapter.encode_in_chunks(megabatch.linear_patches(model_for(kind)), 3, text_chunk=5, forward_chunk=10)
     assert (other.encode_image.chunk, other.encode_text.chunk) == (3, 5)
     assert largest_difference(trained(kind, other, losses(kind)[0], whole), expected) < ROUNDING
 
@@ -313,11 +313,12 @@ def test_the_training_script_has_our_loss_and_the_chunk(training_script, monkeyp
 
 
 @pytest.mark.slow
-def test_a_chunk_of_texts_alone_is_refused(training_script, monkeypatch):
+@pytest.mark.parametrize("option", ["--text-chunk", "--forward-chunk"])
+def test_other_chunks_alone_are_refused(training_script, monkeypatch, option):
     script, _, words = training_script
     monkeypatch.setattr(script, "main", lambda rest: script.create_model_and_transforms("tiny-test"))
-    with pytest.raises(ValueError, match="--chunk"):
-        adapter.main([*words, "--batch-size", "8", "--text-chunk", "5"])
+    with pytest.raises(ValueError, match="need --chunk"):
+        adapter.main([*words, "--batch-size", "8", option, "5"])
 
 
 def saved_weights(folder: Any, name: str) -> dict[str, torch.Tensor]:
@@ -359,16 +360,17 @@ def test_the_training_script_ends_at_the_weights_of_openclip(training_script, mo
 def test_the_benchmark_compares_equal_steps(training_script, tmp_path, capsys):
     from benchmarks import open_clip_step
 
-    words = "--device cpu --model tiny-test --rows 4 --accum 2 --steps 1 --chunk 4 2 3,2+linear OpenCLIP+linear"
+    words = "--device cpu --model tiny-test --rows 4 --accum 2 --steps 1 --chunk 4 2 3,2+linear 2+forward2 OpenCLIP+linear"
     open_clip_step.main([*words.split(), "--out", str(tmp_path / "rows.jsonl")])
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    theirs, whole = (None, None, False), (4, None, False)
-    larger = [theirs, whole, (2, None, False), (3, 2, True), (None, None, True)]
+    theirs, whole = (None, None, False, 1), (4, None, False, 1)
+    larger = [theirs, whole, (2, None, False, 1), (3, 2, True, 1), (2, None, False, 2), (None, None, True, 1)]
     cases = {("clip", 4): [theirs, whole], ("siglip", 4): [theirs, whole], ("clip", 8): larger}
-    assert [(row["loss"], row["pairs"], row["chunk"], row["text_chunk"], row["linear_patches"]) for row in rows] == [
+    fields = ("loss", "pairs", "chunk", "text_chunk", "linear_patches", "forward")
+    assert [tuple(row[field] for field in fields) for row in rows] == [
         (*case, *setting) for case, settings in cases.items() for setting in settings
     ]
     printed = capsys.readouterr().out
-    assert printed.count("megabatch**") == 5 and printed.count("| 3 images, 2 texts |") == 1
+    assert printed.count("megabatch**") == 6 and printed.count("| 3 images, 2 texts |") == 1
     with pytest.raises(SystemExit):
         open_clip_step.main(["--chunk", "3,linear"])

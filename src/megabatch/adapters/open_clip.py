@@ -193,6 +193,7 @@ def adapt(
     accum_freq: int = 1,
     chunk: int | None = None,
     text_chunk: int | None = None,
+    forward_chunk: int | None = None,
     keep: int | Literal["auto"] = 0,
 ) -> Task:
     """Replace the loss of a task of OpenCLIP 4.x by ours, and return the task; with `chunk`, the encoders run in chunks.
@@ -202,22 +203,29 @@ def adapt(
     if isinstance(getattr(task, "loss", None), nn.Module):
         task.loss = convert(task.loss, accum_freq=accum_freq)  # type: ignore[arg-type]
     if chunk is not None:
-        encode_in_chunks(task, chunk, text_chunk=text_chunk, keep=keep)
-    elif text_chunk is not None:
-        raise ValueError(f"text_chunk={text_chunk} without chunk: pass the rows of a chunk of images as chunk too")
+        encode_in_chunks(task, chunk, text_chunk=text_chunk, forward_chunk=forward_chunk, keep=keep)
+    elif text_chunk is not None or forward_chunk is not None:
+        raise ValueError(f"text_chunk={text_chunk}, forward_chunk={forward_chunk} without chunk: pass the rows of a chunk too")
     return task
 
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def encode_in_chunks(model: Model, chunk: int, *, text_chunk: int | None = None, keep: int | Literal["auto"] = 0) -> Model:
+def encode_in_chunks(
+    model: Model,
+    chunk: int,
+    *,
+    text_chunk: int | None = None,
+    forward_chunk: int | None = None,
+    keep: int | Literal["auto"] = 0,
+) -> Model:
     """Make both encoders of an OpenCLIP model run `chunk` rows at a time, with the gradients of the whole batch; return the model.
 
     It replaces `--accum-freq m --batch-size b`: train with `--batch-size m·b` and a chunk of b. The gradient is exact, also that of
     `logit_scale`, random parts are replayed, and gradients are exchanged once per step. model: before or after it is wrapped in
     DDP, or a task of OpenCLIP 4.x. text_chunk: rows of a chunk of texts, if other than `chunk`: the peak is that of the tower
-    whose chunk takes more. keep: as in `megabatch.cached`.
+    whose chunk takes more. forward_chunk, keep: as in `megabatch.cached`.
     """
     inner: Any = model
     while hasattr(inner, "trainable_module") or hasattr(inner, "module"):
@@ -228,8 +236,9 @@ def encode_in_chunks(model: Model, chunk: int, *, text_chunk: int | None = None,
             "chunks; a model with a decoder keeps the tokens of the whole batch; leave the chunk out"
         )
     # The model's own forward calls these, so that DDP and FSDP prepare and exchange once for all chunks.
-    inner.encode_image = cached(inner.encode_image, chunk, keep=keep)
-    inner.encode_text = cached(inner.encode_text, chunk if text_chunk is None else text_chunk, keep=keep)
+    inner.encode_image = cached(inner.encode_image, chunk, forward_chunk=forward_chunk, keep=keep)
+    text_chunk = chunk if text_chunk is None else text_chunk
+    inner.encode_text = cached(inner.encode_text, text_chunk, forward_chunk=forward_chunk, keep=keep)
     return model
 
 
@@ -237,14 +246,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run OpenCLIP's training script with our losses; `--accum-freq` becomes chunks of the batch.
 
     `--batch-size b --accum-freq m` trains the same batch as in OpenCLIP, m·b on each rank: the loader gives it whole, and the
-    encoders run b rows at a time. `--chunk` sets the rows of a chunk apart from that, `--text-chunk` those of texts, and
-    `--linear-patches` calls `megabatch.linear_patches` on the model. All other arguments are OpenCLIP's.
+    encoders run b rows at a time. `--chunk` sets the rows of a chunk apart from that, `--text-chunk` those of texts,
+    `--forward-chunk` those of forward (as in `megabatch.cached`), and `--linear-patches` calls `megabatch.linear_patches` on the
+    model. All other arguments are OpenCLIP's.
     """
     from open_clip_train import main as script
 
     parser = argparse.ArgumentParser("python -m megabatch.adapters.open_clip", add_help=False)
     parser.add_argument("--chunk", type=int)
     parser.add_argument("--text-chunk", type=int)
+    parser.add_argument("--forward-chunk", type=int)
     parser.add_argument("--linear-patches", action="store_true")
     own, rest = parser.parse_known_args(arguments)
     parse_args, create_model = script.parse_args, script.create_model_and_transforms
@@ -261,9 +272,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if own.linear_patches:
             linear_patches(model)
         if own.chunk is not None:
-            encode_in_chunks(model, own.chunk, text_chunk=own.text_chunk)
-        elif own.text_chunk is not None:
-            raise ValueError(f"--text-chunk {own.text_chunk} without --chunk: pass the rows of a chunk of images as --chunk too")
+            encode_in_chunks(model, own.chunk, text_chunk=own.text_chunk, forward_chunk=own.forward_chunk)
+        elif own.text_chunk is not None or own.forward_chunk is not None:
+            raise ValueError("--text-chunk and --forward-chunk need --chunk, the rows of a chunk: pass it too")
         return model, *transforms
 
     script.parse_args, script.create_model_and_transforms = parse, create

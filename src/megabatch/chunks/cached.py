@@ -22,6 +22,7 @@ from .ddp_fsdp import (
     fsdp_modules,
     gathering_weights,
     least_rows,
+    leaves_of,
     meeting_rings,
     modules_in,
     no_sync,
@@ -29,6 +30,7 @@ from .ddp_fsdp import (
     submodules,
 )
 from .division import ByFunction, ByTokens, Divide, Division, by_rows
+from .graphless import Chunks, attached
 from .keep import Keep, KeepAuto, last_full
 from .oom import current_attempt, is_out_of_memory, oom_warning, release
 from .recompute import Differences, Repeatability, recomputed, tolerance_for
@@ -56,6 +58,7 @@ def cached(
     encoder: Callable[..., Any],
     chunk: int | None = None,
     *,
+    forward_chunk: int | None = None,
     tokens: int | None = None,
     split: Callable[..., Iterable[Any]] | None = None,
     outputs: Sequence[str] | None = None,
@@ -70,6 +73,9 @@ def cached(
     encoder: a Module, a method of one, or a function of them. Wrapped in DDP, it exchanges gradients once per step.
         Inputs and outputs are tensors whose first dimension is the batch, in tuples, lists and dicts of any depth.
     chunk: rows that go through the encoder at once. It determines the memory, but not the result.
+    forward_chunk: rows that go through the encoder at once in forward, for example 4 · chunk; None: `chunk`. Forward then records
+        no graph, and a row takes the memory of a layer or two. Only for encoders that draw no random numbers and change no
+        buffers in forward, and without fully_shard: a ValueError otherwise.
     tokens: for texts, tokens that go through the encoder at once, padding included. Rows are sorted by length, padding that all
         rows of a chunk share is cut off, and outputs come back in the order of the inputs. An `attention_mask` of shape (rows,
         tokens) among the inputs tells the lengths. With `chunk` too, a chunk has at most that many rows.
@@ -97,7 +103,7 @@ def cached(
     >>> encode(torch.randn(1000, 32)).shape
     torch.Size([1000, 16])
     """
-    return Cached(encoder, CacheOptions(chunk, tokens, split, outputs, keep, device, sync, generators, check))
+    return Cached(encoder, CacheOptions(chunk, forward_chunk, tokens, split, outputs, keep, device, sync, generators, check))
 
 
 @dataclass(frozen=True)
@@ -105,6 +111,7 @@ class CacheOptions:
     """The options of `cached`."""
 
     chunk: int | None
+    forward_chunk: int | None
     tokens: int | None
     split: Callable[..., Iterable[Any]] | None
     outputs: Sequence[str] | None
@@ -126,6 +133,7 @@ class Cached:
         if not callable(encoder):
             raise ValueError(f"encoder is a {type(encoder).__name__}: must be a Module or a function that encodes a batch")
         self._divide, self.chunk, self.unit = _division(options)
+        self._forward_chunk = _forward_chunk(options)
         self.chunks = self.kept = 0
         self._outputs = None if options.outputs is None else _names(options.outputs)
         self._keep = _keep(options.keep)
@@ -180,7 +188,10 @@ class Cached:
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error) or meeting:
                     raise
-                if self.stop_keeping():
+                if self._forward_chunk is not None and self._forward_chunk > self.chunk:
+                    self._warn_of_forward_chunk()
+                    self._forward_chunk = None
+                elif self.stop_keeping():
                     stopped = True
                 elif self.chunk > 1:
                     self.chunk //= 2
@@ -210,8 +221,14 @@ class Cached:
         repeatability = Repeatability(self._tolerance(inputs), self._differences) if self._check and recording else None
         recomputation = self._recomputation(inputs, sharded, device, repeatability)
         discarded = range(len(division.pieces), count)
-        outputs, states = [], start.sources
+        graphless = self._graphless(inputs, count - kept, meeting, sharded) if recording else range(0)
+        outputs: list[Any] = []
+        states = start.sources
         for index, piece in enumerate(pieces):
+            if index in graphless:
+                if index == graphless.start:
+                    outputs += self._without_graph(inputs, division, graphless, start, outputs[0], repeatability)
+                continue
             with explaining_single_rows(self._modules, piece, pieces):
                 if not recording:
                     outputs.append(self._chunk(piece, index in discarded))
@@ -231,6 +248,64 @@ class Cached:
         if repeatability is not None:
             repeatability.remember(joined, joined_sizes)
         return joined if division.inverse is None else rows.select(joined, division.inverse)
+
+    def _graphless(self, inputs: Any, recomputed_chunks: int, meeting: list[Ring], sharded: list[Any]) -> range:
+        """Return the indices of the chunks whose forward records no graph: those after the first that backward runs again."""
+        if self._forward_chunk is None or self._forward_chunk < 2 * self.chunk or recomputed_chunks < 2:
+            return range(0)
+        reasons = {
+            "batch normalisation in training mode": batch_norms(self._modules),
+            "ranks that communicate in forward (fully_shard)": meeting or sharded,
+            "inputs that need a gradient": [tensor for tensor in rows.tensors_of(inputs) if tensor.requires_grad],
+        }
+        for reason, found in reasons.items():
+            if found:
+                raise ValueError(f"forward_chunk={self._forward_chunk} does not work with {reason}: leave it out")
+        return range(1, recomputed_chunks)
+
+    def _without_graph(
+        self,
+        inputs: Any,
+        division: Division,
+        chosen: range,
+        start: ForwardState,
+        first: Any,
+        repeatability: Repeatability | None,
+    ) -> list[Any]:
+        """Return the outputs of the chosen chunks, several of which go through the encoder at once. first: those of chunk 0."""
+        assert self._forward_chunk is not None
+        leaves = _leaves(rows.tensors_of(first))
+        if any(leaf._backward_hooks for leaf in leaves):
+            raise ValueError(f"forward_chunk={self._forward_chunk}: a parameter has a hook, which would run twice; leave it out")
+        sizes = [size for size in division.sizes if size is not None]
+        together = self._forward_chunk // self.chunk
+        groups = [sum(sizes[i : min(i + together, chosen.stop)]) for i in range(chosen.start, chosen.stop, together)]
+        pieces = rows.split_sizes(inputs, [sizes[0], *groups, *sizes[chosen.stop :]])[1 : 1 + len(groups)]
+        with torch.no_grad():
+            values = rows.join([self._chunk(piece, False) for piece in pieces], groups)
+        # Under no_grad autocast has cached copies of the weights that have no gradient.
+        torch.clear_autocast_cache()
+        if start.changed():
+            start.restore()
+            raise ValueError(
+                f"forward_chunk={self._forward_chunk}: the encoder draws random numbers or changes buffers in forward, so that the "
+                "result would depend on it; leave it out, or turn dropout off"
+            )
+        versions, device = _named_versions(inputs), self._compute_device(inputs)
+
+        def run(index: int) -> list[Tensor]:
+            self._keep.record_peak(device)
+            _check_inputs(versions)
+            with start.replayed():
+                outputs = self._chunk(division.pieces[chosen[index]], False)
+            if repeatability is not None:
+                repeatability.compare(chosen[index], outputs)
+            return rows.tensors_of(outputs)
+
+        of_chosen = sizes[chosen.start : chosen.stop]
+        differentiable = [tensor.requires_grad for tensor in rows.tensors_of(first)]
+        tensors = iter(attached(rows.tensors_of(values), differentiable, Chunks(run, _leaves, of_chosen), leaves))
+        return rows.split_sizes(rows.map_tensors(values, lambda tensor: next(tensors)), of_chosen)
 
     def _recomputation(
         self, inputs: Any, sharded: list[Any], device: torch.device, repeatability: Repeatability | None
@@ -338,11 +413,23 @@ class Cached:
                 "precision, so the result depends on the chunk: keep the weights in float32 and use autocast, or a larger chunk",
             )
 
+    def _warn_of_forward_chunk(self) -> None:
+        self._warn(
+            "forward chunk",
+            f"memory did not suffice for forward_chunk={self._forward_chunk}: forward runs {self.chunk} rows at a time from now "
+            "on. Pass a smaller forward_chunk to avoid the failed attempt",
+        )
+
     def _warn(self, subject: str, sentence: str) -> None:
         """Warn once per subject, at the line that called the encoder."""
         if subject not in self._warned:
             self._warned.add(subject)
             warnings.warn(sentence, stacklevel=CALLER)
+
+
+def _leaves(outputs: Iterable[Tensor]) -> list[Tensor]:
+    """Return the leaves that a chunk's outputs depend on, each once: an output may itself be a leaf."""
+    return list({id(leaf): leaf for leaf in leaves_of([], [tensor for tensor in outputs if tensor.requires_grad])}.values())
 
 
 def _named_versions(inputs: Any) -> list[tuple[str, Tensor, int]]:
@@ -402,6 +489,16 @@ def _division(options: CacheOptions) -> tuple[Divide, int, str]:
     return ByTokens(None if options.chunk is None else check_chunk(options.chunk)), options.tokens, "tokens"
 
 
+def _forward_chunk(options: CacheOptions) -> int | None:
+    if options.forward_chunk is None:
+        return None
+    if options.chunk is None or options.tokens is not None or options.split is not None:
+        raise ValueError(f"forward_chunk={options.forward_chunk!r} needs chunk=…, without tokens and split; leave it out")
+    if check_chunk(options.forward_chunk, "forward_chunk") < options.chunk:
+        raise ValueError(f"forward_chunk={options.forward_chunk}: must be at least chunk={options.chunk}")
+    return options.forward_chunk
+
+
 def _names(outputs: object) -> tuple[str, ...]:
     names = tuple(outputs) if isinstance(outputs, Sequence) and not isinstance(outputs, str) else ()
     if not names or not all(isinstance(name, str) for name in names):
@@ -409,10 +506,10 @@ def _names(outputs: object) -> tuple[str, ...]:
     return names
 
 
-def check_chunk(chunk: object) -> int:
+def check_chunk(chunk: object, name: str = "chunk") -> int:
     """Return the chunk; raise a ValueError unless it is a positive number of rows."""
     if not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1:
-        raise ValueError(f"chunk={chunk!r}: must be a positive number of rows, for example 256")
+        raise ValueError(f"{name}={chunk!r}: must be a positive number of rows, for example 256")
     return chunk
 
 

@@ -229,9 +229,9 @@ def check_exchange(inputs: Iterable[Tensor], outputs: Iterable[Tensor], modules:
         unexchanged = parameters - {id(p) for owner in owners for p in owner.parameters()}
         if not unexchanged:
             return
-        unexchanged_leaves = [leaf for leaf in _leaves(inputs, outputs) if id(leaf) in unexchanged]
+        unexchanged_leaves = [leaf for leaf in leaves_of(inputs, outputs) if id(leaf) in unexchanged]
     else:
-        unexchanged_leaves = [leaf for leaf in _leaves(inputs, outputs) if not _is_dtensor(leaf)]
+        unexchanged_leaves = [leaf for leaf in leaves_of(inputs, outputs) if not _is_dtensor(leaf)]
     if unexchanged_leaves:
         raise ValueError(_reason(unexchanged_leaves, modules, active is not None))
 
@@ -247,7 +247,7 @@ def _is_dtensor(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor)
 
 
-def _leaves(inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> list[Tensor]:
+def leaves_of(inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> list[Tensor]:
     """Return the leaves whose gradients a backward from the outputs accumulates, except the inputs and what they depend on."""
     inputs = list(inputs)
     # Nodes are compared by identity; their Python objects must stay referenced, or a new node could get the same id.

@@ -135,6 +135,14 @@ class ForwardState:
                 for buffer, original in originals.items():
                     buffer.owner._buffers[buffer.name] = original
 
+    def changed(self) -> bool:
+        """Return whether a generator or one of the buffers has changed since."""
+        return (
+            any(not torch.equal(state, get_generator(device)) for device, state in self.generators.items())
+            or any(source.get() is not state for source, state in self.sources)
+            or any(differs(value, buffer.tensor) for buffer, value in self.buffers.items())
+        )
+
     def restore(self) -> None:
         """Set generators and buffers to this state, for another attempt."""
         _set_generators(self.generators)
