@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from heap import measured
 from small_encoders import batch, gradients, same, tower
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -254,3 +255,20 @@ def on_two_ranks(rank: int, size: int) -> tuple[float, int, str]:
 def test_ddp_exchanges_once_and_fsdp_is_refused(world):
     for error, exchanges, refused in world.run(2, on_two_ranks):
         assert error < 1e-12 and exchanges == 1 and "fully_shard" in refused
+
+
+def step(chunk: int, forward_chunk: int | None, chunks: int) -> None:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(12)]
+    encode = megabatch.cached(nn.Sequential(*blocks, nn.Linear(64, 4)), chunk, forward_chunk=forward_chunk)
+    encode(torch.randn(chunks * chunk, 64)).square().sum().backward()
+
+
+@pytest.mark.slow
+def test_four_chunks_at_once_in_forward_do_not_raise_the_peak_of_twelve_layers():
+    rows = 2048
+    equal, larger = (measured(step, (64, forward_chunk, 2), (rows, forward_chunk, 9)) for forward_chunk in (None, 4 * rows))
+    # What backward keeps of a layer: 576 numbers for each row.
+    layer = rows * 4 * 576
+    assert equal > 8 * layer
+    assert larger < equal + layer
