@@ -12,11 +12,13 @@ import bz2
 import gzip
 import hashlib
 import io
+import itertools
 import json
 import lzma
 import re
 import subprocess
 import sys
+import tarfile
 import unicodedata
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
@@ -235,6 +237,62 @@ def cjk(folder: Path) -> Iterator[Entry]:
         yield Entry((np.frombuffer(image.tobytes(), np.uint8) // 16 * 17).tobytes(), text, character)
 
 
+def functions(folder: Path) -> Iterator[Entry]:
+    """Yield the names and the bodies of the C functions of Linux, GCC, the binutils and the C library."""
+    for file in sorted(folder.rglob("*.tar.xz")):
+        with tarfile.open(file) as archive:
+            for member in archive:
+                # Links would be read by going back in the compressed file.
+                wanted = member.isfile() and member.name.endswith((".c", ".h", ".cc"))
+                content = archive.extractfile(member) if wanted else None
+                if content is not None:
+                    yield from _c_functions(content.read().decode(errors="replace"))
+
+
+def _c_functions(text: str) -> Iterator[Entry]:
+    """Yield the functions of a C file: what stands before a brace in the first column, and what stands up to the next."""
+    pieces = text.split("\n{\n")
+    for before, after in itertools.pairwise(pieces):
+        head = re.split(r"\n\s*\n|[;}]\s*\n|\*/\n|^#.*\n", before[-1000:], flags=re.MULTILINE)[-1]
+        name = re.search(r"(\w+) ?\(", head)
+        body, end, _ = after.partition("\n}")
+        if name and end:
+            yield Entry(name[1], body, "")
+
+
+def fields(folder: Path) -> Iterator[Entry]:
+    """Yield the descriptions and the names of the fields of the web services that botocore and Google's client know."""
+    (aws,), (google,) = (folder.glob(f"{name}-*.whl") for name in ("botocore", "google_api_python_client"))
+    with zipfile.ZipFile(aws) as archive:
+        for name in sorted(archive.namelist()):
+            if name.endswith("/service-2.json.gz"):
+                for shape, value in json.loads(gzip.decompress(archive.read(name)))["shapes"].items():
+                    for field, member in value.get("members", {}).items():
+                        yield Entry(re.sub(r"<[^>]+>", " ", member.get("documentation", "")), f"{shape}.{field}", "")
+    with zipfile.ZipFile(google) as archive:
+        for name in sorted(archive.namelist()):
+            if name.endswith(".json") and "/documents/" in name:
+                for shape, value in json.loads(archive.read(name)).get("schemas", {}).items():
+                    for field, member in value.get("properties", {}).items():
+                        yield Entry(member.get("description", ""), f"{shape}.{field}", "")
+
+
+def synonyms(folder: Path) -> Iterator[Entry]:
+    """Yield the words of thesauri of several languages, and their synonyms."""
+    for language in THESAURI:
+        # The same thesaurus stands there once for each country; the first line is its encoding.
+        file = min((folder / f"mythes-{language}").rglob("th_*.dat"))
+        encoding, _, content = file.read_bytes().partition(b"\n")
+        lines = iter(content.decode(encoding.decode().strip().replace("ISO8859", "ISO-8859"), "replace").splitlines())
+        for line in lines:
+            # The word and its number of senses, of which each is a line: (part of speech)|synonym|synonym (note).
+            word, _, senses = line.partition("|")
+            if senses.strip().isdigit():
+                found = [text for _, sense in zip(range(int(senses)), lines, strict=False) for text in sense.split("|")[1:]]
+                others = (re.sub(r"\([^)]*\)", "", text).strip() for text in found)
+                yield Entry(word, "; ".join(dict.fromkeys(text for text in others if text not in ("", word))), "")
+
+
 # The same wheels on every machine, which only reads the Python files in them.
 WHEEL_PLATFORMS = ("manylinux2014_x86_64", "manylinux_2_28_x86_64")
 WHEEL_TAGS = ["--python-version", "3.11", *(word for platform in WHEEL_PLATFORMS for word in ("--platform", platform))]
@@ -252,6 +310,7 @@ DICTIONARIES = """
     eng-hin pol-spa fra-spa nld-spa ell-eng swe-deu jpn-deu eng-hun eng-hrv fin-eng ara-eng pol-deu fra-deu deu-pol pol-fra pol-ita
     fra-bre fin-ell fin-bul pol-fin pol-nor
 """
+THESAURI = ("cs", "da", "fr", "it", "pl", "bg", "ro")
 SOURCES = {
     "wordnet": SourceKind("definitions and words of WordNet", ("wordnet-base",), (), wordnet),
     "packages": SourceKind("descriptions and names of Debian packages", (), (), packages),
@@ -269,6 +328,16 @@ SOURCES = {
     "glyphs": SourceKind("images and names of characters", (), (), glyphs, pixels=32),
     "cjk": SourceKind(
         "images, readings and meanings of CJK characters", ("unicode-data", "fonts-wqy-zenhei"), (), cjk, pixels=CJK_EDGE
+    ),
+    "functions": SourceKind(
+        "names and bodies of C functions",
+        ("linux-source-6.1", "gcc-12-source", "binutils-source", "glibc-source"),
+        (),
+        functions,
+    ),
+    "fields": SourceKind("descriptions and names of fields of web services", (), ("botocore", "google-api-python-client"), fields),
+    "synonyms": SourceKind(
+        "words and synonyms of thesauri of seven languages", tuple(f"mythes-{language}" for language in THESAURI), (), synonyms
     ),
 }
 

@@ -20,7 +20,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.study.runs import NOISE_SAMPLES, PLAIN, REPEATED, SEEDS, best_rate, cell_for, cell_of, uncovered, unpack
+from benchmarks.study.runs import (
+    CONFIRMATION,
+    NOISE_SAMPLES,
+    PLAIN,
+    REPEATED,
+    SEEDS,
+    best_rate,
+    cell_for,
+    cell_of,
+    uncovered,
+    unpack,
+)
 from benchmarks.study.stack import WARM_UP, Cell, Kind
 from megabatch.batch_law import HUNDRED_THOUSAND, MILLION, Law, MeasuredLaw, NoiseRelation, WarmUpLaw
 from megabatch.evidence import HOPELESS_UPDATES
@@ -150,6 +161,11 @@ def by_cell(rows: Iterable[Row]) -> dict[Cell, list[Row]]:
         if "error" not in row:
             cells[cell_of(row)].append(row)
     return dict(cells)
+
+
+def fitted_rows(rows: Iterable[Row]) -> list[Row]:
+    """Return the rows without those of the sources that only confirm."""
+    return [row for row in rows if row["source"] not in CONFIRMATION]
 
 
 def points(rows: Iterable[Row]) -> dict[Cell, Point]:
@@ -488,6 +504,7 @@ def noise_estimates(rows: Sequence[Row]) -> dict[Cell, NoiseEstimate]:
 
 def measured_law(rows: Sequence[Row], towers: Sequence[TowerCurve], date: str) -> MeasuredLaw:
     """Return the law with what a plan needs to know about it. towers: trainings with towers as people train them."""
+    rows = fitted_rows(rows)
     plain = law_curves(rows)
     law, laws = fit_law(plain), draw_laws(plain)
     shifts = [np.log2(largest_batch(c.batches, c.recalls).batch / law.largest(c.samples, c.pairs)) for c in plain]

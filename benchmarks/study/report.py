@@ -18,7 +18,7 @@ from benchmarks import batches
 from benchmarks.study import fit, runs
 from benchmarks.study.fit import Curve, HeldBack, Interval, Row, TowerCurve
 from benchmarks.study.runs import PLAIN
-from benchmarks.study.stack import WARM_UP, Kind
+from benchmarks.study.stack import WARM_UP, Cell, Kind
 from megabatch.batch_law import MeasuredLaw
 from megabatch.evidence import HOPELESS_UPDATES
 from megabatch.recipes import power_near
@@ -86,11 +86,13 @@ def blocks(
 
     frozen: sets of predictions, as they were made. towers: trainings with towers other than MLPs.
     """
+    every, rows = rows, fit.fitted_rows(rows)
     curves = fit.curves(rows)
     plain, fitted = [c for c in curves if c.kind == PLAIN], fit.law_curves(rows)
+    confirming = [made for made in frozen if made["predictions"][0]["source"] in runs.CONFIRMATION]
     sections: dict[str, Callable[[], str]] = {
-        "coverage": lambda: coverage(rows),
-        "curves": lambda: curves_table(plain, fitted),
+        "coverage": lambda: coverage(every),
+        "curves": lambda: curves_table([c for c in fit.curves(every) if c.kind == PLAIN], fit.law_curves(every)),
         "law": lambda: law_text(fitted),
         "towers": lambda: towers_text(towers, fitted),
         "negatives": lambda: negatives_table(plain),
@@ -101,7 +103,8 @@ def blocks(
         "noise": lambda: noise_text(rows, plain),
         "held-back": lambda: held_back_table(rows, plain, fitted),
         "sensitivity": lambda: sensitivity_text(rows, plain, towers),
-        "predictions": lambda: judge(frozen, rows),
+        "predictions": lambda: judge([made for made in frozen if made not in confirming], rows),
+        "confirmation": lambda: judge(confirming, every),
         "published": lambda: published_text(json.loads(PUBLISHED.read_text()), fit.measured_law(rows, towers, "")),
     }
     parts = {"sources": sources_table(records)}
@@ -163,12 +166,12 @@ def _batches(curves: Sequence[Curve]) -> list[int]:
     return sorted({point.batch for c in curves for point in c.points})
 
 
-def curves_table(curves: Sequence[Curve], fitted: Sequence[Curve]) -> str:
+def curves_table(curves: Sequence[Curve], searched: Sequence[Curve]) -> str:
     """Return recall against the batch for every source and number of samples, and the largest batch with its interval.
 
-    A star marks the curves that the law is not fitted to.
+    A star marks the curves whose search for the rate is not complete, which are not among `searched`.
     """
-    keys = {(c.source, c.samples) for c in fitted}
+    keys = {(c.source, c.samples) for c in searched}
     if not curves:
         raise fit.TooFewError("no source has three batches")
     batches = _batches(curves)
@@ -531,32 +534,35 @@ def figure(curves: Sequence[Curve]) -> Figure:
 
 
 def predictions(rows: Sequence[Row], records: Mapping[str, Any], sources: Sequence[str]) -> dict[str, Any]:
-    """Return what the law of the given rows predicts for budgets of sources that have no row, with the commit that made it."""
+    """Return what the law of the given rows predicts for budgets of sources that have no row, with the commit that made it.
+
+    The planned batch is rounded as plans do. Rates are to be judged in cells with at least `fewest_updates`.
+    """
     seen = {(row["source"], row["samples"]) for row in rows}
     if all((source, samples) in seen for source in sources for samples in runs.BUDGETS.values()):
         raise ValueError(f"{', '.join(sources)} already have rows at every budget; predict only what was not run")
-    curves = fit.law_curves(rows)
-    law, laws, rate_law = fit.fit_law(curves), fit.draw_laws(curves), fit.fit_rates(fit.best_rates(rows))
-    intervals = fit.law_intervals(laws)
+    rows = fit.fitted_rows(rows)
+    curves, rate_law = fit.law_curves(rows), fit.fit_rates(fit.best_rates(rows))
+    # Without other towers: the study trains MLPs.
+    law = fit.measured_law(rows, [], "")
     commit = subprocess.run(["git", "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
     cases = []
     for source in sources:
         pairs = records[source]["train"]
         for samples in runs.BUDGETS.values():
-            if (source, samples) in seen:
+            if (source, samples) in seen or (source in runs.CONFIRMATION and samples > runs.REPEATED * pairs):
                 continue
             rates = {
                 str(b): rate_law.rate(b, samples, PLAIN) for b in runs.BATCHES if b <= pairs and samples // b >= runs.FEWEST_STEPS
             }
-            largest, planned = law.largest(samples, pairs), law.planned(samples, pairs)
             cases.append(
                 {
                     "source": source,
                     "samples": samples,
                     "pairs": pairs,
-                    "largest": largest,
-                    "interval": list(fit.predicted_interval(laws, samples, pairs)),
-                    "planned": planned,
+                    "largest": law.largest(samples, pairs),
+                    "interval": list(law.interval(samples, pairs)),
+                    "planned": power_near(law.planned(samples, pairs)),
                     "rates": rates,
                 }
             )
@@ -565,61 +571,88 @@ def predictions(rows: Sequence[Row], records: Mapping[str, Any], sources: Sequen
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "fitted_sources": sorted({c.source for c in curves}),
         "curves": len(curves),
-        "law": law._asdict(),
-        "intervals": {name: list(interval) for name, interval in intervals.items()},
+        "law": law.law._asdict(),
+        "intervals": {name: list(interval) for name, interval in fit.law_intervals(fit.draw_laws(curves)).items()},
         "rate_law": {"offset": rate_law.offsets[PLAIN], "e": rate_law.e, "f": rate_law.f},
+        "fewest_updates": HOPELESS_UPDATES,
         "predictions": cases,
     }
 
 
 def judge(frozen: Sequence[Mapping[str, Any]], rows: Sequence[Row]) -> str:
-    """Return how each set of predictions compares with what was run afterwards: a table of batches, and a sentence on rates."""
+    """Return how each set of predictions compares with what was run afterwards: a table of batches, and one of rates."""
     curves = {(c.source, c.samples): c for c in fit.curves(rows) if c.kind == PLAIN}
     tables = []
     for made in frozen:
-        lines = []
+        lines, cases = [], []
         for case in made["predictions"]:
             c = curves.get((case["source"], case["samples"]))
             if c is None:
                 continue
             largest = fit.largest_batch(c.batches, c.recalls)
-            # As it was predicted, without the rounding of later plans.
+            # As it was predicted: the first sets have no rounding.
             batch = float(np.clip(case["planned"], c.batches[0], c.batches[-1]))
-            lost = c.best - fit.recall_at(c, batch)
+            held = HeldBack(c.source, PLAIN, c.samples, batch, batch, c.best - fit.recall_at(c, batch), fit.tolerance(c.best))
             measured = f"{'≥ ' if largest.beyond else ''}{largest.batch:,.0f}"
-            texts = [_text(case["largest"], Interval(*case["interval"]), 0), measured, f"{batch:,.0f}", f"{100 * lost:.1f} points"]
-            lines.append([case["source"], count_text(case["samples"]), *texts, "yes" if lost <= fit.tolerance(c.best) else "no"])
+            texts = [_text(case["largest"], Interval(*case["interval"]), 0), measured, f"{c.batches[c.recalls.argmax()]:,.0f}"]
+            texts += [f"{batch:,.0f}", f"{100 * held.lost:.1f} points", "yes" if held.good else "no"]
+            lines.append([c.source, count_text(c.samples), *texts])
+            cases.append(held)
         if lines:
-            text = f"Predicted at commit `{made['commit'][:12]}`, before any of these cells was run. {_judge_rates(made, rows)}"
-            head = ["source", "samples", "largest, predicted", "measured", "planned", "lost there", "within the tolerance"]
-            tables.append(f"{text.strip()}\n\n{_table(head, lines, 2)}")
+            within, worst = _held_back_texts(cases)
+            text = (
+                f"Predicted at commit `{made['commit'][:12]}`, before any of these cells was run. "
+                f"Planned batches within the tolerance: {within}, and at most {worst} lost. {_rates_summary(made, rows)}"
+            )
+            head = ["source", "samples", "largest, predicted", "measured", "best", "planned", "lost there", "within the tolerance"]
+            tables += [text.strip(), _table(head, lines, 2)]
+            if "fewest_updates" in made:
+                tables += [_rates_table(made, rows)]
     if not tables:
         raise fit.TooFewError("nothing that was predicted has three batches")
     return "\n\n".join(tables)
 
 
-def _judge_rates(frozen: Mapping[str, Any], rows: Sequence[Row]) -> str:
-    """Return in how many cells the tried rate nearest to the predicted one loses no more than the tolerance."""
+def judged_rates(made: Mapping[str, Any], rows: Sequence[Row]) -> dict[Cell, HeldBack]:
+    """Return what the tried rate nearest to the predicted one costs in each cell that was tuned, within the set's own limits."""
     predicted = {
-        (case["source"], case["samples"], int(batch)): rate
-        for case in frozen["predictions"]
-        for batch, rate in case["rates"].items()
+        (case["source"], case["samples"], int(batch)): rate for case in made["predictions"] for batch, rate in case["rates"].items()
     }
-    good, lost, cells = 0, 0.0, fit.by_cell(rows)
-    # All cells that were tuned: which of them a plan could have was decided later.
-    tuned = {cell: best for cell, best in fit.best_rates(rows, 0, searched=False).items() if cell.kind == PLAIN}
-    tuned = {cell: best for cell, best in tuned.items() if (cell.source, cell.samples, cell.batch) in predicted}
-    for cell, best in tuned.items():
-        tested = {row["rate"]: row["test_1"] for row in cells[cell] if row["seed"] == runs.SEEDS[0]}
-        wanted = predicted[cell.source, cell.samples, cell.batch]
-        nearest = min(tested, key=lambda rate, wanted=wanted: abs(np.log2(rate / wanted)))  # type: ignore[misc]
-        good += tested[best] - tested[nearest] <= fit.tolerance(tested[best])
-        lost = max(lost, tested[best] - tested[nearest])
-    if not tuned:
+    found, cells = {}, fit.by_cell(rows)
+    # The first sets count all cells that were tuned: which of them a plan could have was decided later.
+    for cell, best in fit.best_rates(rows, made.get("fewest_updates", 0), searched="fewest_updates" in made).items():
+        planned = predicted.get((cell.source, cell.samples, cell.batch))
+        if cell.kind == PLAIN and planned is not None:
+            tested = {row["rate"]: row["test_1"] for row in cells[cell] if row["seed"] == runs.SEEDS[0]}
+            nearest = min(tested, key=lambda rate, planned=planned: abs(np.log2(rate / planned)))  # type: ignore[misc]
+            lost, allowed = tested[best] - tested[nearest], fit.tolerance(tested[best])
+            found[cell] = HeldBack(cell.source, cell.kind, cell.samples, cell.batch, planned, lost, allowed)
+    return found
+
+
+def _rates_summary(made: Mapping[str, Any], rows: Sequence[Row]) -> str:
+    cases = list(judged_rates(made, rows).values())
+    if not cases:
         return ""
-    return (
-        f"The predicted rates are within the tolerance in {good} of {len(tuned)} cells, and lose at most {100 * lost:.1f} points."
-    )
+    within, worst = _held_back_texts(cases)
+    limit = f" with at least {made['fewest_updates']} updates" if "fewest_updates" in made else ""
+    return f"Predicted rates within the tolerance: {within} cells{limit}, and at most {worst} lost."
+
+
+def _rates_table(made: Mapping[str, Any], rows: Sequence[Row]) -> str:
+    """Return the predicted rate of each judged cell, the best one that was tried, and what the nearest tried one loses."""
+    judged, cells = judged_rates(made, rows), fit.by_cell(rows)
+    batches = sorted({cell.batch for cell in judged})
+    groups: dict[tuple[str, int], dict[int, str]] = defaultdict(dict)
+    for cell, case in judged.items():
+        mark = "" if case.good else "**"
+        best = fit.best_rate(cells[cell])
+        assert best is not None
+        text = f"{case.planned:.2g}, {best:.2g}, {mark}{100 * case.lost:.1f}{mark}"
+        groups[cell.source, cell.samples][cell.batch] = text
+    lines = [[source, count_text(n), *(own.get(b, "") for b in batches)] for (source, n), own in sorted(groups.items())]
+    head = ["rate: predicted, best, points lost", "samples", *(f"batch {b:,}" for b in batches)]
+    return _table(head, lines, 2)
 
 
 def save_figure(curves: Sequence[Curve], file: Path) -> None:

@@ -330,6 +330,24 @@ def test_cells_are_different_and_possible() -> None:
     assert {cell.kind for cell in found} == {cell.kind for cell in found[:second]}
 
 
+def test_sources_that_confirm_have_plain_cells_whose_pairs_repeat_seldom() -> None:
+    few, many = runs.CONFIRMATION[:2]
+    found = runs.cells({few: 130_000, many: 600_000}, runs.CONFIRMATION)
+    assert {cell.kind for cell in found} == {runs.PLAIN} and len(found) == len(set(found))
+    budgets = {name: {cell.samples for cell in found if cell.source == name} for name in (few, many)}
+    assert budgets == {few: {250_000, 1_000_000}, many: {250_000, 1_000_000, 4_000_000}}
+    assert all({1024, 4096, 16384} <= {c.batch for c in found if c.samples == budget} for budget in budgets[many])
+
+
+def test_the_functions_of_a_c_file_are_found() -> None:
+    text = (
+        "int table[] =\n{\n1\n};\n\nstatic int __init one(int a,\n\t\tint b)\n{\n\treturn a;\n}\n"
+        "/* Two. */\nchar *\ntwo (void)\n{\n  x ();\n}\n"
+    )
+    found = [(entry.x, data.clean(entry.y)) for entry in data._c_functions(text)]
+    assert found == [("one", b"return a;"), ("two", b"x ();")]
+
+
 def test_sources_that_were_not_built_have_no_cells(tmp_path: Path) -> None:
     (tmp_path / "german.npz.xz").write_bytes(b"")
     pairs = runs.training_pairs({"german": {"train": 300_000}, "code": {"train": 150_000}}, tmp_path)

@@ -257,7 +257,8 @@ def test_a_report_fills_every_place_of_the_page(tmp_path: Path) -> None:
     frozen = report.predictions(rows, records, ["five"])
     later = [{**row, "source": "five", "pairs": 50_000} for row in synthetic_rows() if row["source"] == "two"]
     parts = report.blocks([*rows, *later], records, [frozen], [tower_curve(0.25, 1_000_000), tower_curve(0.5, 4_000_000)])
-    assert not any("Not run yet" in part for part in parts.values())
+    # Nothing of the sources that confirm was run.
+    assert [name for name, part in parts.items() if "Not run yet" in part] == ["confirmation"]
     page = tmp_path / "study.md"
     report.write_page(ROOT / "benchmarks/study/page.md", page, parts)
     text = page.read_text()
@@ -268,6 +269,24 @@ def test_a_report_fills_every_place_of_the_page(tmp_path: Path) -> None:
         report.predictions([*rows, *later], records, ["five"])
     report.save_figure(fit.curves(rows)[:4], tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 1000
+
+
+def test_sources_that_confirm_are_judged_by_what_was_predicted_and_change_no_law() -> None:
+    rows, (name, *_) = synthetic_rows(), runs.CONFIRMATION
+    frozen = report.predictions(rows, {name: {"train": PAIRS["one"]}}, [name])
+    assert [case["planned"] for case in frozen["predictions"]] == [
+        2 ** round(math.log2(c["planned"])) for c in frozen["predictions"]
+    ]
+    # A source that follows the law, and one with a quarter of its largest batch and of its rates.
+    good = [{**row, "source": name} for row in rows if row["source"] == "one"]
+    bad = [{**row, "batch": row["batch"] // 4, "rate": row["rate"] / 8} for row in good]
+    assert fit.measured_law([*rows, *bad], [], "") == fit.measured_law(rows, [], "")
+    judged = [list(report.judged_rates(frozen, own).values()) for own in (good, bad)]
+    assert fit.good_share(judged[0]) == 1 > fit.good_share(judged[1])
+    # Cells with too few updates are not judged.
+    assert all(case.samples / case.batch >= 100 for case in judged[0])
+    text = report.judge([frozen], good)
+    assert text.count(f"| {name} |") == 2 * len(runs.BUDGETS) and "| no |" not in text
 
 
 def test_only_the_hits_of_the_best_rate_are_kept() -> None:
