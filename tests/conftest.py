@@ -96,8 +96,11 @@ def world() -> Iterator[World]:
 
 
 @pytest.fixture
-def tiles_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def tiles_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Compute small batches by tiles too, as large ones are."""
     from megabatch.losses import one_piece
 
     monkeypatch.setattr(one_piece, "one_piece_for", lambda tiles, device: None)
+    one_piece.plan_for.cache_clear()
+    yield
+    one_piece.plan_for.cache_clear()

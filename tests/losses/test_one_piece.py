@@ -36,6 +36,7 @@ INPUTS = {
     "easy pairs": (embeddings(24, kind="clustered"), 50.0),
     "far from zero": (shifted(24, 64.0), 30.0),
     "negative scale": (embeddings(24, norm=2.0), -5.0),
+    "near the largest exponential": (shifted(24, 92.0), 1.0),
     "no common exponent": (embeddings(24), 500.0),
     "huge and equal": (embeddings(24, kind="opposite", norm=100.0), 1e4),
     "huge": (embeddings(24, norm=100.0), 1e4),

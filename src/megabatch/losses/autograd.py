@@ -84,8 +84,9 @@ def outside_autocast(computation: Call) -> Call:
 def save(ctx: Any, **inputs: Tensor) -> None:
     """Save the differentiable inputs for backward, where `saved` returns them."""
     ctx.save_for_backward(*inputs.values())
-    # To name the input that was modified, if one was.
-    ctx.versions = {name: (_reference(t), t._version) for name, t in inputs.items()}
+    # To name the input that was modified, if one was. Weak references to embeddings, so that saved-tensor hooks can free their
+    # memory. A scalar may be a view of the caller's tensor that nothing else holds.
+    ctx.versions = [(name, weakref.ref(t) if t.ndim else t, t._version) for name, t in inputs.items()]
 
 
 def saved(ctx: Any) -> tuple[Tensor, ...]:
@@ -94,21 +95,12 @@ def saved(ctx: Any) -> tuple[Tensor, ...]:
         return ctx.saved_tensors
     except RuntimeError as error:
         # Not if the graph has been freed: after a step of the optimizer, versions differ in that case too.
-        changes = ctx.versions.items() if "inplace operation" in str(error) else ()
-        for name, (reference, version) in changes:
-            tensor = reference()
+        changes = ctx.versions if "inplace operation" in str(error) else ()
+        for name, reference, version in changes:
+            tensor = reference() if isinstance(reference, weakref.ref) else reference
             if tensor is not None and tensor._version != version:
                 raise modified(name) from error
         raise
-
-
-def _reference(t: Tensor) -> Callable[[], Tensor | None]:
-    """Return a reference that shares t's version counter: weak for embeddings, so that saved-tensor hooks can free their memory."""
-    if t.ndim:
-        return weakref.ref(t)
-    # A scalar is a view of the caller's tensor, and nothing else may hold that view.
-    scalar = t.detach()
-    return lambda: scalar
 
 
 def modified(name: str) -> RuntimeError:
@@ -127,7 +119,7 @@ def first_derivative_only(backward: Callable[..., tuple[Any, ...]]) -> Callable[
 
     @functools.wraps(backward)
     def once(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        if any(isinstance(g, Tensor) and is_transformed(g) for g in grads):
+        if any([isinstance(g, Tensor) and is_transformed(g) for g in grads]):
             raise RuntimeError(
                 "the backward pass of megabatch's losses takes one plain gradient, not a batch of them (is_grads_batched, vmap, a "
                 "vectorized Jacobian) nor a dual tensor: call it once for each, or use the formula in megabatch.reference"

@@ -6,6 +6,7 @@ the checks of `prepare` for the usual calls, and backward only multiplies the gr
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
@@ -21,6 +22,7 @@ from .autograd import first_derivative_only, outside_autocast, save, saved
 from .batch import LossBatch, is_accumulating
 from .checks import DTYPES, PLAIN_TENSORS, product_dtype
 
+HAS_DISTRIBUTED = dist.is_available()
 # CUDA devices of calls that `prepare` has checked. It reads the scale of the first one, to warn of a temperature; reading it in
 # every call would wait for the device.
 _checked_devices: set[torch.device] = set()
@@ -30,6 +32,7 @@ class OnePieceCall(NamedTuple):
     """How to compute a loss in one piece.
 
     dtype: that in which the products read the embeddings. scalars: the scale, and the bias if the loss has one.
+    direct: whether the embeddings have that dtype, are not lazily negated, and autocast is disabled.
     """
 
     tiles: OnePieceTiles
@@ -37,6 +40,7 @@ class OnePieceCall(NamedTuple):
     scalars: tuple[Tensor, ...]
     needs_grad: NeedsGrad | None
     compute: ComputeOptions
+    direct: bool = False
 
 
 # From x, y and the scalars to the loss and its gradients.
@@ -51,58 +55,73 @@ def accept(
     Right are dense matrices of one shape on a CPU or on the current CUDA device, and scalars that are tensors of the dtype of
     logits, with a scale of at least 1; in one process, and on a CPU without autocast.
     """
-    if group is not None and (group is not ... or (dist.is_available() and dist.is_initialized())):
+    if group is not None and (group is not ... or (HAS_DISTRIBUTED and dist.is_initialized())):
         return None
     # The transforms of torch.func, and dual tensors of forward-mode AD.
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0 or is_accumulating():
         return None
-    if is_accumulating() or not (_is_dense(x) and _is_dense(y)):
-        return None
+    # Plain and dense: everything below is defined for such tensors.
+    for t in (x, y, *scalars):
+        if type(t) not in PLAIN_TENSORS or t.layout is not torch.strided or t.is_nested:  # type: ignore[union-attr]
+            return None
     shape, dtype, device = x.shape, x.dtype, x.device
-    if len(shape) != 2 or shape[1] == 0 or y.shape != shape or y.dtype != dtype or y.device != device or dtype not in DTYPES:
+    if y.shape != shape or y.dtype != dtype or y.device != device:
         return None
-    if device.type == "cuda":
-        if device not in _checked_devices or device.index != torch.cuda.current_device():
-            return None
-        dtype = product_dtype(x)
-        if dtype not in DTYPES or x.stride(1) != 1 or y.stride(1) != 1:
-            return None
-    elif torch.is_autocast_enabled("cpu"):
+    if (backend is not None and backend != "eager") or (workspace is not None and type(workspace) is not int):
         return None
-    if backend is not None and (backend != "eager" or device.type != "cpu"):
+    on_cpu = device.type == "cpu"
+    autocast = torch.is_autocast_enabled(device.type)
+    if on_cpu:
+        if autocast:
+            return None
+    elif device not in _checked_devices or device.index != torch.cuda.current_device() or x.stride(1) != 1 or y.stride(1) != 1:
+        return None
+    plan = plan_for(shape, product_dtype(x) if autocast else dtype, device, backend, workspace)
+    if plan is None:
+        return None
+    tensors = cast(tuple[Tensor, ...], scalars)
+    needs = False
+    for t in tensors:
+        if t.ndim or t.dtype != plan.logits or t.device != device:
+            return None
+        needs = needs or t.requires_grad
+    if on_cpu and not tensors[0].item() >= 1:
+        return None
+    needs_x, needs_y = x.requires_grad, y.requires_grad
+    needs_grad = None
+    if (needs or needs_x or needs_y) and torch.is_grad_enabled():
+        for t in (x, y, *tensors):
+            if t.is_inference():
+                return None
+        needs_grad = NeedsGrad(needs_x or not needs_y, needs_y)
+    direct = not (autocast or x.is_neg() or y.is_neg())
+    return OnePieceCall(plan.tiles, plan.dtype, tensors, needs_grad, plan.compute, direct)
+
+
+class OnePiecePlan(NamedTuple):
+    """What a call depends on, apart from its tensors. dtype: that in which the products read embeddings; logits: that of logits."""
+
+    tiles: OnePieceTiles
+    dtype: torch.dtype
+    logits: torch.dtype
+    compute: ComputeOptions
+
+
+@functools.lru_cache(maxsize=256)
+def plan_for(
+    shape: torch.Size, dtype: torch.dtype, device: torch.device, backend: str | None, workspace: int | None
+) -> OnePiecePlan | None:
+    """Return the plan for x and y of this shape, or None if they do not fit."""
+    if len(shape) != 2 or shape[1] == 0 or dtype not in DTYPES or device.type not in ("cpu", "cuda"):
+        return None
+    if backend is not None and device.type != "cpu":
         return None
     tiles = backend_for(device, dtype, backend)
     whole = one_piece_for(tiles, device)
-    if workspace is None:
-        workspace = tiles.default_workspace(device)
-    if whole is None or type(workspace) is not int:
+    compute = ComputeOptions(tiles.default_workspace(device) if workspace is None else workspace)
+    if whole is None or not whole.fits((shape[0], shape[0], shape[1]), dtype, compute):
         return None
-    compute = ComputeOptions(workspace)
-    if not whole.fits((shape[0], shape[0], shape[1]), dtype, compute):
-        return None
-    acc = accumulator(dtype)
-    for scalar in scalars:
-        if not _is_dense(scalar) or scalar.ndim or scalar.dtype != acc or scalar.device != device:  # type: ignore[union-attr]
-            return None
-    tensors = cast(tuple[Tensor, ...], scalars)
-    if device.type == "cpu" and not tensors[0].item() >= 1:
-        return None
-    if not torch.is_grad_enabled():
-        return OnePieceCall(whole, dtype, tensors, None, compute)
-    needs_x, needs_y = x.requires_grad, y.requires_grad
-    if not (needs_x or needs_y or any([t.requires_grad for t in tensors])):
-        return OnePieceCall(whole, dtype, tensors, None, compute)
-    if x.is_inference() or y.is_inference() or any([t.is_inference() for t in tensors]):
-        return None
-    return OnePieceCall(whole, dtype, tensors, NeedsGrad(needs_x or not needs_y, needs_y), compute)
-
-
-def _is_dense(t: object) -> bool:
-    """Return whether t is a tensor of PyTorch's own class, dense and on a CPU or a CUDA device."""
-    if type(t) not in PLAIN_TENSORS:
-        return False
-    tensor = cast(Tensor, t)
-    return (tensor.is_cpu or tensor.is_cuda) and tensor.layout is torch.strided and not tensor.is_nested
+    return OnePiecePlan(whole, dtype, accumulator(dtype), compute)
 
 
 def one_piece_of(batch: LossBatch, x: Tensor, y: Tensor, *scalars: Tensor) -> OnePieceCall | None:
@@ -129,19 +148,23 @@ def loss_in_one_piece(x: Tensor, y: Tensor, call: OnePieceCall, loss: OnePieceLo
     if call.needs_grad is None:
         with torch.no_grad():
             return compute(x, y, call, loss).loss
-    return cast(Tensor, _OnePieceLoss.apply(x, y, call, loss, *call.scalars))
+    apply = _apply if call.direct else _OnePieceLoss.apply
+    return cast(Tensor, apply(x, y, call, loss, *call.scalars))
+
+
+def compute(x: Tensor, y: Tensor, call: OnePieceCall, loss: OnePieceLoss) -> OnePiece:
+    """Return the loss and its gradients, without autograd."""
+    if call.direct:
+        # Skips the layers of autograd in the dispatch of every operation.
+        with torch._C._AutoDispatchBelowAutograd():
+            return loss(x, y, *call.scalars, needs_grad=call.needs_grad, compute=call.compute)
+    return _convert_and_compute(x, y, call, loss)
 
 
 @outside_autocast
-def compute(x: Tensor, y: Tensor, call: OnePieceCall, loss: OnePieceLoss) -> OnePiece:
-    """Return the loss and its gradients, without autograd."""
-    return loss(_read(x, call), _read(y, call), *call.scalars, needs_grad=call.needs_grad, compute=call.compute)
-
-
-def _read(embeddings: Tensor, call: OnePieceCall) -> Tensor:
-    if embeddings.dtype == call.dtype and not embeddings.is_neg():
-        return embeddings
-    return embeddings.to(call.dtype).resolve_neg()
+def _convert_and_compute(x: Tensor, y: Tensor, call: OnePieceCall, loss: OnePieceLoss) -> OnePiece:
+    x, y = (t.to(call.dtype).resolve_neg() for t in (x, y))
+    return loss(x, y, *call.scalars, needs_grad=call.needs_grad, compute=call.compute)
 
 
 class _OnePieceLoss(torch.autograd.Function):
@@ -150,7 +173,7 @@ class _OnePieceLoss(torch.autograd.Function):
         result = compute(x, y, call, loss)
         # Not the loss itself, which refers to ctx: both would live on if backward is never called.
         ctx.gradients, ctx.call, ctx.loss = result.gradients, call, loss
-        save(ctx, x=x, y=y, **dict(zip(("scale", "bias"), scalars, strict=False)))
+        save(ctx, **dict(zip(("x", "y", "scale", "bias"), (x, y, *scalars), strict=False)))
         return result.loss
 
     @staticmethod
@@ -159,9 +182,14 @@ class _OnePieceLoss(torch.autograd.Function):
         x, y, scale, *_ = saved(ctx)
         # The first backward overwrites the gradients; a further one through a retained graph computes them again.
         gradients, ctx.gradients = ctx.gradients, None
+        call = ctx.call
         if gradients is None:
-            gradients = compute(x, y, ctx.call, ctx.loss).gradients
+            gradients = _convert_and_compute(x, y, call, ctx.loss).gradients
         need_x, need_y, _call, _loss, *need_scalars = ctx.needs_input_grad
         needs = need_x, need_y, *need_scalars
-        dx, dy, *dscalars = ctx.call.tiles.finish(gradients, g, scale, (x.dtype, y.dtype), needs)
+        dx, dy, *dscalars = call.tiles.finish(gradients, g, scale, (x.dtype, y.dtype), needs)
         return dx, dy, None, None, *dscalars[: len(need_scalars)]
+
+
+# Function.apply without what it does for the transforms of torch.func, in which `accept` finds no call to be right.
+_apply = super(torch.autograd.Function, _OnePieceLoss).apply

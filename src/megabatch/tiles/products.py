@@ -56,8 +56,8 @@ def walk(x_MD: Tensor, y_ND: Tensor, pairs: Pairs, compute: ComputeOptions) -> I
 
 def operand(t: Tensor) -> Tensor:
     """Return the operand of a product, in a dtype whose products are not rounded before they are accumulated."""
-    reads_as_is = t.device.type == "cuda" and t.dtype in (torch.bfloat16, torch.float16)
-    return t if reads_as_is else t.to(accumulator(t.dtype))
+    acc = accumulator(t.dtype)
+    return t if t.dtype == acc or t.device.type == "cuda" else t.to(acc)
 
 
 def similarities(x_RD: Tensor, y_CD: Tensor) -> Tensor:
