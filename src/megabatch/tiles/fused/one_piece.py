@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
 
 from ..contract import ComputeOptions, NeedsGrad, OnePiece
 from ..products import units
@@ -38,7 +39,7 @@ class FusedGradients(NamedTuple):
 
     x_MD, y_ND: as the products read them. sides: 1 for rows, 2 for rows and columns.
     sums: starts with 1 - p of each positive times the factor of the mean, for each side (sides, M).
-    derivatives: of the loss in the scale and, for the sigmoid loss, in the bias.
+    derivatives_at: the place in `sums` of the derivative in the scale; for the sigmoid loss, that in the bias follows.
     """
 
     x_MD: Tensor
@@ -47,7 +48,7 @@ class FusedGradients(NamedTuple):
     gy_ND: Tensor | None
     sides: int
     sums: Tensor
-    derivatives: Tensor
+    derivatives_at: int
 
 
 def fits(shape: tuple[int, int, int], dtype: torch.dtype, compute: ComputeOptions) -> bool:
@@ -84,22 +85,24 @@ def _softmax_loss(
     down, across = cdiv(rows, TILE[0]), cdiv(columns, TILE[1])
     tiles, count, merging = down * across, sides * rows, cdiv(rows, MERGED[1])
     parts = _new(2 * (across * rows + (down * columns if sides == 2 else 0)), device)
-    # Of each side: 1 - p of the positives, peaks, gains and similarities of the positives; then parts of the loss and of dscale.
-    sums, loss = _new(4 * count + sides * merging + tiles, device), _new((), device)
+    # Of each side: 1 - p of the positives, peaks, gains and similarities of the positives; then parts of the loss and of dscale,
+    # and dscale itself.
+    derivatives_at = 4 * count + sides * merging + tiles
+    sums, loss = _new(derivatives_at + 1, device), _new((), device)
     kind = x_MD.dtype, device.index
     _launch(softmax_parts_kernel, (across, down), kind, (z_MN, scale, parts, rows, columns), (sides, *TILE))
     merged = z_MN, scale, parts, sums, 1 / count, rows, columns, down, across
     _launch(merge_kernel, (merging, sides), kind, merged, (sides, *MERGED))
     losses = 1 / count, 4 * count, sides * merging
     if needs_grad is None:
-        _launch(total_kernel, (1, 1), kind, (sums, loss, loss, *losses, 0), (0, BLOCK))
+        _launch(total_kernel, (1, 1), kind, (sums, loss, *losses, 0), (0, BLOCK))
         return OnePiece(loss)
-    g_MN, derivatives = _new((rows, columns), device, x_MD.dtype), _new(2, device)
+    g_MN = _new((rows, columns), device, x_MD.dtype)
     differentiated = z_MN, scale, sums, g_MN, rows, columns, 4 * count + sides * merging
     _launch(softmax_gradient_kernel, (across, down), kind, differentiated, (sides, *TILE))
     gx_MD, gy_ND = _products(g_MN, x_MD, y_ND, needs_grad, compute)
-    _launch(total_kernel, (1, 1), kind, (sums, loss, derivatives, *losses, tiles), (1, BLOCK))
-    return OnePiece(loss, FusedGradients(x_MD, y_ND, gx_MD, gy_ND, sides, sums, derivatives))
+    _launch(total_kernel, (1, 1), kind, (sums, loss, *losses, tiles), (1, BLOCK))
+    return OnePiece(loss, FusedGradients(x_MD, y_ND, gx_MD, gy_ND, sides, sums, derivatives_at))
 
 
 def sigmoid_loss(
@@ -112,15 +115,16 @@ def sigmoid_loss(
     down, across = cdiv(rows, TILE[0]), cdiv(columns, TILE[1])
     tiles = down * across
     g_MN = _new((rows, columns), device, x_MD.dtype) if needs_grad else None
-    # 1 - p of the positives; then parts of the loss and its derivatives.
-    sums, loss, derivatives = _new(rows + 3 * tiles, device), _new((), device), _new(2, device)
+    # 1 - p of the positives; then parts of the loss and its derivatives, and these themselves.
+    derivatives_at = rows + 3 * tiles
+    sums, loss = _new(derivatives_at + 2, device), _new((), device)
     kind = x_MD.dtype, device.index, needs_grad is None
     _launch(sigmoid_kernel, (across, down), kind, (z_MN, scale, bias, g_MN, sums, 1 / rows, rows, columns), TILE)
     gradients = None
     if needs_grad is not None:
         assert g_MN is not None
-        gradients = FusedGradients(x_MD, y_ND, *_products(g_MN, x_MD, y_ND, needs_grad, compute), 1, sums, derivatives)
-    totals = sums, loss, derivatives, 1 / rows, rows, tiles, tiles
+        gradients = FusedGradients(x_MD, y_ND, *_products(g_MN, x_MD, y_ND, needs_grad, compute), 1, sums, derivatives_at)
+    totals = sums, loss, 1 / rows, rows, tiles, tiles
     _launch(total_kernel, (1, 1), kind, totals, (2 if needs_grad else 0, BLOCK))
     return OnePiece(loss, gradients)
 
@@ -129,7 +133,7 @@ def finish(
     gradients: FusedGradients, g: Tensor | None, scale: Tensor, dtypes: tuple[torch.dtype, torch.dtype], needs: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of x, y, the scale and the bias for the gradient g of the loss; those that are not needed are None."""
-    x_MD, y_ND, gx_MD, gy_ND, sides, sums, derivatives = gradients
+    x_MD, y_ND, gx_MD, gy_ND, sides, sums, derivatives_at = gradients
     (rows, width), columns, device = x_MD.shape, y_ND.shape[0], x_MD.device
     need_x, need_y, *need_scalars = needs
     dx = _new((rows, width), device, dtypes[0]) if need_x else None
@@ -137,12 +141,12 @@ def finish(
     dscale, dbias = (_new((), device) if need else None for need in (*need_scalars, False)[:2])
     programs = need_x * cdiv(rows * width, BLOCK) + need_y * cdiv(columns * width, BLOCK)
     products = gx_MD if need_x else None, gy_ND if need_y else None
-    sizes = rows, columns, x_MD.stride(0), y_ND.stride(0)
+    sizes = rows, columns, x_MD.stride(0), y_ND.stride(0), derivatives_at
     _launch(
         finish_kernel,
         (max(programs, 1), 1),
         (x_MD.dtype, device.index, dtypes, needs, g is None),
-        (x_MD, y_ND, *products, sums, derivatives, scale, g, dx, dy, dscale, dbias, *sizes),
+        (x_MD, y_ND, *products, sums, scale, g, dx, dy, dscale, dbias, *sizes),
         (sides, width, BLOCK),
     )
     return dx, dy, dscale, dbias
@@ -154,9 +158,9 @@ def _new(shape: int | tuple[int, ...], device: torch.device, dtype: torch.dtype 
 
 def _similarities(x_MD: Tensor, y_ND: Tensor, compute: ComputeOptions) -> Tensor:
     if x_MD.dtype == torch.bfloat16:
-        return torch.mm(x_MD, y_ND.T, out_dtype=torch.float32)
+        return torch.mm(x_MD, y_ND.t(), out_dtype=torch.float32)
     with units(x_MD, compute.precision):
-        return torch.mm(x_MD, y_ND.T)
+        return torch.mm(x_MD, y_ND.t())
 
 
 def _products(
@@ -164,9 +168,9 @@ def _products(
 ) -> tuple[Tensor | None, Tensor | None]:
     if x_MD.dtype == torch.bfloat16:
         gx_MD = torch.mm(g_MN, y_ND, out_dtype=torch.float32) if needs_grad.x else None
-        return gx_MD, torch.mm(g_MN.T, x_MD, out_dtype=torch.float32) if needs_grad.y else None
+        return gx_MD, torch.mm(g_MN.t(), x_MD, out_dtype=torch.float32) if needs_grad.y else None
     with units(x_MD, compute.precision):
-        return torch.mm(g_MN, y_ND) if needs_grad.x else None, torch.mm(g_MN.T, x_MD) if needs_grad.y else None
+        return torch.mm(g_MN, y_ND) if needs_grad.x else None, torch.mm(g_MN.t(), x_MD) if needs_grad.y else None
 
 
 def _launch(
@@ -174,18 +178,29 @@ def _launch(
 ) -> None:
     """Launch a kernel with its arguments and constants by position.
 
-    kind: what the kernel is compiled for beside the constants: the device, dtypes, and which arguments are None.
+    kind: what the kernel is compiled for beside the constants: a dtype, the index of the device, and which arguments are None.
     """
+    # Not the kernel itself: Triton computes its hash from its source.
+    key = id(kernel), kind, constants
     grid = *programs, 1
-    key = kernel, kind, constants
     compiled = _compiled.get(key)
-    if compiled is not None:
+    if compiled is None:
+        compiled = kernel[grid](*arguments, *constants)
+        # Triton's interpreter compiles nothing.
+        if compiled is not None:
+            _compiled[key] = compiled
+        return
+    hook = knobs.runtime.launch_enter_hook
+    if getattr(hook, "calls", hook):
+        # A profiler of Triton asks to be told of launches.
         compiled[grid](*arguments, *constants)
         return
-    compiled = kernel[grid](*arguments, *constants)
-    # Triton's interpreter compiles nothing.
-    if compiled is not None:
-        _compiled[key] = compiled
+    stream = _stream(kind[1])
+    compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments, *constants)
+
+
+def _stream(device_index: int) -> int:
+    return torch._C._cuda_getCurrentRawStream(device_index)
 
 
 @triton.jit(do_not_specialize=["rows", "columns"], do_not_specialize_on_alignment=["scale"])
@@ -345,12 +360,12 @@ def _twice_atanh(w):
 
 
 @triton.jit(do_not_specialize=["start", "count", "part_count"])
-def total_kernel(sums, loss, derivatives, factor, start, count, part_count, DERIVATIVES: tl.constexpr, K: tl.constexpr):
-    """Write the sum of `count` numbers of `sums`, times factor, to `loss`, and the sums of the parts behind them to
-    `derivatives`."""
+def total_kernel(sums, loss, factor, start, count, part_count, DERIVATIVES: tl.constexpr, K: tl.constexpr):
+    """Write the sum of `count` numbers of `sums`, times factor, to `loss`, and the sums of the parts behind them behind those."""
     tl.store(loss, _sum(sums + start, count, K) * factor)
     for derivative in tl.static_range(DERIVATIVES):
-        tl.store(derivatives + derivative, _sum(sums + start + count + derivative * part_count, part_count, K))
+        parts = sums + start + count
+        tl.store(parts + DERIVATIVES * part_count + derivative, _sum(parts + derivative * part_count, part_count, K))
 
 
 @triton.jit
@@ -362,9 +377,12 @@ def _sum(values, count, K: tl.constexpr):
     return tl.sum(total, 0)
 
 
-@triton.jit(do_not_specialize=["rows", "columns", "x_stride", "y_stride"], do_not_specialize_on_alignment=["x", "y", "scale", "g"])
+@triton.jit(
+    do_not_specialize=["rows", "columns", "x_stride", "y_stride", "derivatives_at"],
+    do_not_specialize_on_alignment=["x", "y", "scale", "g"],
+)
 def finish_kernel(
-    x, y, gx, gy, sums, derivatives, scale, g, dx, dy, dscale, dbias, rows, columns, x_stride, y_stride,
+    x, y, gx, gy, sums, scale, g, dx, dy, dscale, dbias, rows, columns, x_stride, y_stride, derivatives_at,
     SIDES: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients with the positives and all factors."""
@@ -374,9 +392,9 @@ def finish_kernel(
     program = tl.program_id(0)
     if program == 0:
         if dscale is not None:
-            tl.store(dscale, tl.load(derivatives) * incoming)
+            tl.store(dscale, tl.load(sums + derivatives_at) * incoming)
         if dbias is not None:
-            tl.store(dbias, tl.load(derivatives + 1) * incoming)
+            tl.store(dbias, tl.load(sums + derivatives_at + 1) * incoming)
     factor = tl.load(scale) * incoming
     if dx is not None:
         _finish_rows(gx, y, sums, dx, factor, program, rows, rows, y_stride, SIDES, WIDTH, K)
