@@ -288,12 +288,16 @@ def _forward(
     extra = positive_M.new_full((len(y_ND) - len(x_MD),), torch.nan)
     block = SigLipBlock(y_ND, batch.ids_N, torch.cat((positive_M, extra)) if rules.diagnostics else None)
     (value_M, slope_M, gx_MD, row_ranking), (gy_ND, column_ranking) = batch.ring.tour(block, batch.lengths, visit, merge)
-    positive_logit_M = scale * positive_M + bias
-    weight_M = torch.ones_like(positive_logit_M) if batch.weights_M is None else batch.weights_M
-    dpos_M = -weight_M * torch.sigmoid(-positive_logit_M)
-    sums = [(weight_M * (value_M + softplus(-positive_logit_M))).sum()]
+    # A positive costs softplus(-s). On a GPU the host's time for these operations counts: none for weights of one.
+    negated_M = (scale * positive_M + bias).neg_()
+    dpos_M = negated_M.sigmoid().neg_()
+    losses = [value_M + softplus(negated_M)]
+    if batch.weights_M is not None:
+        dpos_M = batch.weights_M * dpos_M
+        losses = [batch.weights_M * losses[0]]
     if slope_M is not None:
-        sums.append((weight_M * slope_M + dpos_M).sum())
+        losses.append((slope_M if batch.weights_M is None else batch.weights_M * slope_M) + dpos_M)
+    sums = [each.sum() for each in losses]
     (loss, *slope), weight = batch.totals(*sums)
     diagnostics = diagnose(positive_M, row_ranking, column_ranking) if rules.diagnostics else None
     saved_state = SigLipSaved(gx_MD, gy_ND, dpos_M, slope[0], 1 / weight) if slope else None
