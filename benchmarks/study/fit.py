@@ -29,7 +29,6 @@ from benchmarks.study.runs import (
     best_rate,
     cell_for,
     cell_of,
-    uncovered,
     unpack,
 )
 from benchmarks.study.stack import WARM_UP, Cell, Kind
@@ -196,16 +195,9 @@ def curves(rows: Sequence[Row], fewest: int = 3) -> list[Curve]:
     ]
 
 
-def is_searched(cell: Cell, own: Sequence[Row]) -> bool:
-    """Return whether no other optimum of the rate can be hidden: pairs repeat seldom, or rates of the whole range were tried."""
-    return cell.samples <= REPEATED * own[0]["pairs"] or not uncovered([row["rate"] for row in own if row["seed"] == SEEDS[0]])
-
-
 def law_curves(rows: Sequence[Row]) -> list[Curve]:
-    """Return the curves that the law is fitted to: the plain ones, with every rate searched for."""
-    cells = by_cell(rows)
-    plain = [c for c in curves(rows) if c.kind == PLAIN]
-    return [c for c in plain if all(is_searched(cell, cells[cell]) for cell in c.cells)]
+    """Return the curves that the law is fitted to: the plain ones that see no pair too often."""
+    return [c for c in curves(rows) if c.kind == PLAIN and c.samples <= REPEATED * c.pairs]
 
 
 def largest_batch(batches: np.ndarray, recalls: np.ndarray) -> Largest:
@@ -362,14 +354,14 @@ def hold_out_batches(given: Sequence[Curve], judged: Sequence[Curve] | None = No
     return found
 
 
-def best_rates(rows: Iterable[Row], fewest_updates: int = HOPELESS_UPDATES, searched: bool = True) -> dict[Cell, float]:
+def best_rates(rows: Iterable[Row], fewest_updates: int = HOPELESS_UPDATES, most_seen: float = REPEATED) -> dict[Cell, float]:
     """Return the best rate of every cell with the usual warm-up that has rates on both sides of it.
 
-    By default of those that a plan could have: no fewer updates than a plan warns of, and no other optimum that may be hidden.
+    By default of those that the law is for: no fewer updates than a plan warns of, and no pair seen too often.
     """
     rates = {}
     for cell, own in by_cell(rows).items():
-        if cell.warm_up != WARM_UP or cell.steps < fewest_updates or (searched and not is_searched(cell, own)):
+        if cell.warm_up != WARM_UP or cell.steps < fewest_updates or cell.samples > most_seen * own[0]["pairs"]:
             continue
         tried = sorted({row["rate"] for row in own})
         best = best_rate(own)
@@ -527,6 +519,7 @@ def measured_law(rows: Sequence[Row], towers: Sequence[TowerCurve], date: str) -
         samples=ends(c.samples for c in plain),
         pairs=ends(c.pairs for c in plain),
         batches=ends(batch for c in plain for batch in c.batches),
+        repeats=REPEATED,
         held_back=good_share(hold_out_batches(plain, [c for c in curves(rows) if c.kind == PLAIN])),
         rate_exponent=rate_exponent,
         warm_up=_warm_up_law(warm_ups(rows)),

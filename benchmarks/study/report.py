@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import subprocess
@@ -16,7 +17,7 @@ import numpy as np
 
 from benchmarks import batches
 from benchmarks.study import fit, runs
-from benchmarks.study.fit import Curve, HeldBack, Interval, Row, TowerCurve
+from benchmarks.study.fit import Curve, HeldBack, Interval, RateLaw, Row, TowerCurve
 from benchmarks.study.runs import PLAIN
 from benchmarks.study.stack import WARM_UP, Cell, Kind
 from megabatch.batch_law import MeasuredLaw
@@ -166,12 +167,12 @@ def _batches(curves: Sequence[Curve]) -> list[int]:
     return sorted({point.batch for c in curves for point in c.points})
 
 
-def curves_table(curves: Sequence[Curve], searched: Sequence[Curve]) -> str:
+def curves_table(curves: Sequence[Curve], fitted: Sequence[Curve]) -> str:
     """Return recall against the batch for every source and number of samples, and the largest batch with its interval.
 
-    A star marks the curves whose search for the rate is not complete, which are not among `searched`.
+    A star marks the curves that are not fitted.
     """
-    keys = {(c.source, c.samples) for c in searched}
+    keys = {(c.source, c.samples) for c in fitted}
     if not curves:
         raise fit.TooFewError("no source has three batches")
     batches = _batches(curves)
@@ -361,7 +362,30 @@ def rates_text(rows: Sequence[Row]) -> str:
         f"The best rate grows with the batch to the power {_text(law.e, intervals['e'])}, and with the samples to the power"
         f" {_text(law.f, intervals['f'])}: {len(rates)} cells. {root}."
     )
-    return _table(["batch", "best rate over that of batch 1,024, median", "range", "cells"], lines) + "\n\n" + text
+    head = ["batch", "best rate over that of batch 1,024, median", "range", "cells"]
+    return "\n\n".join([_table(head, lines), text, repeats_text(rows, law)])
+
+
+def repeats_text(rows: Sequence[Row], law: RateLaw) -> str:
+    """Return how far the best rate is from the law where pairs are seen more often than in the cells that it is fitted to."""
+    pairs, ratios = {row["source"]: row["pairs"] for row in rows}, defaultdict(list)
+    ends = (runs.REPEATED, 16, 50, np.inf)
+    for cell, rate in fit.best_rates(rows, most_seen=np.inf).items():
+        seen = cell.samples / pairs[cell.source]
+        if cell.kind == PLAIN and seen > runs.REPEATED:
+            place = next(i for i, end in enumerate(ends[1:]) if seen <= end)
+            ratios[place].append(rate / law.rate(cell.batch, cell.samples, cell.kind))
+    lines = [
+        [
+            f"{low:g} to {high:g}" if high < np.inf else f"more than {low:g}",
+            f"{median(ratios[i]):.2g}×",
+            " to ".join(f"{quantile:.2g}×" for quantile in np.quantile(ratios[i], (0.1, 0.9))),
+            str(len(ratios[i])),
+        ]
+        for i, (low, high) in enumerate(itertools.pairwise(ends))
+        if ratios[i]
+    ]
+    return _table(["pairs seen, times", "best rate over the law's, median", "80 % of the cells", "cells"], lines) if lines else ""
 
 
 def warm_up_text(rows: Sequence[Row]) -> str:
@@ -458,13 +482,13 @@ def sensitivity_text(rows: Sequence[Row], plain: Sequence[Curve], towers: Sequen
         "with the towers' part, at 450M samples",
     ]
     cells = []
-    for updates, searched in ((0, False), (HOPELESS_UPDATES, False), (0, True), (HOPELESS_UPDATES, True)):
-        rates = fit.best_rates(rows, updates, searched)
+    for updates, most in itertools.product((0, HOPELESS_UPDATES), (np.inf, runs.REPEATED)):
+        rates = fit.best_rates(rows, updates, most)
         law, interval = fit.fit_rates(rates), fit.rate_intervals(rates)["e"]
         held = fit.hold_out_rates(rows, rates=rates)
         names = [
             f"at least {updates}" if updates else "any",
-            "at most 8 times, or all searched" if searched else "any number of times",
+            "any number of times" if most == np.inf else f"at most {most:g} times",
         ]
         cells.append([*names, str(len(rates)), _text(law.e, interval), _held_back_texts(held)[0]])
     rate_head = ["updates", "pairs seen", "cells", "exponent of the batch", "rate: within"]
@@ -620,7 +644,8 @@ def judged_rates(made: Mapping[str, Any], rows: Sequence[Row]) -> dict[Cell, Hel
     }
     found, cells = {}, fit.by_cell(rows)
     # The first sets count all cells that were tuned: which of them a plan could have was decided later.
-    for cell, best in fit.best_rates(rows, made.get("fewest_updates", 0), searched="fewest_updates" in made).items():
+    limits = (made["fewest_updates"], runs.REPEATED) if "fewest_updates" in made else (0, np.inf)
+    for cell, best in fit.best_rates(rows, *limits).items():
         planned = predicted.get((cell.source, cell.samples, cell.batch))
         if cell.kind == PLAIN and planned is not None:
             tested = {row["rate"]: row["test_1"] for row in cells[cell] if row["seed"] == runs.SEEDS[0]}

@@ -73,7 +73,7 @@ class MeasuredLaw:
     covariance: of a, alpha and beta. deviation: standard deviation of log2 of a curve's largest batch around the law.
     towers: the law was measured with MLPs; with towers of convolutions and attention the largest batch is this part of it.
     towers_deviation: standard deviation of log2 of that part over the trainings that it was measured with.
-    samples, pairs, batches: the least and the most of the trainings.
+    samples, pairs, batches: the least and the most of the trainings. repeats: how often they see a pair at most.
     held_back: the share of all curves, also those that the law is not fitted to, on which the batch planned by the law of the other
         sources loses no more than the tolerance.
     rate_exponent: of the batch in the best rate. noise: by the batch at which noise was measured; only where it tells something.
@@ -87,6 +87,7 @@ class MeasuredLaw:
     samples: tuple[float, float]
     pairs: tuple[float, float]
     batches: tuple[float, float]
+    repeats: float
     held_back: float
     rate_exponent: float | None
     warm_up: WarmUpLaw | None
@@ -116,11 +117,11 @@ class MeasuredLaw:
         return largest / factor, largest * factor
 
     def beyond(self, seen: float, pairs: float) -> float:
-        """Return the factor by which the samples seen or the pairs lie outside the measured range; 1 within it.
+        """Return the factor by which the samples, the pairs or how often a pair is seen lie outside the measured range.
 
-        The larger of the two.
+        The largest of the three; 1 within the range.
         """
-        places = ((seen, self.samples), (pairs, self.pairs))
+        places = ((seen, self.samples), (pairs, self.pairs), (seen / pairs, (0.0, self.repeats)))
         return max(max(1.0, value / high, low / value) for value, (low, high) in places)
 
     def moved_by_noise(self, critical: float, batch: float) -> float:
