@@ -28,6 +28,7 @@ MEASURED = MeasuredLaw(
     samples=(250_000, 4_000_000),
     pairs=(16_000, 800_000),
     batches=(64, 32_768),
+    repeats=20,
     held_back=0.95,
     rate_exponent=0.25,
     warm_up=WarmUpLaw(0.1, 0.25, 0.02, 0.3),
@@ -70,6 +71,8 @@ def test_within_the_measured_range_the_law_decides_with_its_interval():
 
 def test_beyond_the_measured_range_the_advice_says_by_how_much():
     advice = advise_batch(replace(SMALL, seen=8_000_000))
+    assert advice.confidence == "low" and "extrapolated 4×" in advice.why, "80 passes over the pairs, of 20 that were measured"
+    advice = advise_batch(replace(SMALL, data=800_000, seen=8_000_000))
     assert advice.confidence == "low" and "extrapolated 2×" in advice.why
     # From the samples of published trainings on, these decide, and the law is a note.
     published = advise_batch(replace(SMALL, data=128_000_000, seen=128_000_000))
