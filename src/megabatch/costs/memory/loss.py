@@ -296,15 +296,27 @@ class LossMemory:
         widths, widest, documents = len(self.options.dims), max(self.options.dims), self.elements[1] // self.width
         added = self._allocate(PREFIX_ADDED * widths * (self.rows + documents) * FP32)
         totals = [self._allocate(count // self.width * widest * FP32) for count in self.elements]
-        # Of fp16 embeddings, panels are fp32, and all widths have one.
+        # Of fp16 embeddings, panels are fp32, with copies of the embeddings in fp32, and all widths have one.
         fp16 = self.setup.precision == "fp16"
+        totals += [self._allocate(count // self.width * widest * FP32) for count in self.elements if fp16]
         wide = widths if fp16 else sum(dim > NARROW_WIDTH or dim == widest for dim in self.options.dims)
         per_cell = wide * (FP32 if fp16 else self.element_bytes) + self._parts_per_cell(-(-wide // 2), PREFIX_GRADIENT_TILE)
         workspace = self.setup.workspace or default_workspace(self.setup.device, self.setup.device_memory)
-        self._touch(min(workspace, PANELS_WORKSPACE, int(per_cell * self.rows * documents)), "loss tiles")
+        self._touch(int(per_cell * self._panel_cells(documents, min(workspace, PANELS_WORKSPACE) / per_cell)), "loss tiles")
         gradients = [self._allocate(count * self.element_bytes) for count in self.elements]
         self._free_all([*totals, added, *self._totals])
         return gradients
+
+    def _panel_cells(self, columns: int, cells: float) -> int:
+        """Return the cells of the largest of the equal panels, each of whole tiles, into which the pairs are split."""
+        side = math.isqrt(int(cells))
+        height = min(self.rows, max(side, int(cells / columns)))
+        width = min(columns, max(side, int(cells / height)))
+        sizes = []
+        for length, most, tile in zip((self.rows, columns), (height, width), PREFIX_GRADIENT_TILE, strict=True):
+            count = 1 if length <= most else -(-length // max(tile, most // tile * tile))
+            sizes.append(-(-length // (count * tile)) * tile)
+        return math.prod(sizes)
 
     @staticmethod
     def _parts_per_cell(pairs: int, tile: tuple[int, int]) -> float:
