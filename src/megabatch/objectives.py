@@ -76,6 +76,7 @@ class ObjectiveSpec:
     directions: of a loss over directions, those of a run that names none.
     scale: where the learnable scale (1 / temperature) starts. bias: whether a learnable bias is added to the logits.
     flops: of forward and backward, for each pair of rows and each dimension of the embeddings.
+    prefixes: whether kernels compute all widths of Matryoshka together, by default or from x to y alone.
     gradients_in_forward: whether one pass over the tiles gives the loss and its gradients, which are then saved for backward.
     max_scale: where its paper clamps the learnable scale.
     saturation: pairs of a batch above which more negatives bought nothing (arXiv 2303.15343, table 5).
@@ -98,6 +99,7 @@ class ObjectiveSpec:
     scale: float = 1.0
     bias: bool = False
     flops: float = 0.0
+    prefixes: bool = False
     gradients_in_forward: bool = False
     max_scale: float | None = None
     saturation: int | None = None
@@ -145,6 +147,7 @@ OBJECTIVES: dict[str, ObjectiveSpec] = {
             scale=1 / 0.07,
             max_scale=100.0,
             flops=8.0,
+            prefixes=True,
             saturation=98_304,
         ),
         ObjectiveSpec(
@@ -180,6 +183,7 @@ OBJECTIVES: dict[str, ObjectiveSpec] = {
             directions=("x_to_y",),
             scale=20.0,
             flops=CROSS_FLOPS,
+            prefixes=True,
             saturation=98_304,
         ),
         ObjectiveSpec(

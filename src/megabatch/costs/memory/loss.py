@@ -271,8 +271,9 @@ class LossMemory:
     def prefixes_together(self) -> bool:
         """Whether one product serves all widths (losses/matryoshka.py)."""
         options, setup = self.options, self.setup
-        plain = setup.objective in ("clip", "infonce") and options.directions in ((), CROSS_DIRECTIONS[:1]) and options.in_batch
-        plain &= not (options.masked or options.weighted or (options.negatives and setup.objective != "clip"))
+        objective = BY_COST_NAME[setup.objective]
+        plain = objective.prefixes and options.directions in ((), CROSS_DIRECTIONS[:1]) and options.in_batch
+        plain &= not (options.masked or options.weighted or (options.negatives and objective.takes_owners))
         fits = all(dim % PREFIX_STEP == 0 for dim in options.dims) and self.element_bytes < FP32 and setup.ranks == 1
         return bool(options.dims) and plain and fits and setup.device == "cuda" and setup.capability == PREFIX_CAPABILITY
 
