@@ -262,8 +262,8 @@ def test_a_report_fills_every_place_of_the_page(tmp_path: Path) -> None:
     report.write_page(ROOT / "benchmarks/study/page.md", page, parts)
     text = page.read_text()
     assert text.count("<!-- study: ") == len(parts) and all(part in text for part in parts.values())
-    # One line for each number of samples that was predicted and run.
-    assert parts["predictions"].count("| five |") == len(runs.BUDGETS)
+    # One line for each number of samples that was predicted and run, and one of rates, where pairs are seen at most eight times.
+    assert parts["predictions"].count("| five |") == len(runs.BUDGETS) + 1
     with pytest.raises(ValueError, match="five"):
         report.predictions([*rows, *later], records, ["five"])
     report.save_figure(fit.curves(rows)[:4], tmp_path / "figure.png")
