@@ -216,6 +216,7 @@ def test_a_report_without_rows_says_so_everywhere(tmp_path: Path) -> None:
     assert parts["coverage"].startswith("9 runs in 1 cells") and parts["law"].startswith("Not run yet")
 
 
+@pytest.mark.slow
 def test_published_figures_have_sources_and_lie_beyond_the_measured_range() -> None:
     published = json.loads(report.PUBLISHED.read_text())
     assert all(case["source"] for kind in published.values() for case in kind)
@@ -226,6 +227,7 @@ def test_published_figures_have_sources_and_lie_beyond_the_measured_range() -> N
     assert "| 98,304 | ≥ 307,200 |" in text
 
 
+@pytest.mark.slow
 def test_the_law_for_plans_says_what_it_was_measured_on() -> None:
     rows = synthetic_rows(noise=0.001)
     rows += other_kinds(rows)
@@ -270,6 +272,7 @@ def test_a_report_fills_every_place_of_the_page(tmp_path: Path) -> None:
     assert (tmp_path / "figure.png").stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_sources_that_confirm_are_judged_by_what_was_predicted_and_change_no_law() -> None:
     rows, (name, *_) = synthetic_rows(), runs.CONFIRMATION
     frozen = report.predictions(rows, {name: {"train": PAIRS["one"]}}, [name])
