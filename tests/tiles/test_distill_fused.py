@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from cases import embeddings
+from compiling import compiled_apart
 from interpreted import IN_INTERPRETER
 
 import megabatch
@@ -96,7 +93,6 @@ def test_blocks_without_rows_or_documents_have_no_sums():
             assert len(side.peak) == len(embedding) and (side.peak == -torch.inf).all() and (side.total == 0).all()
 
 
-# In a separate process, because kernels cannot be compiled where they are interpreted.
 COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
@@ -129,7 +125,4 @@ print("compiled")
 
 @pytest.mark.slow
 def test_the_kernels_compile():
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    ended = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, timeout=900, env=environment)
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    assert ended.stdout.split() == ["compiled"]
+    assert compiled_apart(COMPILE) == ["compiled"]

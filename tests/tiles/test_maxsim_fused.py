@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+from compiling import compiled_apart
 from interpreted import IN_INTERPRETER
 from maxsim_cases import CASES, maxsim_errors
 
@@ -113,7 +110,6 @@ def test_the_kernels_are_the_default_on_cuda_and_elsewhere_used_on_request():
             megabatch.maxsim_loss(x.to(dtype), y.to(dtype), 1.0, backend=backend)
 
 
-# In a separate process, because kernels cannot be compiled where they are interpreted.
 COMPILE = """
 import torch
 import triton
@@ -154,7 +150,4 @@ print("compiled")
 
 @pytest.mark.slow
 def test_the_kernels_compile_and_fit_into_shared_memory():
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    ended = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, timeout=900, env=environment)
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    assert ended.stdout.split() == ["compiled"]
+    assert compiled_apart(COMPILE) == ["compiled"]

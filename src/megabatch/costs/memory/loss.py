@@ -55,6 +55,21 @@ def default_workspace(device: str, memory: int | None) -> int:
     return max(MIN_WORKSPACE[device], 1 << (memory // WORKSPACE_SHARE).bit_length() >> 1)
 
 
+def panel_cells(rows: int, columns: int, cells: float) -> int:
+    """Return the cells of the largest of the equal panels, each of whole tiles, into which Matryoshka's kernels split all pairs.
+
+    cells: how many of them fit into the workspace.
+    """
+    side = math.isqrt(int(cells))
+    height = min(rows, max(side, int(cells / columns)))
+    width = min(columns, max(side, int(cells / height)))
+    sizes = []
+    for length, most, tile in zip((rows, columns), (height, width), PREFIX_GRADIENT_TILE, strict=True):
+        count = 1 if length <= most else -(-length // max(tile, most // tile * tile))
+        sizes.append(-(-length // (count * tile)) * tile)
+    return math.prod(sizes)
+
+
 class OneWidthLoss:
     """Allocates and frees in a ledger what a loss of one width does; the embeddings are already there."""
 
@@ -303,21 +318,10 @@ class LossMemory:
         wide = widths if fp16 else sum(dim > NARROW_WIDTH or dim == widest for dim in self.options.dims)
         per_cell = wide * (FP32 if fp16 else self.element_bytes) + self._parts_per_cell(-(-wide // 2), PREFIX_GRADIENT_TILE)
         workspace = self.setup.workspace or default_workspace(self.setup.device, self.setup.device_memory)
-        self._touch(int(per_cell * self._panel_cells(documents, min(workspace, PANELS_WORKSPACE) / per_cell)), "loss tiles")
+        self._touch(int(per_cell * panel_cells(self.rows, documents, min(workspace, PANELS_WORKSPACE) / per_cell)), "loss tiles")
         gradients = [self._allocate(count * self.element_bytes) for count in self.elements]
         self._free_all([*totals, added, *self._totals])
         return gradients
-
-    def _panel_cells(self, columns: int, cells: float) -> int:
-        """Return the cells of the largest of the equal panels, each of whole tiles, into which the pairs are split."""
-        side = math.isqrt(int(cells))
-        height = min(self.rows, max(side, int(cells / columns)))
-        width = min(columns, max(side, int(cells / height)))
-        sizes = []
-        for length, most, tile in zip((self.rows, columns), (height, width), PREFIX_GRADIENT_TILE, strict=True):
-            count = 1 if length <= most else -(-length // max(tile, most // tile * tile))
-            sizes.append(-(-length // (count * tile)) * tile)
-        return math.prod(sizes)
 
     @staticmethod
     def _parts_per_cell(pairs: int, tile: tuple[int, int]) -> float:

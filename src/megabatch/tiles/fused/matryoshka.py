@@ -161,6 +161,32 @@ class PrefixSoftmax(NamedTuple):
         return PrefixSoftmax(*self[2:], *self[:2])
 
 
+class GradientArgs(NamedTuple):
+    """What the kernels of backward read of some widths, beside the embeddings.
+
+    fast, safe: the softmax for either launch. needs_fallback: whether some peak is out of range, so that the safe launch runs.
+    """
+
+    dims: tuple[int, ...]
+    scale: Tensor
+    norms: PrefixNorms
+    fast: PrefixSoftmax
+    safe: PrefixSoftmax
+    needs_fallback: Tensor
+
+    def of_widths(self, widths: slice) -> GradientArgs:
+        return self._replace(
+            dims=self.dims[widths],
+            norms=self.norms.of_widths(widths),
+            fast=self.fast.of_widths(widths),
+            safe=self.safe.of_widths(widths),
+        )
+
+    def exchanged(self) -> GradientArgs:
+        """Return those of columns as those of rows, and the reverse."""
+        return self._replace(norms=self.norms.exchanged(), fast=self.fast.exchanged(), safe=self.safe.exchanged())
+
+
 class TotalsOfTile(NamedTuple):
     rows: Any
     columns: Any
@@ -792,48 +818,30 @@ def _products(
     """Return the products of the gradients in z of all widths, and the sums of p · s of rows (J, M) and columns (J, N)."""
     widest = state.dims[-1]
     products = GradientProducts(x_MD[:, :widest], y_ND[:, :widest], needs_grad, compute)
-    fast, safe, needs_fallback = _softmax_args(state, scale)
+    every = _gradient_args(state, scale)
     # Gradients in fp16 could underflow.
-    narrow = 0 if x_MD.dtype == torch.float16 else sum(d <= LARGEST_NARROW_WIDTH for d in state.dims[:-1])
-    wide = slice(narrow, None)
-    sums = _add_panels(
-        products, x_MD, y_ND, scale, state.dims[wide], state.norms.of_widths(wide),
-        (fast.of_widths(wide), safe.of_widths(wide)), needs_fallback, needs_grad, compute,
-    )  # fmt: skip
-    if not narrow:
-        return products, *sums
-    widths = slice(0, narrow)
-    softmax = fast.of_widths(widths), safe.of_widths(widths)
-    dims, norms = state.dims[widths], state.norms.of_widths(widths)
-    launch = _launch("narrow", x_MD, y_ND, dims, compute)
-    totals = _narrow_gradient(launch, scale, dims, norms, softmax, needs_fallback, products.gx_MD)
-    row_sums, column_sums = torch.cat([totals, sums[0]]), sums[1]
-    if column_sums is not None:
-        exchanged = _launch("narrow", y_ND, x_MD, dims, compute)
-        softmax = softmax[0].exchanged(), softmax[1].exchanged()
-        totals = _narrow_gradient(exchanged, scale, dims, norms.exchanged(), softmax, needs_fallback, products.gy_ND)
-        column_sums = torch.cat([totals, column_sums])
+    count = 0 if x_MD.dtype == torch.float16 else sum(d <= LARGEST_NARROW_WIDTH for d in state.dims[:-1])
+    row_sums, column_sums = _add_panels(products, x_MD, y_ND, every.of_widths(slice(count, None)), needs_grad, compute)
+    if count:
+        narrow = every.of_widths(slice(0, count))
+        totals = _narrow_gradient(_launch("narrow", x_MD, y_ND, narrow.dims, compute), narrow, products.gx_MD)
+        row_sums = torch.cat([totals, row_sums])
+        if column_sums is not None:
+            launch = _launch("narrow", y_ND, x_MD, narrow.dims, compute)
+            column_sums = torch.cat([_narrow_gradient(launch, narrow.exchanged(), products.gy_ND), column_sums])
     return products, row_sums, column_sums
 
 
-def _narrow_gradient(
-    launch: Launch,
-    scale: Tensor,
-    dims: tuple[int, ...],
-    norms: PrefixNorms,
-    softmax: tuple[PrefixSoftmax, PrefixSoftmax],
-    needs_fallback: Tensor,
-    into: Tensor | None,
-) -> Tensor:
+def _narrow_gradient(launch: Launch, args: GradientArgs, into: Tensor | None) -> Tensor:
     """Add the gradients of narrow widths to `into`, and return the sums of p · s of rows (J, M)."""
-    x_MD, y_ND = launch.x_MD, launch.y_ND
+    x_MD, y_ND, dims = launch.x_MD, launch.y_ND, args.dims
     p = Panel(slice(0, x_MD.shape[0]), slice(0, y_ND.shape[0]))
     gradient = x_MD.new_empty(p.rows, dims[-1], dtype=torch.float32)
     totals = x_MD.new_empty(len(dims), p.rows, dtype=torch.float32)
-    for is_safe, each in zip((False, True), softmax, strict=True):
+    for is_safe, softmax in ((False, args.fast), (True, args.safe)):
         narrow_gradient_kernel[(cdiv(p.rows, launch.blocks.m),)](
-            *launch.operands(p), scale, *_norm_args(norms, p), *each, gradient, totals, needs_fallback, p.rows, p.columns, 0,
-            DIMS=dims, SAFE=is_safe, M=launch.blocks.m, N=launch.blocks.n, **launch.product_constants,
+            *launch.operands(p), args.scale, *_norm_args(args.norms, p), *softmax, gradient, totals, args.needs_fallback, p.rows,
+            p.columns, 0, DIMS=dims, SAFE=is_safe, M=launch.blocks.m, N=launch.blocks.n, **launch.product_constants,
         )  # fmt: skip
     if into is not None:
         into[:, : dims[-1]] += gradient
@@ -841,19 +849,10 @@ def _narrow_gradient(
 
 
 def _add_panels(
-    products: GradientProducts,
-    x_MD: Tensor,
-    y_ND: Tensor,
-    scale: Tensor,
-    dims: tuple[int, ...],
-    norms: PrefixNorms,
-    softmax: tuple[PrefixSoftmax, PrefixSoftmax],
-    needs_fallback: Tensor,
-    needs_grad: NeedsGrad,
-    compute: ComputeOptions,
+    products: GradientProducts, x_MD: Tensor, y_ND: Tensor, args: GradientArgs, needs_grad: NeedsGrad, compute: ComputeOptions
 ) -> tuple[Tensor, Tensor | None]:
     """Add the products of the panels of these widths, and return the sums of p · s of rows (J, M) and columns (J, N)."""
-    fast, safe = softmax
+    dims = args.dims
     launch = _launch("gradient", x_MD, y_ND, dims, compute)
     # Tiles in fp32 take twice the registers.
     ends = group_ends(dims, MAX_KEPT_TILES if panel_dtype(x_MD) == torch.bfloat16 or x_MD.device.type == "cpu" else 0)
@@ -870,12 +869,12 @@ def _add_panels(
         panels_JMN = buffer[: math.prod(shape)].view(shape)[:, :, : p.columns]
         row_parts = row_sums.new_parts(across, p.rows)
         column_parts = column_sums.new_parts(down, p.columns) if column_sums else None
-        for is_safe, each in ((False, fast), (True, safe)):
+        for is_safe, softmax in ((False, args.fast), (True, args.safe)):
             prefix_gradient_kernel[launch.grid(p)](
-                *launch.operands(p), scale, *_norm_args(norms, p), *each.part(p), launch.target(panels_JMN.flatten(0, 1)),
-                row_parts, column_parts, needs_fallback, p.rows, p.columns, p.r.start - p.c.start, shape[2], shape[1], DIMS=dims,
-                GROUP_ENDS=ends, KEPT=max(map(ends.count, ends)) - 1, SAFE=is_safe, WARPS=launch.blocks.warps,
-                ROUND_TO_TF32=products.rounds_to_tf32, **launch.constants,
+                *launch.operands(p), args.scale, *_norm_args(args.norms, p), *softmax.part(p),
+                launch.target(panels_JMN.flatten(0, 1)), row_parts, column_parts, args.needs_fallback, p.rows, p.columns,
+                p.r.start - p.c.start, shape[2], shape[1], DIMS=dims, GROUP_ENDS=ends, KEPT=max(map(ends.count, ends)) - 1,
+                SAFE=is_safe, WARPS=launch.blocks.warps, ROUND_TO_TF32=products.rounds_to_tf32, **launch.constants,
             )  # fmt: skip
         merge_parts(p, row_sums, row_parts, column_sums, column_parts)
         for product in panel_products(dims, ends):
@@ -886,8 +885,8 @@ def _add_panels(
     return sums[0], sums[1]
 
 
-def _softmax_args(state: PrefixState, scale: Tensor) -> tuple[PrefixSoftmax, PrefixSoftmax, Tensor]:
-    """Return the softmax for the fast and for the safe launch, and whether some peak is out of range."""
+def _gradient_args(state: PrefixState, scale: Tensor) -> GradientArgs:
+    """Return what the kernels of backward read of all widths."""
     offset = _offset_of(scale)
     fast: list[Tensor | None] = []
     safe: list[Tensor | None] = []
@@ -899,7 +898,8 @@ def _softmax_args(state: PrefixState, scale: Tensor) -> tuple[PrefixSoftmax, Pre
         fast += [_padded(side.gain * (offset - side.peak).exp_()), None]
         safe += [_padded(side.gain), _padded(side.peak)]
         out_of_range.append((side.peak < offset + LOWEST_PEAK.value).any())
-    return PrefixSoftmax(*fast), PrefixSoftmax(*safe), torch.stack(out_of_range).any().to(torch.int32)
+    needs_fallback = torch.stack(out_of_range).any().to(torch.int32)
+    return GradientArgs(state.dims, scale, state.norms, PrefixSoftmax(*fast), PrefixSoftmax(*safe), needs_fallback)
 
 
 def _finish(
