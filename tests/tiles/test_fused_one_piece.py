@@ -17,7 +17,7 @@ import megabatch
 from megabatch import reference
 from megabatch.losses import one_piece as losses_in_one_piece
 from megabatch.tiles.contract import ComputeOptions
-from megabatch.tiles.fused import one_piece
+from megabatch.tiles.fused import launch, one_piece
 
 pytestmark = IN_INTERPRETER
 
@@ -134,7 +134,7 @@ class Compiled:
 
 def test_a_compiled_kernel_is_used_only_for_what_it_was_compiled_for(monkeypatch):
     monkeypatch.setattr(one_piece, "_compiled", {})
-    monkeypatch.setattr(one_piece, "_stream", lambda device_index: 0)
+    monkeypatch.setattr(launch, "_stream", lambda device: 0)
     for name in [name for name in vars(one_piece) if name.endswith("_kernel")]:
         monkeypatch.setattr(one_piece, name, FakeKernel(getattr(one_piece, name)))
     calls = list(itertools.product(LOSSES.values(), itertools.product((True, False), repeat=3), (8, 12)))

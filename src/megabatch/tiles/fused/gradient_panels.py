@@ -47,10 +47,14 @@ def _stride(p: Panel) -> int:
 
 
 class SavedExp(NamedTuple):
-    """The exponentials of the gradient's first panel, saved by forward in the buffer that this panel needs anyway."""
+    """The exponentials of the gradient's first panel, saved by forward in the buffer that this panel needs anyway.
+
+    marks: of backward (Launch.new_marks), allocated together with those of forward.
+    """
 
     panel: Panel
     buffer: Tensor
+    marks: Tensor
 
     def contains(self, p: Panel) -> bool:
         """Return whether a panel of forward lies in this one; none lies across its edges."""
@@ -62,7 +66,7 @@ class SavedExp(NamedTuple):
 
 
 def allocate_saved_exp(launch: Launch, compute: ComputeOptions) -> SavedExp | None:
-    """Allocate the first panel of the gradient, or return None if saving its exponentials does not pay.
+    """Allocate the first panel of the gradient and marks, or return None if saving its exponentials does not pay.
 
     On a CPU, where kernels are only tested, it always pays.
     """
@@ -73,7 +77,7 @@ def allocate_saved_exp(launch: Launch, compute: ComputeOptions) -> SavedExp | No
         return None
     dtype = panel_dtype(x_MD)
     panel = first_panel("gradient", x_MD, y_ND, compute, dtype.itemsize)
-    return SavedExp(panel, new_buffer(panel, x_MD, dtype))
+    return SavedExp(panel, new_buffer(panel, x_MD, dtype), launch.new_marks(2))
 
 
 class _Product(NamedTuple):

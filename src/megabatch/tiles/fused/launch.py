@@ -24,6 +24,8 @@ from .tile import PairArgs
 from .tuned_configs import Blocks, blocks_for
 
 MATCHED_TILES = 8
+# A pass has as many marks as the largest tile has rows or columns.
+MARKS = 256
 # What a pass without saved exponentials takes of the workspace at most: a panel whose products fill the device.
 UNSAVED_WORKSPACE = 512 * 2**20
 # The fraction of the workspace that the partial sums of forward get beside saved exponentials, as a divisor.
@@ -180,13 +182,14 @@ class Launch:
             matches = ids_M.new_empty(down, across, dtype=torch.int8)
             grid = (cdiv(across, MATCHED_TILES), down)
             m, n = self.blocks[:2]
-            match_kernel[grid](ids_M, ids_N, matches, p.rows, p.columns, across, M=m, N=n, TILES=MATCHED_TILES)
+            run_kernel(match_kernel, grid, ids_M, ids_N, matches, p.rows, p.columns, across, M=m, N=n, TILES=MATCHED_TILES)
         positives = part(compared, p.r), part(pairs.positive_N, p.c)
         return PairArgs(matches, ids_M, ids_N, *positives, margin, p.rows, p.columns, p.r.start - p.c.start)
 
-    def new_marks(self) -> Tensor:
-        """Allocate the marks of tiles that the safe launch has to compute again, none of them set."""
-        return self.x_MD.new_zeros(max(self.blocks[:2]), dtype=torch.int32)
+    def new_marks(self, passes: int = 1) -> Tensor:
+        """Allocate the marks of tiles that the safe launch has to compute again, none of them set; MARKS for each pass."""
+        assert max(self.blocks[:2]) <= MARKS, f"tiles of {self.blocks[:2]} need more than {MARKS} marks"
+        return self.x_MD.new_zeros(passes * MARKS, dtype=torch.int32)
 
     def _operand(self, t: Tensor | None, rows: int, columns: int) -> Any:
         """Return the descriptor of a matrix, or the matrix itself."""
@@ -214,6 +217,59 @@ def match_kernel(ids_M, ids_N, matches, rows, columns, across, M: tl.constexpr, 
     tl.store(matches + tl.program_id(1) * across + t, equal.to(tl.int8), mask=t < across)
 
 
+# Compiled kernels and the values of their constants, by all that a kernel is compiled for.
+_compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+
+
+def run_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    """Launch a kernel on the current device as `kernel[grid](…)` does, but let Triton search for the compiled one only once.
+
+    The parameters that are not constants come first in the kernel.
+    """
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    # Not the kernel itself: Triton computes its hash from its source.
+    key = id(kernel), device, tuple(map(_kind, arguments)), *constants.items()
+    found = _compiled.get(key)
+    if found is None:
+        compiled = kernel[grid](*arguments, **constants)
+        # Triton's interpreter compiles nothing.
+        if compiled is not None:
+            _compiled[key] = compiled, tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
+        return
+    launch_compiled(found[0], grid, device, arguments, found[1])
+
+
+def launch_compiled(
+    compiled: Any, grid: tuple[int, ...], device: int | None, arguments: tuple[Any, ...], constants: tuple[Any, ...]
+) -> None:
+    """Launch a compiled kernel, without Triton's search for it."""
+    hook = triton.knobs.runtime.launch_enter_hook
+    if getattr(hook, "calls", hook):
+        # A profiler of Triton asks to be told of launches.
+        compiled[grid](*arguments, *constants)
+        return
+    x, y, z = (*grid, 1, 1)[:3]
+    compiled.run(x, y, z, _stream(device), compiled.function, compiled.packed_metadata, None, None, None, *arguments, *constants)
+
+
+def _stream(device: int | None) -> int:
+    assert device is not None
+    return torch._C._cuda_getCurrentRawStream(device)
+
+
+def _kind(argument: Any) -> Any:
+    """Return what a kernel is compiled for in an argument: dtypes, alignment, and what Triton knows of integers."""
+    if argument is None:
+        return None
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % 16 == 0
+    if isinstance(argument, TensorDescriptor):
+        return argument.base.dtype, *argument.block_shape
+    if isinstance(argument, int):
+        return argument == 1, argument % 16 == 0, argument.bit_length() // 32
+    return type(argument)
+
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -222,7 +278,10 @@ def on_device_of_input(function: Function) -> Function:
 
     @functools.wraps(function)
     def call(first: Any, *args: Any, **options: Any) -> Any:
-        with torch.cuda.device_of(first if isinstance(first, Tensor) else first[0]):
+        tensor = first if isinstance(first, Tensor) else first[0]
+        if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
+            return function(first, *args, **options)
+        with torch.cuda.device_of(tensor):
             return function(first, *args, **options)
 
     return cast(Function, call)

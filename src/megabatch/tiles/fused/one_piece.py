@@ -13,11 +13,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton import knobs
 
 from ..contract import ComputeOptions, NeedsGrad, OnePiece
 from ..products import units
-from .launch import cdiv
+from .launch import cdiv, launch_compiled
 from .tile import LN_2, LOG2_E, log1p
 
 # Beyond so many pairs the tiles are faster: they write no fp32 matrix. Kernels address fewer than 2^31 of them.
@@ -190,17 +189,7 @@ def _launch(
         if compiled is not None:
             _compiled[key] = compiled
         return
-    hook = knobs.runtime.launch_enter_hook
-    if getattr(hook, "calls", hook):
-        # A profiler of Triton asks to be told of launches.
-        compiled[grid](*arguments, *constants)
-        return
-    stream = _stream(kind[1])
-    compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments, *constants)
-
-
-def _stream(device_index: int) -> int:
-    return torch._C._cuda_getCurrentRawStream(device_index)
+    launch_compiled(compiled, grid, kind[1], arguments, constants)
 
 
 @triton.jit(do_not_specialize=["rows", "columns"], do_not_specialize_on_alignment=["scale"])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..contract import ComputeOptions, Normalised, Softmax, Stats
 from .architectures import architecture_of
-from .launch import Launch, cdiv, on_device_of_input
+from .launch import Launch, cdiv, on_device_of_input, run_kernel
 from .tile import LOG2_E, log1p, similarities
 
 NORMALISED_ROWS = 256
@@ -58,7 +58,9 @@ def positives(x_MD: Tensor, y_ND: Tensor, compute: ComputeOptions) -> Tensor:
     if rows:
         launch = Launch(architecture_of(x_MD.device), "stats", x_MD, y_ND, compute)
         m = launch.blocks.m
-        positives_kernel[(cdiv(rows, m),)](*launch.diagonal_operands(), positive_M, rows, M=m, **launch.product_constants)
+        run_kernel(
+            positives_kernel, (cdiv(rows, m),), *launch.diagonal_operands(), positive_M, rows, M=m, **launch.product_constants
+        )
     return positive_M
 
 
@@ -126,7 +128,8 @@ def normalise(
     length, sides = positive_M.shape[0], 1 if columns is None else 2
     loss_M, dpos_M, *out = positive_M.new_empty(2 + 4 * sides, length).unbind()
     if length:
-        normalise_kernel[(cdiv(length, NORMALISED_ROWS),)](
+        run_kernel(
+            normalise_kernel, (cdiv(length, NORMALISED_ROWS),),
             *rows, *(columns or (None,) * 6), positive_M, scale, weights_M, loss_M, dpos_M, out[0], label_smoothing, length,
             SIDES=sides, R=NORMALISED_ROWS,
         )  # fmt: skip
@@ -168,7 +171,8 @@ def finish(gradient: Tensor, embeddings: Tensor, partners: Tensor, dpos_M: Tenso
     rows, width = gradient.shape
     slopes = gradient.new_empty(cdiv(rows, FINISHED_ROWS))
     if rows:
-        finish_kernel[(slopes.shape[0],)](
+        run_kernel(
+            finish_kernel, (slopes.shape[0],),
             gradient, embeddings, partners, dpos_M, factor, finished, slopes, rows, dpos_M.shape[0],
             WIDTH=width, R=FINISHED_ROWS, K=FINISHED_COLUMNS,
         )  # fmt: skip

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..contract import Pairs, Ranking
-from .launch import Panel, cdiv
+from .launch import Panel, cdiv, run_kernel
 from .tile import LN_2, LOG2_E, load_vector
 
 # Reductions over a row or a column. A product is that of 1 + a, where `a` is given and returned.
@@ -275,15 +275,16 @@ def _merge_pair(
 
 
 class Sums:
-    """The sums of all tiles for each row of t: values (pair, 2, row) and counts (pair, row), merged over panels in a fixed
-    order."""
+    """The sums of all tiles for each row of t: values (pair, 2, row) and counts (pair, row; None if no pair has any), merged over
+    panels in a fixed order."""
 
     def __init__(self, t: Tensor, kinds: Sequence[int]) -> None:
         """kinds: of the pairs of channels."""
         self.kinds = kinds
         self.length = t.shape[0]
         self.values = t.new_empty(len(kinds), 2, self.length, dtype=torch.float32)
-        self.counts = t.new_empty(len(kinds), self.length, dtype=torch.int64)
+        has_counts = any(kind in (RANKING.value, COUNTED.value) for kind in kinds)
+        self.counts = t.new_empty(len(kinds), self.length, dtype=torch.int64) if has_counts else None
         self.code = sum(kind << 2 * place for place, kind in enumerate(kinds))
 
     def bytes_per_cell(self, tile: int) -> float:
@@ -297,7 +298,10 @@ class Sums:
     def merge_args(self, parts: Tensor, where: slice) -> tuple[Any, ...]:
         """Return the arguments of `merge_kernel` for one side."""
         tiles, length = parts.shape[2:]
-        return parts, self.values[:, :, where], self.counts[:, where], tiles, length, self.length
+        values, counts = self.values, self.counts
+        if length < self.length:
+            values, counts = values[:, :, where], None if counts is None else counts[:, where]
+        return parts, values, counts, tiles, length, self.length
 
 
 def merge_parts(p: Panel, row_sums: Sums, row_parts: Tensor, column_sums: Sums | None, column_parts: Tensor | None) -> None:
@@ -314,7 +318,9 @@ def merge_parts(p: Panel, row_sums: Sums, row_parts: Tensor, column_sums: Sums |
         }
         programs += cdiv(column_parts.shape[3], MERGED_ROWS)
     if programs:
-        merge_kernel[(programs,)](
+        run_kernel(
+            merge_kernel,
+            (programs,),
             *row_sums.merge_args(row_parts, p.r),
             *column_args,
             ROW_PAIRS=len(row_sums.kinds),
@@ -338,4 +344,7 @@ def merge_empty(x_MD: Tensor, y_ND: Tensor, row_sums: Sums, column_sums: Sums | 
 
 def ranking(sums: Sums | None, place: int, pairs: Pairs) -> Ranking | None:
     """Return the ranking that a pair of channels holds, if there is one."""
-    return Ranking(sums.counts[place], sums.values[place, 0]) if sums is not None and pairs.ranked else None
+    if sums is None or not pairs.ranked:
+        return None
+    assert sums.counts is not None
+    return Ranking(sums.counts[place], sums.values[place, 0])

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..contract import ComputeOptions, NeedsGrad, Pairs, SigmoidPass
 from .architectures import architecture_of
 from .gradient_panels import GradientProducts
-from .launch import Launch, is_multi_positive, on_device_of_input, part, without_saved_exp
+from .launch import Launch, is_multi_positive, on_device_of_input, part, run_kernel, without_saved_exp
 from .reductions import (
     MAX,
     PRODUCT,
@@ -295,7 +295,8 @@ def sigmoid_sums(
         outputs = target, part(weights_M, p.r), row_parts, column_parts, needs_fallback
         arguments = *launch.operands(p), scale, bias, *outputs, *launch.pair_args(pairs, p), stride
         for safe in (False, True):
-            sigmoid_kernel[launch.grid(p)](
+            run_kernel(
+                sigmoid_kernel, launch.grid(p),
                 *arguments, IS_LOCAL=pairs.is_local, MULTI_POSITIVE=is_multi_positive(pairs), RANKED=pairs.ranked and not safe,
                 SAFE=safe, ROUND_TO_TF32=products is not None and products.rounds_to_tf32, WARPS=launch.blocks.warps,
                 **launch.constants,

@@ -27,6 +27,7 @@ from .launch import (
     is_multi_positive,
     on_device_of_input,
     part,
+    run_kernel,
     without_saved_exp,
 )
 from .tile import (
@@ -262,7 +263,7 @@ def softmax_grads(
     if saved_exp is None:
         compute = without_saved_exp(compute)
     launch = Launch(architecture_of(x_MD.device), "gradient", x_MD, y_ND, compute)
-    needs_fallback = launch.new_marks()
+    needs_fallback = saved_exp.marks if saved_exp else launch.new_marks()
     products = GradientProducts(x_MD, y_ND, needs_grad, compute, saved_exp.buffer if saved_exp else None)
     multi_positive, drops = is_multi_positive(pairs), pairs.drop_above is not None
     kernels = None if multi_positive or drops else launch.architecture.load_kernels()
@@ -279,7 +280,8 @@ def softmax_grads(
         computed = was_saved or (specialised is not None and specialised(p, panel, pair_args))
         operands, target = launch.operands(p), launch.target(panel)
         for safe in (True,) if computed else (False, True):
-            gradient_kernel[launch.grid(p)](
+            run_kernel(
+                gradient_kernel, launch.grid(p),
                 *operands, scale, target, needs_fallback, *softmax, *pair_args, panel.stride(0), IS_LOCAL=pairs.is_local,
                 MULTI_POSITIVE=multi_positive, DROP=drops, SAFE=safe, ROUND_TO_TF32=products.rounds_to_tf32, **launch.constants,
             )  # fmt: skip
@@ -289,7 +291,8 @@ def softmax_grads(
 
 def _gradient_from_saved_exp(panel: Tensor, p: Panel, softmax: SoftmaxArgs, needs_fallback: Tensor, rounds_to_tf32: bool) -> None:
     grid = (cdiv(p.rows, SAVED_ROWS) * cdiv(p.columns, SAVED_COLUMNS),)
-    gradient_from_saved_exp_kernel[grid](
+    run_kernel(
+        gradient_from_saved_exp_kernel, grid,
         panel, needs_fallback, softmax.row_peak, softmax.row_gain, softmax.row_counted, softmax.column_peak, softmax.column_gain,
         softmax.column_counted, p.rows, p.columns, panel.stride(0) // ROW_ALIGNMENT.value, M=SAVED_ROWS, N=SAVED_COLUMNS,
         ROUND_TO_TF32=rounds_to_tf32,

@@ -19,7 +19,16 @@ from torch import Tensor
 from ..contract import ComputeOptions, Pairs, SoftmaxPass, Stats
 from .architectures import architecture_of
 from .gradient_panels import allocate_saved_exp
-from .launch import Launch, PartialSums, as_compared_ids, is_multi_positive, on_device_of_input, without_saved_exp
+from .launch import (
+    MARKS,
+    Launch,
+    PartialSums,
+    as_compared_ids,
+    is_multi_positive,
+    on_device_of_input,
+    run_kernel,
+    without_saved_exp,
+)
 from .reductions import (
     COUNTED,
     EXPONENTIALS,
@@ -404,13 +413,13 @@ def softmax_stats(
     heavy = multi_positive or (pairs.ranked and (drops or pairs.smoothed))
     pieces = 4 if heavy else 2 if pairs.ranked or drops or pairs.ids_M is not None else 1
     launch = Launch(architecture_of(x_MD.device), "stats", x_MD, y_ND, compute, pieces)
-    needs_fallback = launch.new_marks()
     row_sums, column_sums = Sums(x_MD, kinds), Sums(y_ND, kinds) if columns else None
     bytes_per_cell = row_sums.bytes_per_cell(launch.blocks.n) + (column_sums.bytes_per_cell(launch.blocks.m) if column_sums else 0)
     # From exponentials alone, backward could not tell further positives, nor what columns have dropped.
     saved = allocate_saved_exp(launch, compute) if save_exp and not (multi_positive or drops) else None
     if saved is None:
         launch.workspace = without_saved_exp(compute).workspace
+    needs_fallback = saved.marks if saved else launch.new_marks()
     is_plain = not (multi_positive or drops or pairs.ranked or pairs.smoothed)
     specialised = launch.architecture.load_kernels() if is_plain else None
     max_columns = CACHED_BYTES // (x_MD.shape[1] * x_MD.element_size())
@@ -427,7 +436,8 @@ def softmax_stats(
             if saved and saves and not safe:
                 split, view = launch.with_pieces(SAVED_PIECES), saved.view(p)
                 target, stride = split.target(view), view.stride(0)
-            stats_kernel[launch.grid(p)](
+            run_kernel(
+                stats_kernel, launch.grid(p),
                 *operands, scale, *sums, *pair_args, target, stride, IS_LOCAL=pairs.is_local, MULTI_POSITIVE=multi_positive,
                 DROP=drops, SMOOTHED=pairs.smoothed and not safe, RANKED=pairs.ranked and not safe, SAFE=safe,
                 WARPS=launch.blocks.warps, **split.constants,
@@ -441,7 +451,7 @@ def softmax_stats(
         _stats(column_sums, pairs) if column_sums else None,
         ranking(row_sums, 1, pairs),
         ranking(column_sums, 1, pairs),
-        saved,
+        saved._replace(marks=saved.marks[MARKS:]) if saved else None,
     )
 
 
@@ -449,6 +459,6 @@ def _stats(sums: Sums, pairs: Pairs) -> Stats:
     options: list[Tensor | None] = []
     place = 1 + pairs.ranked
     for asked in (is_multi_positive(pairs), pairs.smoothed):
-        options += [sums.values[place, 0], sums.counts[place]] if asked else [None, None]
+        options += [sums.values[place, 0], sums.counts[place]] if asked and sums.counts is not None else [None, None]
         place += asked
     return Stats(sums.values[0, 0], sums.values[0, 1], *options)
