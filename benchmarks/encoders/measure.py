@@ -39,7 +39,7 @@ class Bench:
         # With a learning rate of 0 the weights stay those that gradients were checked for; the work is the same.
         self.optimizer = torch.optim.AdamW(self.clip.parameters(), lr=0.0, fused=True)
         self.rate = matmul_rate(device)
-        self.flops = {"image": _flops(self.clip, "image"), "text": _flops(self.clip, "text")}
+        self.flops = {"image": flops_of(self.clip, "image"), "text": flops_of(self.clip, "text")}
         self.truth: Truth | None = None
         self.checked: dict[tuple[str, int | str | None], Row] = {}
 
@@ -148,7 +148,7 @@ class Flops(NamedTuple):
     both: float
 
 
-def _flops(clip: Clip, tower: str) -> Flops:
+def flops_of(clip: Clip, tower: str) -> Flops:
     # Attention as plain products: fused kernels recompute in backward, which does not count as useful.
     rows = getattr(clip.batch(2), "images" if tower == "image" else "texts").to(clip.device)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:

@@ -25,6 +25,18 @@ VIT_L_14 = {
     "text_config": {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12},
     "projection_dim": 768,
 }
+VIT_B_32 = {
+    "vision_config": {
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "patch_size": 32,
+        "image_size": 224,
+    },
+    "text_config": {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 8},
+    "projection_dim": 512,
+}
 TINY = {
     "vision_config": {
         "hidden_size": 32,
