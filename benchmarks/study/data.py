@@ -16,6 +16,7 @@ import itertools
 import json
 import lzma
 import re
+import struct
 import subprocess
 import sys
 import tarfile
@@ -293,6 +294,42 @@ def synonyms(folder: Path) -> Iterator[Entry]:
                 yield Entry(word, "; ".join(dict.fromkeys(text for text in others if text not in ("", word))), "")
 
 
+def messages(folder: Path) -> Iterator[Entry]:
+    """Yield the messages of programs in pairs of languages. All pairs of an English message are one entry."""
+    catalogs: dict[tuple[Path, str], dict[str, Path]] = {}
+    for file in sorted(folder.rglob("LC_MESSAGES/*.mo")):
+        if file.is_file():
+            catalogs.setdefault((file.parents[2], file.name), {})[file.parents[1].name] = file
+    for files in catalogs.values():
+        for pair in LANGUAGES.split():
+            x, y = pair.split("-")
+            if x in files and y in files:
+                xs, ys = (_catalog(files[language].read_bytes()) for language in (x, y))
+                for key in xs:
+                    yield from _translations(key, xs[key], ys.get(key, ""))
+
+
+def _translations(key: str, x: Text, y: Text) -> list[Entry]:
+    """Return the pair of a message, none if one side is missing, not translated, equal to the other or not in UTF-8."""
+    # A context stands before the message.
+    message = key.rpartition("\4")[2]
+    wanted = message and x and y and x != y and message not in (x, y) and "\ufffd" not in x + y
+    return [Entry(x, y, near(clean(message)).decode())] if wanted else []
+
+
+def _catalog(content: bytes) -> dict[str, Text]:
+    """Return the messages of a compiled gettext catalog and their translations, the first form of those with a plural."""
+    order = "<" if content[:4] == b"\xde\x12\x04\x95" else ">"
+    count, *tables = struct.unpack_from(f"{order}3I", content, 8)
+
+    def texts(table: int) -> list[str]:
+        numbers = struct.unpack_from(f"{order}{2 * count}I", content, table)
+        spans = zip(numbers[::2], numbers[1::2], strict=True)
+        return [content[start : start + length].split(b"\0")[0].decode(errors="replace") for length, start in spans]
+
+    return dict(zip(*map(texts, tables), strict=True))
+
+
 # The same wheels on every machine, which only reads the Python files in them.
 WHEEL_PLATFORMS = ("manylinux2014_x86_64", "manylinux_2_28_x86_64")
 WHEEL_TAGS = ["--python-version", "3.11", *(word for platform in WHEEL_PLATFORMS for word in ("--platform", platform))]
@@ -311,6 +348,31 @@ DICTIONARIES = """
     fra-bre fin-ell fin-bul pol-fin pol-nor
 """
 THESAURI = ("cs", "da", "fr", "it", "pl", "bg", "ro")
+# Packages with the most messages that the others do not have, for their size.
+MESSAGE_PACKAGES = """
+    amule-common anjuta-common apper-data aptitude-common ardour-data audacious-plugins-data audacity-data balsa-data
+    blender-data bluefish-data brasero-common cairo-dock-plug-in-data caja-common calligra-data calligrasheets-data
+    cataclysm-dda-data cinnamon-l10n claws-mail-i18n dia-common digikam-data dnf-data dolphin-emu-data e2fsprogs-l10n
+    epiphany-browser-data evolution-common evolution-data-server-common exfalso filezilla-common fontforge-common
+    freeciv-data gajim gcc-12-locales gconf2-common geany-common genius-common gftp-common gimp-data gnome-commander-data
+    gnome-control-center-data gnome-packagekit-common gnome-settings-daemon-common gnome-shell-common gnome-software-common
+    gnome-terminal-data gnucash-common gnumeric-common gnupg-l10n gparted-common gramps gsettings-desktop-schemas gthumb-data
+    gvfs-common hexchat-common homebank-data iso-codes k3b-i18n kate5-data kdenlive-data kdeplasma-addons-data kdevelop-l10n
+    kexi-data kf5-messagelib-data kgeography-data kile-l10n kmymoney-common konversation-data krita-l10n ktexteditor-data
+    ktorrent-data kwin-data libc-l10n libclutter-1.0-common libgda-5.0-common libgegl-common libgeonames-common
+    libgladeui-common libglib2.0-data libgoffice-0.10-10-common libgtk-3-common libgtk2.0-common libgweather-4-common
+    libkf5kdelibs4support-data libkf5sysguard-data libkf5unitconversion-data libvirt-l10n lyx-common manaplus-data
+    marco-common mate-control-center-common mate-panel-common mate-utils-common mc-data minetest-data mypaint-data
+    nautilus-data orage-data orca php-horde-imp phpmyadmin pidgin-data planner-data plasma-desktop-data
+    plasma-discover-common plasma-workspace-data pluma-common poedit-common python3-django python3-django-horizon
+    remmina-common rhythmbox-data rkward-data rpm-i18n sawfish-data shotwell-common shutter skrooge-common sylpheed-i18n
+    system-config-printer-common tellico-data thunar-data tortoisehg ufoai-misc umbrello-data util-linux-locales vim-runtime
+    virtinst vlc-l10n wx3.2-i18n xkb-data zypper-common
+"""
+# Languages of x and of y. Each language has one side, so that no text is both.
+LANGUAGES = """
+    de-fr ru-es zh_CN-pl it-sv uk-ja pt_BR-cs nl-tr ca-zh_TW hu-pt da-fi sk-ko sl-el gl-eu nb-id sr-vi et-lt ar-ro bg-hr lv-he be-nn
+"""
 SOURCES = {
     "wordnet": SourceKind("definitions and words of WordNet", ("wordnet-base",), (), wordnet),
     "packages": SourceKind("descriptions and names of Debian packages", (), (), packages),
@@ -339,6 +401,7 @@ SOURCES = {
     "synonyms": SourceKind(
         "words and synonyms of thesauri of seven languages", tuple(f"mythes-{language}" for language in THESAURI), (), synonyms
     ),
+    "messages": SourceKind("messages of programs in two languages each", tuple(MESSAGE_PACKAGES.split()), (), messages),
 }
 
 

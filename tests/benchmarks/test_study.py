@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import random
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -346,6 +347,35 @@ def test_the_functions_of_a_c_file_are_found() -> None:
     )
     found = [(entry.x, data.clean(entry.y)) for entry in data._c_functions(text)]
     assert found == [("one", b"return a;"), ("two", b"x ();")]
+
+
+def test_messages_that_both_languages_translate_are_paired(tmp_path: Path) -> None:
+    german = {
+        "": "header",
+        "menu\4_Open": "Ö_ffnen",
+        "%d file\0%d files": "%d Datei\0%d Dateien",
+        "Python": "Python",
+        "Cut": "Schnitt",
+    }
+    french = {"": "en-tête", "menu\4_Open": "_Ouvrir", "%d file\0%d files": "%d fichier\0%d fichiers", "Python": "python"}
+    for language, messages, order in (("de", german, "<"), ("fr", french, ">")):
+        file = tmp_path / f"program/usr/share/locale/{language}/LC_MESSAGES/program.mo"
+        file.parent.mkdir(parents=True)
+        file.write_bytes(compiled(messages, order))
+    assert list(data.messages(tmp_path)) == [
+        data.Entry("Ö_ffnen", "_Ouvrir", "open"),
+        data.Entry("%d Datei", "%d fichier", "dfile"),
+    ]
+
+
+def compiled(messages: dict[str, str], order: str) -> bytes:
+    """Return messages as a catalog of gettext in a byte order: the header, the tables of both sides, then the texts."""
+    texts = [text.encode() for side in (messages.keys(), messages.values()) for text in side]
+    start = 28 + 8 * len(texts)
+    ends = list(itertools.accumulate((len(text) + 1 for text in texts), initial=start))
+    table = [number for text, offset in zip(texts, ends, strict=False) for number in (len(text), offset)]
+    head = (0x950412DE, 0, len(messages), 28, 28 + 8 * len(messages), 0, 0)
+    return struct.pack(f"{order}{7 + len(table)}I", *head, *table) + b"".join(text + b"\0" for text in texts)
 
 
 def test_sources_that_were_not_built_have_no_cells(tmp_path: Path) -> None:
