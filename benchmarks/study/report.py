@@ -576,9 +576,9 @@ def predictions(rows: Sequence[Row], records: Mapping[str, Any], sources: Sequen
         for samples in runs.BUDGETS.values():
             if (source, samples) in seen or (source in runs.CONFIRMATION and samples > runs.REPEATED * pairs):
                 continue
-            rates = {
-                str(b): rate_law.rate(b, samples, PLAIN) for b in runs.BATCHES if b <= pairs and samples // b >= runs.FEWEST_STEPS
-            }
+            plan = runs.cells({source: pairs}, [source])
+            batches = sorted({cell.batch for cell in plan if cell.samples == samples and cell.kind == PLAIN})
+            rates = {str(b): rate_law.rate(b, samples, PLAIN) for b in batches}
             cases.append(
                 {
                     "source": source,

@@ -35,7 +35,6 @@ REPEATED = 8
 # Rates are RATE * 2^k. The first grid of a source has 5 rates around RATE, later ones 3 around the best of the nearest cell.
 RATE, FIRST_GRID, GRID, BEYOND, MOST_RATES = 2e-3, 2, 1, 2, 12
 COARSE = tuple(RATE * 4.0**k for k in range(-2, 3))
-BATCHES = (64, 256, 1024, 4096, 16384, 32768)
 BUDGETS = {"0.25M": 250_000, "1M": 1_000_000, "4M": 4_000_000, "16M": 16_000_000}
 # Fewer steps than this are not a training.
 FEWEST_STEPS = 12
@@ -43,7 +42,7 @@ FEWEST_STEPS = 12
 FITTED = ("german", "glyphs", "packages", "dictionaries", "wordnet", "code", "names")
 HELD_BACK = ("japanese", "sounds", "cjk")
 # Added after the rules of plans were fixed, and predicted before they are run. Nothing is ever fitted to them.
-CONFIRMATION = ("functions", "fields", "synonyms")
+CONFIRMATION = ("functions", "fields", "synonyms", "messages")
 # The run whose towers other cells start from.
 PRETRAINING, PRETRAINING_RATE, PRETRAINING_SEED = Cell("code", "small", "scratch", "clip", 0.0, 1024, 4_000_000), 2e-3, 100
 # The run whose towers mine the hard negatives of a source, once. The largest batch that has them: its matrices are stored.
@@ -93,7 +92,9 @@ def cells(sources: Mapping[str, int], names: Sequence[str]) -> list[Cell]:
         (plain[:1], "16M", (4096, 1024, 16384, 32768)),
         (confirmation, "1M", (*some, 64)),
         (confirmation, "0.25M", small_budget),
-        (confirmation, "4M", four_million),
+        (confirmation, "4M", (*four_million, 8192)),
+        # Without batches below 1,024, as above: they take the most time.
+        (confirmation, "16M", (16384, 32768, 4096, 65536, 1024)),
     ]
     for name in few:
         blocks += [
