@@ -180,6 +180,7 @@ class Optimizer:
     """The optimizer.
 
     name: a built-in one (`optimizers.OPTIMIZERS`), or "package.module:Class", called with the parameter groups, lr and `options`.
+        AdamW uses PyTorch's fused kernel on CUDA unless the options have fused, foreach, capturable or differentiable.
     weight_decay: of matrices and convolutions; gains, biases and the logit scale get none.
     clip_norm: the largest norm of the whole gradient. ema: decay of a moving average of the weights, which evaluations use.
     """
@@ -218,7 +219,8 @@ class Compute:
     sharding: "ddp" replicates the weights on every rank, "fsdp2" shards them over all ranks, "hsdp" shards them over the ranks of
         each node and replicates them across nodes.
     compile: compile the towers with torch.compile. channels_last: keep the weights of convolutions in that memory format, which
-        tensor cores read faster.
+        tensor cores read faster. linear_patches: compute the patch convolutions of images, as in vision transformers, as linear
+        layers, with the same parameters and results; None does so on CUDA in bf16 and fp16.
     workspace: working memory of the loss in bytes, 64 KiB or more. threads: of PyTorch on a CPU.
     """
 
@@ -228,6 +230,7 @@ class Compute:
     sync_batchnorm: bool = False
     compile: bool = False
     channels_last: bool = False
+    linear_patches: bool | None = None
     workspace: int | None = None
     threads: int | None = None
 

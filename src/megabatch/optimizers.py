@@ -24,6 +24,8 @@ EPS = 1e-8
 MOMENTUM = 0.9
 # Bytes that the update of an unknown optimizer reads and writes for each parameter: between those of SGD and AdamW.
 UNKNOWN_UPDATE_BYTES = 60.0
+# Options of torch.optim's classes that choose how an update is computed, or exclude the fused kernel: where one is set, it decides.
+IMPLEMENTATION_OPTIONS = ("fused", "foreach", "capturable", "differentiable")
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,8 @@ class OptimizerSpec:
         and weight_decay, and that some other built-in optimizer does not take.
     state: its entry in STATES, as a run builds it.
     update_bytes: what lists of tensors (foreach) read and write for each parameter in all operations of one update.
+    fused_update_bytes: what torch's fused kernel reads and writes: weight, gradient and state once.
+    fused_on_cuda: whether a run uses that kernel on CUDA.
     """
 
     name: OptimizerName
@@ -100,6 +104,8 @@ class OptimizerSpec:
     keys: tuple[str, ...]
     state: str
     update_bytes: float
+    fused_update_bytes: float
+    fused_on_cuda: bool
 
     @property
     def lr_rule(self) -> LrRule:
@@ -120,6 +126,8 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
             keys=("betas", "eps"),
             state="adamw",
             update_bytes=84.0,
+            fused_update_bytes=28.0,
+            fused_on_cuda=True,
         ),
         OptimizerSpec(
             name="sgd",
@@ -128,6 +136,10 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
             keys=("momentum",),
             state="sgd-momentum",
             update_bytes=36.0,
+            fused_update_bytes=20.0,
+            # Its fused kernel takes no DTensor and no parameter whose first gradient comes after those of others, and a first step
+            # that a GradScaler skips leaves the momentum uninitialised.
+            fused_on_cuda=False,
         ),
     )
 }
@@ -163,9 +175,22 @@ def users_of_keys() -> dict[str, tuple[str, ...]]:
     return {f"optimizer.{key}": tuple(name for name, spec in OPTIMIZERS.items() if key in spec.keys) for key in keys}
 
 
-def update_bytes(name: str) -> float:
+def is_fused(name: str, options: Mapping[str, Any], device: str) -> bool:
+    """Return whether a run's update is one fused kernel. options: optimizer.options. device: the type of the parameters' device.
+
+    >>> is_fused("adamw", {}, "cuda"), is_fused("adamw", {}, "cpu"), is_fused("adamw", {"foreach": True}, "cuda")
+    (True, False, False)
+    """
+    if any(option in options for option in IMPLEMENTATION_OPTIONS):
+        return options.get("fused") is True
+    return device == "cuda" and name in OPTIMIZERS and OPTIMIZERS[name].fused_on_cuda
+
+
+def update_bytes(name: str, *, fused: bool = False) -> float:
     """Return the bytes that one update reads and writes for each parameter that learns."""
-    return OPTIMIZERS[name].update_bytes if name in OPTIMIZERS else UNKNOWN_UPDATE_BYTES
+    if name not in OPTIMIZERS:
+        return UNKNOWN_UPDATE_BYTES
+    return OPTIMIZERS[name].fused_update_bytes if fused else OPTIMIZERS[name].update_bytes
 
 
 def rate_factor(rule: LrRule, growth: float) -> float:

@@ -39,6 +39,7 @@ SPREADS: dict[Basis, tuple[float, float]] = {
 class StepWork:
     """What every step computes: the towers, the loss over embeddings of width `dim` with its options, the optimizer.
 
+    fused: whether the optimizer's update is one fused kernel.
     reading_s: seconds that one process needs to read and prepare a sample. workers: processes of each rank that read while the
     device computes; 0: the training process itself reads, between steps.
     """
@@ -47,6 +48,7 @@ class StepWork:
     loss: objectives.CostName = objectives.DEFAULT
     dim: int = 512
     optimizer: str = optimizers.DEFAULT
+    fused: bool = False
     loss_options: objectives.LossOptions = objectives.PLAIN_LOSS
     reading_s: float = 0.0
     workers: int = 0
@@ -205,5 +207,5 @@ def _latency(machine: Machine) -> float:
 
 
 def _optimizer(task: StepWork, strategy: Strategy, machine: Machine) -> float:
-    device = machine.device
-    return task.trainable / strategy.owners * optimizers.update_bytes(task.optimizer) / device.bytes_per_second("elementwise")
+    size = task.trainable / strategy.owners * optimizers.update_bytes(task.optimizer, fused=task.fused)
+    return size / machine.device.bytes_per_second("elementwise")

@@ -18,7 +18,7 @@ from .reading import ReadingRate, reading_rate
 from .request import Request
 from .search import ChunkSizes, Estimate, NothingFitsError, candidate_strategies, chunk_sizes, search
 from .sides import both_sides
-from .workload import Workload, loss_options, traced, workload
+from .workload import Workload, loss_options, traced, update_is_fused, workload
 
 # Bytes per parameter with gradient and Adam's state in fp32. Sharding is tried if these take more than this share of the limit.
 STATE_BYTES, LARGE_SHARE = 16, 0.25
@@ -155,7 +155,8 @@ def estimator_for(problem: Problem, tools: Tools | None = None) -> Estimator:
         problem.objective.cost_name,
         base.loss.dim,
         request.optimizer,
-        loss_options(base, request.negatives),
+        fused=update_is_fused(request, base, machine),
+        loss_options=loss_options(base, request.negatives),
         reading_s=tools.reading(base, work.built).seconds,
         workers=base.data.workers,
     )

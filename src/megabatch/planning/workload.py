@@ -20,9 +20,10 @@ from ..costs.memory.step import SupervisedStep
 from ..costs.models import EncoderWithInputs, SkipCompute, copy_modules, encoders_of, module_from_function
 from ..costs.strategy import Precision, Strategy
 from ..objectives import MEAN, OBJECTIVES, LossOptions
-from ..optimizers import OPTIMIZERS
+from ..optimizers import OPTIMIZERS, is_fused
 from ..towers import BuiltTower, find_library, full_name, names_code
 from ..towers.model import Classifier
+from ..towers.patches import linear_image_patches, uses_linear_patches
 from ..towers.transformers import PREFIX, language_model
 from .request import Request
 
@@ -42,7 +43,7 @@ class Workload(NamedTuple):
 
 def workload(request: Request, run: config.Run, precision: Precision, machine: Machine) -> Workload:
     """Build the requested model on fake tensors and count its operations."""
-    modules, inputs, built = _build(request, run, precision)
+    modules, inputs, built = _build(request, run, precision, machine)
     loss = _next_token_loss if request.objective == "lm" else None
     work = tuple(
         count_work(*tower, precision, device=machine.device.type, loss=loss) for tower in zip(modules, inputs, strict=True)
@@ -65,20 +66,27 @@ def loss_options(run: config.Run, negatives: int) -> LossOptions:
     )
 
 
+def update_is_fused(request: Request, run: config.Run, machine: Machine) -> bool:
+    """Return whether the optimizer of the planned run uses a fused kernel. `train` does not train language models: they do not."""
+    # As in the planned run: a class of the user's own is kept.
+    name = request.optimizer if run.optimizer.name in OPTIMIZERS else run.optimizer.name
+    return request.objective != "lm" and is_fused(name, run.optimizer.options, machine.device.type)
+
+
 def traced(request: Request, run: config.Run, work: Workload, machine: Machine) -> MemoryPredictor:
     """Return a function that predicts the memory of a strategy.
 
     A trace takes seconds, so strategies that differ only in rows and kept chunks share one.
     """
-    precision = work.precision
 
     @functools.cache
     def prepared(checkpointing: bool) -> tuple[nn.Module, ...]:
-        return _checkpointed(request, run, work, precision) if checkpointing else work.modules
+        return _checkpointed(request, run, work, machine) if checkpointing else work.modules
 
     def setup_of(strategy: Strategy) -> Setup:
         return Setup(
             optimizer=OPTIMIZERS[request.optimizer].state,
+            fused=update_is_fused(request, run, machine),
             precision=strategy.precision,
             ranks=strategy.ranks,
             sharding="ddp" if strategy.sharding == "ddp" else "fsdp2",
@@ -132,10 +140,10 @@ def traced(request: Request, run: config.Run, work: Workload, machine: Machine) 
     return predict
 
 
-def _checkpointed(request: Request, run: config.Run, work: Workload, precision: Precision) -> tuple[nn.Module, ...]:
+def _checkpointed(request: Request, run: config.Run, work: Workload, machine: Machine) -> tuple[nn.Module, ...]:
     """Return the modules with activation checkpointing as the run switches it on, or unchanged if they do not support it."""
     if request.objective == "lm":
-        modules = _build(request, run, precision).modules
+        modules = _build(request, run, work.precision, machine).modules
         for module in modules:
             switch = getattr(module, "gradient_checkpointing_enable", None)
             if switch is not None:
@@ -143,7 +151,7 @@ def _checkpointed(request: Request, run: config.Run, work: Workload, precision: 
         return modules
     recomputing = replace(run, x=replace(run.x, checkpointing=True), y=replace(run.y, checkpointing=run.y.name != "x"))
     try:
-        return _build(request, recomputing, precision).modules
+        return _build(request, recomputing, work.precision, machine).modules
     except ValueError:
         return work.modules
 
@@ -154,9 +162,12 @@ class _Parts(NamedTuple):
     built: tuple[BuiltTower, ...] = ()
 
 
-def _build(request: Request, run: config.Run, precision: Precision) -> _Parts:
+def _build(request: Request, run: config.Run, precision: Precision, machine: Machine) -> _Parts:
     """Return the modules of a request, with adapters if it asks for them, and the functions that make their inputs."""
     parts = _build_trainable(request, run)
+    if request.objective != "lm" and uses_linear_patches(run.compute.linear_patches, machine.device.type, precision):
+        for module in parts.modules:
+            linear_image_patches(module)
     if run.compute.channels_last:
         with SkipCompute():
             for module in parts.modules:

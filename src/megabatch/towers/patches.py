@@ -6,13 +6,16 @@ tensor cores. Over patches that are laid out one after the other it is a linear 
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 Model = TypeVar("Model", bound=nn.Module)
+# Tensor cores load vectors of this many channels: cuDNN computes convolutions on fewer, such as those on images, without them.
+VECTOR_WIDTH = 8
 
 
 class PatchConv2d(nn.Conv2d):
@@ -44,15 +47,39 @@ def linear_patches(model: Model) -> Model:
     >>> megabatch.linear_patches(embed)(torch.randn(2, 3, 224, 224)).shape
     torch.Size([2, 64, 14, 14])
     """
-    modules = [module for module in model.modules() if _is_patch_convolution(module)]
-    if not modules:
+    if not _convert(model, _is_patch_convolution):
         raise ValueError(
             f"the {type(model).__name__} has no patch convolution: linear_patches needs a torch.nn.Conv2d of more than one pixel "
             "whose kernel and stride are equal, without padding, dilation and groups; call it before fully_shard, or leave it out"
         )
+    return model
+
+
+def uses_linear_patches(choice: bool | None, device: str, precision: str) -> bool:
+    """Return whether a run computes the patches of images as linear layers.
+
+    choice: compute.linear_patches; None chooses where that is known to be faster, on CUDA in half precision. device: its type.
+
+    >>> [uses_linear_patches(None, "cuda", "bf16"), uses_linear_patches(None, "cuda", "fp32"), uses_linear_patches(None, "cpu", "bf16")]
+    [True, False, False]
+    """
+    return device == "cuda" and precision != "fp32" if choice is None else choice
+
+
+def linear_image_patches(model: nn.Module) -> None:
+    """Do what `linear_patches` does to the convolutions on images alone, if the model has any.
+
+    Convolutions on many channels, as between the stages of ConvNeXt, have tensor-core kernels of their own.
+    """
+    _convert(model, lambda module: _is_patch_convolution(module) and module.weight.shape[1] < VECTOR_WIDTH)
+
+
+def _convert(model: nn.Module, is_chosen: Callable[[Any], bool]) -> int:
+    """Compute the chosen convolutions as linear layers, and return their number."""
+    modules = [module for module in model.modules() if is_chosen(module)]
     for module in modules:
         module.__class__ = PatchConv2d
-    return model
+    return len(modules)
 
 
 def _is_patch_convolution(module: nn.Module) -> bool:

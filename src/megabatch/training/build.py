@@ -15,6 +15,7 @@ from ..data.sampler import InOrder, Order, split
 from ..data.source import Damage, Kind, Source
 from ..objectives import OBJECTIVES
 from ..towers.model import Classifier, build_pair, build_towers
+from ..towers.patches import linear_image_patches, uses_linear_patches
 from ..towers.tower import BuiltTower
 from .distributed import Ranks
 from .objective import Classification, Contrastive
@@ -79,6 +80,8 @@ def assemble(run: Run, ranks: Ranks) -> Assembly:
     else:
         model = Classifier(x.module, run.loss.dim, len(classes), locked=run.x.locked)
     model.to(ranks.device)
+    if uses_linear_patches(run.compute.linear_patches, ranks.device.type, run.compute.precision):
+        linear_image_patches(model)
     if run.compute.channels_last:
         # A convolution's output takes the memory format of its weights: inputs need not change.
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

@@ -35,7 +35,8 @@ from .signals import EmptyBatch, Stopped, StopSign
 from .summary import finish
 
 # Keys that may change when a run is resumed: they say how it is computed and logged, not what is computed.
-FREE = {"out", "compute", "checkpoint", "watch", "evaluate", "planned", "data.workers", "data.max_bad", "batch.chunk", "batch.keep"}
+FREE = {"out", "compute", "checkpoint", "watch", "evaluate", "planned", "data.workers", "data.max_bad", "batch.chunk", "batch.keep",
+        "optimizer.options.fused", "optimizer.options.foreach"}  # fmt: skip
 # Damaged files that are named on the terminal.
 MOST_SHOWN = 10
 

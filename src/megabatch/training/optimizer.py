@@ -11,33 +11,46 @@ import torch
 from torch import Tensor, nn
 
 from ..config import Optimizer, is_torch_optimizer
-from ..optimizers import OPTIMIZERS
+from ..optimizers import OPTIMIZERS, is_fused
 
 
 def build_optimizer(model: nn.Module, options: Optimizer) -> torch.optim.Optimizer:
     """Return the optimizer of the trainable parameters; weight decay applies to matrices and convolutions only."""
     learning = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in learning if p.ndim >= 2], "weight_decay": options.weight_decay},
-        {"params": [p for p in learning if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
-    if not groups:
+    if not learning:
         raise ValueError("no parameter is trainable: both towers are locked; unlock one (x.locked=false)")
+    fused = is_fused(options.name, options.options, learning[0].device.type) and all(p.is_floating_point() for p in learning)
+    groups = _groups(learning, options.weight_decay, fused=fused)
     kind = _named(options.name)
     spec = OPTIMIZERS.get(options.name)
     set_elsewhere = {"lr": options.lr} | {key: getattr(options, key) for key in (spec.keys if spec is not None else ())}
     _check_options(kind, options.options, set_elsewhere)
+    arguments = set_elsewhere | ({"fused": True} if fused else {}) | dict(options.options)
     try:
-        optimizer = kind(groups, **set_elsewhere, **options.options)
+        optimizer = kind(groups, **arguments)
         if kind.__module__.startswith("torch.optim."):
-            _try_step(kind, learning[0].device, set_elsewhere | dict(options.options))
+            _try_step(kind, learning[0].device, arguments)
     except Exception as error:
         raise _unusable_options(kind, options.options, f"{type(error).__name__}: {error}") from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         kind_name = type(optimizer).__name__
         raise ValueError(f"optimizer.name is {options.name!r}: it returns a {kind_name}, and must return a torch.optim.Optimizer")
     return optimizer
+
+
+def _groups(parameters: list[nn.Parameter], weight_decay: float, *, fused: bool) -> list[dict[str, Any]]:
+    """Return the parameter groups: with and without weight decay. A fused kernel cannot mix sharded and unsharded tensors."""
+    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for decays in (True, False):
+        for parameter in parameters:
+            if (parameter.ndim >= 2) is decays:
+                groups.setdefault((decays, fused and is_sharded(parameter)), []).append(parameter)
+    return [{"params": members, "weight_decay": weight_decay if decays else 0.0} for (decays, _), members in groups.items()]
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Return whether a tensor is split over ranks (DTensor)."""
+    return hasattr(tensor, "full_tensor")
 
 
 def _named(name: str) -> Any:
@@ -107,8 +120,8 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float | None) -> T
     """Return the norm of the whole gradient over all shards, and scale the gradient down to `limit` if it is larger."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     # Foreach operations cannot mix sharded and unsharded tensors.
-    sharded = [g for g in gradients if hasattr(g, "full_tensor")]
-    whole = [g for g in gradients if not hasattr(g, "full_tensor")]
+    sharded = [g for g in gradients if is_sharded(g)]
+    whole = [g for g in gradients if not is_sharded(g)]
     norms = [torch.nn.utils.get_total_norm(part) for part in (sharded, whole) if part]
     norm = torch.stack([n.full_tensor() if hasattr(n, "full_tensor") else n for n in norms]).norm()
     if limit is not None:
