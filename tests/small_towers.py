@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megabatch.towers.inputs import PrepareImage
 from megabatch.towers.tower import BuiltTower
 
 WIDTH = 16
@@ -56,6 +57,18 @@ class Normed(Bytes):
         return self.norm(super().forward(codes))
 
 
+class Patches(nn.Module):
+    """Patches of an image, merged once, and their mean: a convolution on colours, and one on features."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.embed = nn.Conv2d(3, WIDTH, 4, 4)
+        self.merge = nn.Conv2d(WIDTH, dim, 2, 2)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.merge(self.embed(images / 255).relu()).mean((2, 3))
+
+
 def prepare(text: str, seed: int | None) -> Tensor:
     codes = text.encode()[:WIDTH].ljust(WIDTH, b" ")
     return torch.tensor(list(codes), dtype=torch.uint8)
@@ -63,6 +76,10 @@ def prepare(text: str, seed: int | None) -> Tensor:
 
 def text(dim: int = 8, **options: Any) -> BuiltTower:
     return BuiltTower(Bytes(dim, **options), prepare, "text")
+
+
+def patches(dim: int = 8) -> BuiltTower:
+    return BuiltTower(Patches(dim), PrepareImage(16), "image")
 
 
 def greedy(dim: int = 8, limit: int = 8) -> BuiltTower:

@@ -88,6 +88,7 @@ OPTIONS = {
     "growing batch": ["batch.schedule=steps", "batch.start=6"],
     "bf16": ["compute.precision=bf16"],
     "fp16": ["compute.precision=fp16"],
+    "fp16, fused": ["compute.precision=fp16", "optimizer.options.fused=true"],
     "workers": ["data.workers=1"],
     "prefixes and spread": ["loss.dims=[32,16]", "loss.dim=32", "loss.spread_out=0.5"],
     "smoothing and dropping": ["loss.label_smoothing=0.1", "loss.drop_above=0.3", "loss.duplicates=positive"],
@@ -125,6 +126,7 @@ RANK_OPTIONS = {
     "one tower for both, prefixes and spread": ["y.name=x", "loss.dim=16", "loss.dims=[16,8]", "loss.spread_out=0.1"],
     "average and growing batch": ["optimizer.ema=0.9", "batch.schedule=linear", "batch.start=5"],
     "fsdp2": ["compute.sharding=fsdp2"],
+    "fsdp2, fused": ["compute.sharding=fsdp2", "optimizer.options.fused=true"],
     "infonce": ["loss.objective=infonce", 'loss.directions=["x_to_y", "x_to_x", "y_to_y"]', "loss.hardness=2"],
     "nt_xent": ["loss.objective=nt_xent", "y.name=x"],
 }

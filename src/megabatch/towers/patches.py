@@ -60,7 +60,7 @@ def uses_linear_patches(choice: bool | None, device: str, precision: str) -> boo
 
     choice: compute.linear_patches; None chooses where that is known to be faster, on CUDA in half precision. device: its type.
 
-    >>> [uses_linear_patches(None, "cuda", "bf16"), uses_linear_patches(None, "cuda", "fp32"), uses_linear_patches(None, "cpu", "bf16")]
+    >>> [uses_linear_patches(None, *where) for where in (("cuda", "bf16"), ("cuda", "fp32"), ("cpu", "bf16"))]
     [True, False, False]
     """
     return device == "cuda" and precision != "fp32" if choice is None else choice
