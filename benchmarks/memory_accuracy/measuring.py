@@ -12,7 +12,7 @@ from torch import nn
 import megabatch
 from benchmarks.machine import describe
 from benchmarks.memory_accuracy.cases import Case
-from benchmarks.memory_accuracy.subjects import subject
+from benchmarks.memory_accuracy.subjects import subject_of
 from megabatch.costs.memory.setup import PRECISIONS
 from megabatch.costs.memory.step import default_loss, enable_checkpointing
 
@@ -51,14 +51,15 @@ def _run_steps(case: Case) -> None:
 
 def step_of(case: Case) -> Callable[[], None]:
     """Return a function that runs one training step of the case's model."""
-    model = subject(case.model)
+    model = subject_of(case)
     with torch.device(case.device):
         towers = model.build()
     modules = list(towers) if isinstance(towers, tuple) else [towers]
     if case.checkpointing:
         for module in modules:
             enable_checkpointing(module, case.model)
-    optimizer = torch.optim.AdamW([p for module in modules for p in module.parameters()])
+    # None is PyTorch's default: lists of tensors (foreach) on CUDA.
+    optimizer = torch.optim.AdamW([p for module in modules for p in module.parameters()], fused=case.as_run or None)
     backward = _supervised(case, modules[0], model.inputs) if case.supervised else _contrastive(case, modules, model.inputs)
 
     def step() -> None:

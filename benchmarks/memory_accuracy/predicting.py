@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.memory_accuracy.cases import Case, Limit
-from benchmarks.memory_accuracy.subjects import subject
+from benchmarks.memory_accuracy.subjects import subject, subject_of
 from megabatch.costs.memory import Prediction, predict_memory
 from megabatch.costs.memory.setup import PRECISIONS
 from megabatch.costs.memory.step import FakeParameters, build_on_meta, recording
@@ -24,7 +24,7 @@ ACCELERATE = {"fp32": 4, "bf16": 2}
 
 
 def predict(case: Case) -> Prediction:
-    model = subject(case.model)
+    model = subject_of(case)
     return predict_memory(model.build, model.inputs, case.rows, case.setup())
 
 

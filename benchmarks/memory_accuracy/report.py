@@ -41,6 +41,8 @@ def step_text(row: Row) -> str:
         parts.append(f"chunks of {row['chunk']}")
     if row["keep"]:
         parts.append(f"keep {row['keep']}")
+    if row.get("as_run"):
+        parts.append("as in train")
     return ", ".join(parts)
 
 

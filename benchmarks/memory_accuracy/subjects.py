@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.memory_accuracy.cases import Case
 from benchmarks.peers import declare_torchvision_schemas
 from megabatch.towers.known import find_text_model
+from megabatch.towers.patches import linear_image_patches
 
 VIT_B_32: dict[str, Any] = {"projection_dim": 512}
 VIT_B_16: dict[str, Any] = {"projection_dim": 512, "vision_config": {"patch_size": 16}}
@@ -79,6 +81,19 @@ class Subject:
 
     build: Callable[[], Any]
     inputs: Any
+
+
+def subject_of(case: Case) -> Subject:
+    """Return the model of a case, with linear patches if the case has them."""
+    described = subject(case.model)
+
+    def build() -> Any:
+        model = described.build()
+        for module in model if isinstance(model, tuple) else (model,):
+            linear_image_patches(module)
+        return model
+
+    return replace(described, build=build) if case.as_run else described
 
 
 def subject(name: str) -> Subject:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from benchmarks.memory_accuracy.cases import Case, of_row
-from benchmarks.memory_accuracy.subjects import subject
+from benchmarks.memory_accuracy.subjects import subject_of
 from megabatch.costs.counting import Work, count_work
 from megabatch.costs.hardware import find_machine
 from megabatch.costs.memory.step import default_loss
@@ -31,7 +31,7 @@ def predicted_rows(rows: Iterable[Row]) -> Iterator[Row]:
             yield row
             continue
         case = of_row(row)
-        key = case.model, case.precision, case.supervised
+        key = case.model, case.precision, case.supervised, case.as_run
         if key not in counted:
             counted[key] = work_of(case)
         predicted = predict(case, counted[key])
@@ -41,7 +41,7 @@ def predicted_rows(rows: Iterable[Row]) -> Iterator[Row]:
 
 def work_of(case: Case) -> tuple[Work, ...]:
     """Return the counted work of each tower of a case's model."""
-    described = subject(case.model)
+    described = subject_of(case)
     with SkipCompute():
         model = described.build()
     towers = model if isinstance(model, tuple) else (model,)
@@ -59,9 +59,9 @@ def predict(case: Case, work: tuple[Work, ...], host_s: float | None = None) -> 
     machine = replace(machine, device=replace(machine.device, efficiency=efficiency))
     options: dict[str, Any] = {"precision": case.precision, "checkpointing": case.checkpointing}
     if case.supervised:
-        task = StepWork(work, "supervised")
+        task = StepWork(work, "supervised", fused=case.as_run)
         return step_time(task, Strategy(1, case.rows, case.rows, accumulate=True, **options), machine)
-    task = StepWork(work, case.objective, DIM.get(case.model, 512))  # type: ignore[arg-type]
+    task = StepWork(work, case.objective, DIM.get(case.model, 512), fused=case.as_run)  # type: ignore[arg-type]
     chunk = case.chunk or case.rows
     keep = case.keep if case.chunk else 1
     return step_time(task, Strategy(1, case.rows, chunk, keep, **options), machine)
