@@ -34,6 +34,13 @@ def test_the_kept_rows_are_within_the_accepted_errors() -> None:
     )
 
 
+def test_rows_are_predicted_with_the_kernels_that_were_measured() -> None:
+    older = [{name: value for name, value in row.items() if name != "as_run"} for row in MEASURED]
+    assert not any(of_row(row).as_run or of_row(row).setup().fused for row in older)
+    plain, as_run = (predict(Case("tiny", 1, as_run=as_run)) for as_run in (False, True))
+    assert "optimizer step" in plain.phases and plain.peak_bytes > as_run.peak_bytes
+
+
 @pytest.mark.slow
 def test_a_kept_prediction_is_reproduced() -> None:
     pytest.importorskip("timm")

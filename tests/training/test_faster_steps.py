@@ -9,6 +9,9 @@ import torch
 from small_runs import PAIRS, assert_equal, final, run_of, stopping, train, write_pairs
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from megabatch import config
 from megabatch.costs.memory import Prediction
@@ -128,6 +131,33 @@ def test_all_kernels_compute_the_same_updates(device):
     for other in others:
         for name in fused:
             torch.testing.assert_close(fused[name], other[name], rtol=1e-6, atol=1e-6)
+
+
+class PartlySharded(nn.Module):
+    """A layer that is split over the ranks, and a vector that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.vector = nn.Linear(4, 4), nn.Parameter(torch.ones(3))
+
+
+def _update_partly_sharded(rank: int, size: int, fused: bool) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = PartlySharded()
+    fully_shard(model.layer, mesh=init_device_mesh("cpu", (size,)))
+    optimizer = build_optimizer(model, config.Optimizer(options={"fused": fused}))
+    for number in range(2):
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 0.5 - number)
+        optimizer.step()
+    return [(p.full_tensor() if isinstance(p, DTensor) else p).detach() for p in model.parameters()]
+
+
+@pytest.mark.slow
+def test_sharded_and_unsharded_parameters_are_updated_by_the_fused_kernel(world):
+    fused, plain = (world.run(2, _update_partly_sharded, fused) for fused in (True, False))
+    for a, b in zip(fused[0] + fused[1], plain[0] + plain[1], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
 
 
 def of_images(*overrides: str) -> config.Run:
