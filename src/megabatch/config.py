@@ -218,9 +218,10 @@ class Compute:
     device: "cpu", "cuda", …; None is the accelerator if there is one. precision: of autocast; "fp32" is none.
     sharding: "ddp" replicates the weights on every rank, "fsdp2" shards them over all ranks, "hsdp" shards them over the ranks of
         each node and replicates them across nodes.
-    compile: compile the towers with torch.compile. channels_last: keep the weights of convolutions in that memory format, which
-        tensor cores read faster. linear_patches: compute the patch convolutions of images, as in vision transformers, as linear
-        layers, with the same parameters and results; None does so on CUDA in bf16 and fp16.
+    compile: compile the towers with torch.compile: their blocks if they repeat one, as transformers do.
+    channels_last: keep the weights of convolutions in that memory format, which tensor cores read faster.
+    linear_patches: compute the patch convolutions of images, as in vision transformers, as linear layers, with the same parameters
+        and results; None does so on CUDA in bf16 and fp16.
     workspace: working memory of the loss in bytes, 64 KiB or more. threads: of PyTorch on a CPU.
     """
 

@@ -23,7 +23,7 @@ from megabatch.planning.estimator import estimator_for
 from megabatch.planning.problem import problem_of
 from megabatch.planning.request import Request
 from megabatch.towers.patches import PatchConv2d
-from megabatch.training.build import assemble
+from megabatch.training.build import assemble, compile_tower
 from megabatch.training.distributed import ranks
 from megabatch.training.loop import Training
 from megabatch.training.optimizer import build_optimizer
@@ -273,3 +273,34 @@ def test_predicted_memory_is_the_memory_of_a_step(tmp_path, plain):
         measured = torch.cuda.max_memory_allocated()
         found = predictions(run, here, 10_000, 0)(128, 128, 1)
     assert found.peak_bytes == pytest.approx(measured, rel=0.02)
+
+
+def test_equal_blocks_are_compiled_one_by_one_and_other_towers_whole(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(nn.Module, "compile", lambda module: compiled.append(module))
+    blocks = [nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1)) for _ in range(6)]
+    compile_tower(nn.Sequential(nn.Linear(4, 8), *blocks))
+    assert compiled == blocks
+    # Blocks of stochastic depth: a compiled block holds for one rate.
+    for rate, block in enumerate(blocks, start=1):
+        block[1].p = rate / 10
+    for tower in (nn.Sequential(nn.Linear(4, 8), *blocks), nn.Sequential(nn.Linear(4, 8), nn.ReLU())):
+        compiled.clear()
+        compile_tower(tower)
+        assert compiled == [tower]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_run_with_compiled_towers_ends_at_the_same_weights(pairs, tmp_path, monkeypatch):
+    # Without the code generator, which takes a minute.
+    monkeypatch.setattr(nn.Module, "compile", lambda module, compile=nn.Module.compile: compile(module, backend="aot_eager"))
+    ends = []
+    for value in ("false", "true"):
+        run = run_of(pairs, tmp_path / value, "y.name=text", "y.options.depth=6", f"compute.compile={value}", steps=2)
+        train(run)
+        ends.append(final(run.out))
+    eager, compiled = ends
+    assert eager.keys() == compiled.keys()
+    for name, tensor in eager.items():
+        torch.testing.assert_close(compiled[name], tensor, msg=name)

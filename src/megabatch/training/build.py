@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from ..data.source import Damage, Kind, Source
 from ..objectives import OBJECTIVES
 from ..towers.model import Classifier, build_pair, build_towers
 from ..towers.patches import linear_image_patches, uses_linear_patches
+from ..towers.repeats import equal_blocks
 from ..towers.tower import BuiltTower
 from .distributed import Ranks
 from .objective import Classification, Contrastive
@@ -87,9 +89,22 @@ def assemble(run: Run, ranks: Ranks) -> Assembly:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if run.compute.compile:
         for tower in {id(t.module): t.module for t in (x, y)}.values():
-            tower.compile()
+            compile_tower(tower)
     kind = Contrastive if contrastive else Classification
     return Assembly(run, ranks, training, held_out, x, y, model, kind(model, run, ranks), classes)  # type: ignore[arg-type]
+
+
+def compile_tower(tower: nn.Module) -> None:
+    """Compile the equal blocks of a tower, one for all, which takes seconds; or the whole tower if it has none."""
+    runs = [run.blocks for run in equal_blocks(tower)]
+    is_one_for_all = all(_rates(block) == _rates(blocks[0]) for blocks in runs for block in blocks)
+    for module in itertools.chain(*runs) if runs and is_one_for_all else [tower]:
+        module.compile()
+
+
+def _rates(block: nn.Module) -> list[float]:
+    """Return the numbers that a compiled block has as constants, such as the rates of stochastic depth."""
+    return [value for module in block.modules() for value in vars(module).values() if isinstance(value, float)]
 
 
 def open_data(run: Run, x: Kind, y: Kind) -> tuple[Source, Source]:
