@@ -77,7 +77,7 @@ THIRD_PARTY = {
     "sentence_transformers": {"adapters"},
     "tqdm": {"adapters"},
     "timm": {"towers"},
-    "torchvision": {"towers"},
+    "torchvision": {"data", "packages", "towers"},
     "transformers": {"adapters", "towers"},
     "lightning": {"adapters"},
     "pytorch_lightning": {"adapters"},

@@ -86,6 +86,8 @@ class Data:
     max_pixels: larger images are refused before they are decoded.
     reduce_jpegs: decode JPEGs at 1/2, 1/4 or 1/8 of their size where they are shrunk at least as much afterwards, which is faster
         and changes pixels slightly (docs/training.md). False decodes all pixels.
+    decode: where JPEGs are decoded, cropped and resized: in the "workers", or on the CUDA "device" by nvJPEG, always from all
+        pixels. Images that nvJPEG does not take are decoded in the workers.
     """
 
     source: str = "glyphs"
@@ -100,6 +102,7 @@ class Data:
     max_bad: int = 100
     max_pixels: int = 50_000_000
     reduce_jpegs: bool = True
+    decode: Literal["workers", "device"] = "workers"
 
 
 @dataclass(frozen=True)

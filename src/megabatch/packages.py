@@ -55,6 +55,10 @@ def _import_tensorboard() -> None:
     import torch.utils.tensorboard  # noqa: F401
 
 
+def _import_torchvision() -> None:
+    import torchvision.io  # type: ignore[import-untyped]  # noqa: F401
+
+
 def _import_wandb() -> None:
     import wandb  # noqa: F401
 
@@ -83,6 +87,7 @@ PILLOW = Package("pillow", _import_pillow)
 RICH = Package("rich", _import_rich)
 SAFETENSORS = Package("safetensors", _import_safetensors)
 TENSORBOARD = Package("tensorboard", _import_tensorboard)
+TORCHVISION = Package("torchvision", _import_torchvision, in_extra=False)
 WANDB = Package("wandb", _import_wandb, in_extra=False)
 PYYAML = Package("pyyaml", _import_yaml)
 
@@ -112,6 +117,7 @@ FIGURES = Feature("drawing a figure", (MATPLOTLIB,))
 HTML = Feature("a report in HTML", (MATPLOTLIB, JINJA2))
 PLAN_PAGE = Feature("the HTML page of a plan", (MATPLOTLIB, JINJA2), "leaving out --html", extra="plan")
 IMAGES = Feature("image data", (PILLOW,), extra="data")
+DEVICE_DECODING = Feature("decoding JPEGs on the device", (TORCHVISION,), 'data.decode="workers"')
 GLYPHS = Feature("the built-in data 'glyphs'", (MATPLOTLIB_FONTS, PILLOW), extra="data")
 ARROW = Feature("reading Parquet and Arrow files", (PYARROW,), extra="data")
 CONTACT_SHEET = Feature("a contact sheet", (MATPLOTLIB, PILLOW))
@@ -127,6 +133,7 @@ def of_run(run: Run, *, terminal: bool) -> list[Feature]:
         TENSORBOARD_LOG: run.watch.tensorboard,
         WANDB_LOG: run.watch.wandb is not None,
         REPORT: run.watch.report,
+        DEVICE_DECODING: run.data.decode == "device",
     }
     return [feature for feature, is_used in used.items() if is_used]
 

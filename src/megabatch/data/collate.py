@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.data import get_worker_info
 
+from .device_decoding import EncodedRow, EncodedRows, can_defer, pack
 from .sampler import InOrder, stable_hash
-from .source import ALL_PIXELS, BadSample, Sample, Source, SufficientSize, SufficientSizes
+from .source import ALL_PIXELS, BadSample, EncodedJpeg, KeepJpeg, Sample, Source, SufficientSize, SufficientSizes
 
 Prepare = Callable[[Any, int | None], Any]
 # Prepared samples, one row each: a dict of tensors. A single tensor has the key None; the empty dict is nothing.
@@ -61,10 +63,10 @@ class RowInfo(NamedTuple):
 
 
 class CollatedRows(NamedTuple):
-    """Prepared samples. `negatives` has one row for each negative of all samples."""
+    """Prepared samples. `negatives` has one row for each negative of all samples. EncodedRows: the device decodes some."""
 
-    x: Leaves
-    y: Leaves
+    x: Leaves | EncodedRows
+    y: Leaves | EncodedRows
     negatives: Leaves
     info: RowInfo
 
@@ -74,8 +76,8 @@ class PreparedRow(NamedTuple):
 
     key: str
     position: int
-    x: Leaves
-    y: Leaves
+    x: Leaves | EncodedRow
+    y: Leaves | EncodedRow
     negatives: list[Leaves]
     ids: list[int]
     label: int | None
@@ -94,6 +96,7 @@ class SampleReader:
     negatives: bool
     augment: bool
     reduce_jpegs: bool
+    keep_jpegs: bool = False
 
     def __getitem__(self, task: ReadTask) -> tuple[CollatedRows, ReadTask]:
         """Return the rows of the task, and the task without its places."""
@@ -114,14 +117,15 @@ class SampleReader:
                 x, y, negatives, _ = self._collate([self._row(place)])
             except BadSample:
                 continue
-            return CollatedRows(_empty(x), _empty(y), _empty(negatives), RowInfo([], [], [], [], [], [], []))
+            no_x, no_y = _no_rows(x, self.prepare_x), _no_rows(y, self.prepare_y)
+            return CollatedRows(no_x, no_y, _empty(negatives), RowInfo([], [], [], [], [], [], []))
         return CollatedRows({}, {}, {}, RowInfo([], [], [], [], [], [], []))
 
     def _collate(self, rows: list[PreparedRow]) -> CollatedRows:
         keys = [row.key for row in rows]
-        y = _stack([row.y for row in rows], keys)
+        y = _collate_side([row.y for row in rows], keys)
         # If no sample has negatives, they take their shapes from y.
-        negatives = _empty(y) if self.negatives else {}
+        negatives = _no_rows(y, self.prepare_y) if self.negatives else {}
         if any(row.negatives for row in rows):
             negatives = _stack(
                 [leaves for row in rows for leaves in row.negatives], [row.key for row in rows for _ in row.negatives]
@@ -135,7 +139,7 @@ class SampleReader:
             positions=[row.position for row in rows],
             bad=[],
         )
-        return CollatedRows(_stack([row.x for row in rows], keys), y, negatives, info)
+        return CollatedRows(_collate_side([row.x for row in rows], keys), y, negatives, info)
 
     def _spread_places(self) -> Iterator[SamplePlace]:
         """Return at most TRIES samples, evenly spread over the source: damage usually affects neighbouring samples."""
@@ -151,7 +155,7 @@ class SampleReader:
         except Exception as error:
             raise RuntimeError(f"sample {place.number} of shard {place.shard} could not be read: {error!r}") from error
         try:
-            return self._prepared(sample, place.position)
+            return self._prepared(sample, place)
         except BadSample as error:
             raise BadSample(sample.key, error.reason) from error
         except Exception as error:
@@ -162,28 +166,37 @@ class SampleReader:
         return stable_hash(self.seed, position, side) if self.augment else None
 
     def _sufficient(self, position: int) -> SufficientSizes:
-        """Return how far the images of a sample may be reduced, for sides whose preparation says so."""
-        if not self.reduce_jpegs:
+        """Return how far the images of a sample may be reduced, or not decoded, for sides whose preparation says so."""
+        if not self.reduce_jpegs and not self.keep_jpegs:
             return ALL_PIXELS
 
-        def size(prepare: Any, side: str) -> SufficientSize | None:
-            if not hasattr(prepare, "sufficient_size"):
-                return None
-            return functools.partial(prepare.sufficient_size, self._seed(position, side))
+        def size(prepare: Any, side: str) -> SufficientSize | KeepJpeg | None:
+            reduced = None
+            if self.reduce_jpegs and hasattr(prepare, "sufficient_size"):
+                reduced = functools.partial(prepare.sufficient_size, self._seed(position, side))
+            return KeepJpeg(reduced) if self.keep_jpegs and can_defer(prepare) else reduced
 
         return SufficientSizes(size(self.prepare_x, "x"), size(self.prepare_y, "y"))
 
-    def _prepared(self, sample: Sample, position: int) -> PreparedRow:
+    def _prepared(self, sample: Sample, place: SamplePlace) -> PreparedRow:
+        position = place.position
+
         def leaves(prepare: Prepare, raw: Any, side: str) -> Leaves:
             return _leaves(prepare(raw, self._seed(position, side)))
 
+        def prepared(prepare: Any, raw: Any, side: str) -> Leaves | EncodedRow:
+            if not isinstance(raw, EncodedJpeg):
+                return leaves(prepare, raw, side)
+            box, mirrored = prepare.choose_crop(self._seed(position, side), raw.width, raw.height)
+            return EncodedRow(raw, box, mirrored, place.shard, place.number)
+
         texts = sample.negatives if self.negatives else ()
         label = None if self.classes is None else _class_number(sample, self.classes)
-        x = leaves(self.prepare_x, sample.x, "x")
-        y: Leaves = {}
+        x = prepared(self.prepare_x, sample.x, "x")
+        y: Leaves | EncodedRow = {}
         negatives: list[Leaves] = []
         if self.prepare_y is not None:
-            y = leaves(self.prepare_y, sample.y, "y")
+            y = prepared(self.prepare_y, sample.y, "y")
             negatives = [leaves(self.prepare_y, text, f"negative {number}") for number, text in enumerate(texts)]
         identity = sample.y if isinstance(sample.y, str) else sample.key
         ids = [stable_hash(text) for text in (identity, *texts)] if self.ids else []
@@ -201,6 +214,7 @@ class RowBuffer:
         self._x, self._y, self._negatives = (_Columns(rows, pinned) for _ in range(3))
 
     def add(self, piece: CollatedRows) -> None:
+        assert not isinstance(piece.x, EncodedRows) and not isinstance(piece.y, EncodedRows)
         name = piece.info.keys[0] if piece.info.keys else "a sample"
         self._x.add(piece.x, name)
         self._y.add(piece.y, name)
@@ -250,12 +264,68 @@ class _Columns:
             self._leaves[key][: self._rows] = leaf
 
 
+def without_rows(piece: CollatedRows, failures: Mapping[int, SkippedSample]) -> CollatedRows:
+    """Return the piece without some of its rows, given by their numbers, which count as skipped."""
+    assert not isinstance(piece.x, EncodedRows) and not isinstance(piece.y, EncodedRows)
+    info = piece.info
+    kept = [row for row in range(len(info.keys)) if row not in failures]
+    owners = [row for row, count in enumerate(info.negative_counts) for _ in range(count)]
+    kept_negatives = [number for number, owner in enumerate(owners) if owner not in failures]
+
+    def chosen(values: list[Any], numbers: list[int]) -> list[Any]:
+        # Without ids or labels, their lists are empty.
+        return [values[number] for number in numbers] if values else []
+
+    def rows(leaves: Leaves, numbers: list[int]) -> Leaves:
+        return {key: leaf[torch.tensor(numbers, dtype=torch.int64, device=leaf.device)] for key, leaf in leaves.items()}
+
+    kept_info = RowInfo(
+        ids=chosen(info.ids, kept),
+        negative_ids=chosen(info.negative_ids, kept_negatives),
+        negative_counts=chosen(info.negative_counts, kept),
+        labels=chosen(info.labels, kept),
+        keys=chosen(info.keys, kept),
+        positions=chosen(info.positions, kept),
+        bad=[*info.bad, *failures.values()],
+    )
+    return CollatedRows(rows(piece.x, kept), rows(piece.y, kept), rows(piece.negatives, kept_negatives), kept_info)
+
+
+def _collate_side(rows: Sequence[Leaves | EncodedRow], names: Sequence[str]) -> Leaves | EncodedRows:
+    if not any(isinstance(row, EncodedRow) for row in rows):
+        return _stack([row for row in rows if not isinstance(row, EncodedRow)], names)
+    # A preparation that a device can do returns a single tensor.
+    return pack([row if isinstance(row, EncodedRow) else row[None] for row in rows], lambda size: _empty_rows((size,), torch.uint8))
+
+
+def _no_rows(rows: Leaves | EncodedRows, prepare: Any) -> Leaves:
+    if isinstance(rows, EncodedRows):
+        return {None: torch.empty((0, prepare.channels, prepare.size, prepare.size), dtype=torch.uint8)}
+    return _empty(rows)
+
+
 def _stack(rows: Sequence[Leaves], names: Sequence[str]) -> Leaves:
     """Stack the rows. ValueError, with its name, for a row that differs from the first in shape or dtype."""
     first = rows[0]
     for row, name in zip(rows, names, strict=True):
         _check_same_form(row, first, name)
-    return {key: torch.stack([row[key] for row in rows]) for key in first}
+    return {key: _stacked([row[key] for row in rows]) for key in first}
+
+
+def _stacked(tensors: list[Tensor]) -> Tensor:
+    if get_worker_info() is None:
+        return torch.stack(tensors)
+    return torch.stack(tensors, out=_empty_rows((len(tensors), *tensors[0].shape), tensors[0].dtype))
+
+
+def _empty_rows(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return memory for rows; in a worker, memory that it shares with the training process, to which they need not be copied."""
+    numbers: int = math.prod(shape)
+    if get_worker_info() is None or not numbers:
+        return torch.empty(shape, dtype=dtype)
+    # As PyTorch's own collate function does.
+    empty = torch.empty(0, dtype=dtype)
+    return empty.new(empty._typed_storage()._new_shared(numbers)).resize_(shape)
 
 
 def _check_same_form(leaves: Leaves, others: Leaves, name: str, dims: int = 0) -> None:

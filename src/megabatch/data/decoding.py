@@ -9,7 +9,7 @@ import warnings
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from .source import BadSample, SufficientSize
+from .source import BadSample, EncodedJpeg, KeepJpeg, SufficientSize
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -28,6 +28,12 @@ TRANSPOSITIONS = {
     7: "TRANSVERSE",
     8: "ROTATE_90",
 }
+# The transpositions that exchange width and height.
+TURNS = ("TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90")
+# Start of a JPEG's frame: sequential, Huffman-coded. The others are progressive, lossless or arithmetic-coded.
+SEQUENTIAL_FRAMES, FRAMES = (0xC0, 0xC1), {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
+# The last bytes of a JPEG, and where they must be at the latest, counted from the end of the file.
+END_OF_IMAGE, LONGEST_TRAILER = b"\xff\xd9", 64
 # Bytes. A longer text is not a caption but some other file. Tokenizers cut texts that are too long for their tower.
 LONGEST_TEXT = 1 << 20
 
@@ -39,6 +45,15 @@ def decode_image(data: bytes | Path, key: str, max_pixels: int, sufficient: Suff
         than decoding all pixels, and then averaging most of them away. None decodes all pixels.
     BadSample if it has more pixels than `max_pixels`, as its header says, or if it cannot be decoded completely.
     """
+    image = read_image(data, key, max_pixels, sufficient)
+    assert not isinstance(image, EncodedJpeg)
+    return image
+
+
+def read_image(
+    data: bytes | Path, key: str, max_pixels: int, sufficient: SufficientSize | KeepJpeg | None = None
+) -> Image.Image | EncodedJpeg:
+    """Return the image as `decode_image` does or, with `KeepJpeg`, a JPEG that nvJPEG decodes as it is stored."""
     from PIL import Image, UnidentifiedImageError
 
     # Opening a named pipe would block forever.
@@ -60,7 +75,7 @@ def decode_image(data: bytes | Path, key: str, max_pixels: int, sufficient: Suff
         raise BadSample(key, f"image cannot be decoded ({type(error).__name__}: {error})") from None
 
 
-def _decode(file: IO[bytes], key: str, max_pixels: int, sufficient: SufficientSize | None) -> Image.Image:
+def _decode(file: IO[bytes], key: str, max_pixels: int, sufficient: SufficientSize | KeepJpeg | None) -> Image.Image | EncodedJpeg:
     from PIL import Image
 
     with Image.open(file, formats=IMAGE_FORMATS) as image:
@@ -72,6 +87,11 @@ def _decode(file: IO[bytes], key: str, max_pixels: int, sufficient: SufficientSi
         # Other formats have their orientation at the end of the file, or none.
         is_jpeg = image.format == "JPEG"
         transposition = _transposition(image) if is_jpeg else None
+        if isinstance(sufficient, KeepJpeg):
+            kept = _encoded(image, file, transposition) if is_jpeg else None
+            if kept is not None:
+                return kept
+            sufficient = sufficient.reduced
         if is_jpeg and sufficient is not None:
             _reduce(image, transposition, sufficient)
         image.load()
@@ -80,10 +100,37 @@ def _decode(file: IO[bytes], key: str, max_pixels: int, sufficient: SufficientSi
         return converted if transposition is None else converted.transpose(transposition)
 
 
+def _encoded(image: Any, file: IO[bytes], transposition: Image.Transpose | None) -> EncodedJpeg | None:
+    """Return the JPEG as it is stored; None if nvJPEG does not decode it, or not to the pixels that libjpeg gives."""
+    # Three components are taken for YCbCr unless the file says that they are RGB.
+    grey, colour = image.mode == "L", image.mode == "RGB" and [layer[0] for layer in image.layer] == [1, 2, 3]
+    if not (grey or colour) or image.info.get("adobe_transform") == 0:
+        return None
+    file.seek(0)
+    data = file.read()
+    # Pillow refuses truncated files; nvJPEG need not.
+    if _frame_marker(data) not in SEQUENTIAL_FRAMES or END_OF_IMAGE not in data[-LONGEST_TRAILER:]:
+        return None
+    turned = transposition is not None and transposition.name in TURNS
+    width, height = image.size[::-1] if turned else image.size
+    return EncodedJpeg(data, width, height, None if transposition is None else transposition.name, grey)
+
+
+def _frame_marker(data: bytes) -> int | None:
+    """Return the marker of a JPEG's first frame, which says how it is coded."""
+    place = 2
+    while place + 4 <= len(data) and data[place] == 0xFF:
+        marker = data[place + 1]
+        if marker in FRAMES:
+            return marker
+        # Markers may be preceded by any number of 0xFF.
+        place += 1 if marker == 0xFF else 2 + int.from_bytes(data[place + 2 : place + 4], "big")
+    return None
+
+
 def _reduce(image: Image.Image, transposition: Image.Transpose | None, sufficient: SufficientSize) -> None:
     """Let the decoder of a JPEG skip the frequencies that the sufficient size does not need."""
-    # Transposing exchanges width and height for the orientations from 5 on.
-    turned = transposition is not None and transposition.name in ("TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90")
+    turned = transposition is not None and transposition.name in TURNS
     width, height = sufficient(*(image.size[::-1] if turned else image.size))
     size = (height, width) if turned else (width, height)
     image.draft(None, (max(1, math.ceil(size[0])), max(1, math.ceil(size[1]))))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megabatch.config import Data
 
-from .decoding import IMAGE_SUFFIXES, decode_image, read_text
+from .decoding import IMAGE_SUFFIXES, read_image, read_text
 from .paths import find_folder, path_inside, printable
 from .source import ALL_PIXELS, BadSample, Damage, DataFormat, Sample, Sides, SufficientSizes
 
@@ -54,7 +54,7 @@ class ImageFolder:
             expected = " or ".join(printable(stem) + suffix for suffix in self._text_suffixes)
             raise BadSample(key, f"there is no text beside it ({expected})")
         caption = read_text(path_inside(self._folder, texts[0], key), key, "text")
-        image = decode_image(path_inside(self._folder, name, key), key, self._max_pixels, sufficient.x)
+        image = read_image(path_inside(self._folder, name, key), key, self._max_pixels, sufficient.x)
         return Sample(key, image, caption)
 
     def group(self, shard: int, index: int) -> str:

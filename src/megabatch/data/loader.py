@@ -18,7 +18,18 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from .collate import CollatedRows, Leaves, Prepare, ReadTask, RowBuffer, SamplePlace, SampleReader, SkippedSample
+from .collate import (
+    CollatedRows,
+    Leaves,
+    Prepare,
+    ReadTask,
+    RowBuffer,
+    SamplePlace,
+    SampleReader,
+    SkippedSample,
+    without_rows,
+)
+from .device_decoding import DeviceDecoder, EncodedRows
 from .sampler import InOrder, Order
 from .source import Source
 
@@ -73,6 +84,8 @@ class Loader:
         method sufficient_size(seed, width, height). False decodes all pixels.
     pinned: puts batches into page-locked memory, from which a CUDA device copies while it computes and the host goes on; otherwise
         host and device wait for each other at every chunk.
+    decoder: decodes JPEGs on a device, of sides whose preparation has a method choose_crop(seed, width, height); None decodes in
+        the workers.
     """
 
     source: Source
@@ -90,6 +103,7 @@ class Loader:
     augment: bool = True
     reduce_jpegs: bool = True
     pinned: bool = False
+    decoder: DeviceDecoder | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.ranks:
@@ -116,6 +130,7 @@ class Loader:
             self.negatives,
             self.augment,
             self.reduce_jpegs,
+            keep_jpegs=self.decoder is not None,
         )
         tasks = self._tasks(steps)
         if not self.workers:
@@ -139,12 +154,32 @@ class Loader:
         buffer = None
         for piece, task in pieces:
             buffer = buffer or RowBuffer(task.rows, self.pinned)
-            buffer.add(piece)
+            if self.decoder is None:
+                buffer.add(piece)
+            else:
+                with self.decoder.stream():
+                    buffer.add(self._decoded(piece, self.decoder))
             if task.last:
                 yield self._batch(buffer.rows())
                 buffer = None
 
+    def _decoded(self, piece: CollatedRows, decoder: DeviceDecoder) -> CollatedRows:
+        """Return the piece with its JPEGs decoded, on the device, and without rows that cannot be decoded."""
+        failures: dict[int, SkippedSample] = {}
+        for side, prepare in (("x", self.prepare_x), ("y", self.prepare_y)):
+            rows = getattr(piece, side)
+            if not isinstance(rows, EncodedRows):
+                continue
+            pixels, errors = decoder.rows(rows, prepare, piece.info.keys)  # type: ignore[arg-type]
+            piece = piece._replace(x={None: pixels}) if side == "x" else piece._replace(y={None: pixels})
+            for jpeg in rows.jpegs:
+                if jpeg.row in errors:
+                    error = errors[jpeg.row]
+                    failures[jpeg.row] = SkippedSample(error.key, error.reason, jpeg.image.shard, jpeg.image.number)
+        return without_rows(piece, failures) if failures else piece
+
     def _batch(self, piece: CollatedRows) -> RankBatch:
+        assert not isinstance(piece.x, EncodedRows) and not isinstance(piece.y, EncodedRows)
         info = piece.info
         return RankBatch(
             x=_tree(piece.x),

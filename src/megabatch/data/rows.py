@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megabatch.config import Data
 
-from .decoding import as_label, as_text, as_texts, decode_image
+from .decoding import as_label, as_text, as_texts, read_image
 from .paths import path_inside, printable
-from .source import BadSample, Kind, Sample, Sides, SufficientSize, SufficientSizes
+from .source import BadSample, EncodedJpeg, KeepJpeg, Kind, Sample, Sides, SufficientSize, SufficientSizes
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -136,11 +136,13 @@ class RowDecoder:
         except BadSample:
             return None
 
-    def _value(self, kind: Kind, value: Any, key: str, column: str, sufficient: SufficientSize | None) -> Image | str:
+    def _value(
+        self, kind: Kind, value: Any, key: str, column: str, sufficient: SufficientSize | KeepJpeg | None
+    ) -> Image | EncodedJpeg | str:
         if kind == "text":
             return as_text(value, key, column)
         if isinstance(value, Mapping):
             # Hugging Face stores an image as the bytes of its file, or as its path.
             value = value.get("path") if value.get("bytes") is None else value["bytes"]
         data = value if isinstance(value, bytes) else path_inside(self.folder, as_text(value, key, column), key)
-        return decode_image(data, key, self.max_pixels, sufficient)
+        return read_image(data, key, self.max_pixels, sufficient)

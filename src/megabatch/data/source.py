@@ -24,18 +24,37 @@ class Sides(NamedTuple):
     y: Kind = "text"
 
 
-class SufficientSizes(NamedTuple):
-    """How far the images of each side of a sample may be reduced. None: not at all."""
+class KeepJpeg(NamedTuple):
+    """Leaves JPEGs that a CUDA device can decode as they are stored. reduced: how far other images may be reduced."""
 
-    x: SufficientSize | None = None
-    y: SufficientSize | None = None
+    reduced: SufficientSize | None = None
+
+
+class EncodedJpeg(NamedTuple):
+    """A JPEG that a CUDA device will decode; its header has been checked.
+
+    width, height: upright. transposition: what makes the stored image upright, by Pillow's name. grey: whether it has no colours.
+    """
+
+    data: bytes
+    width: int
+    height: int
+    transposition: str | None
+    grey: bool
+
+
+class SufficientSizes(NamedTuple):
+    """How far the images of each side of a sample may be reduced, or which are not decoded. None: all pixels."""
+
+    x: SufficientSize | KeepJpeg | None = None
+    y: SufficientSize | KeepJpeg | None = None
 
 
 ALL_PIXELS = SufficientSizes()
 
 
 class Sample(NamedTuple):
-    """One pair as it is stored, with images decoded.
+    """One pair as it is stored, with images decoded unless `KeepJpeg` was asked for.
 
     key: names the sample in logs and messages: file and line, shard and member, character and style.
     negatives: further texts that do not match x.
@@ -43,8 +62,8 @@ class Sample(NamedTuple):
     """
 
     key: str
-    x: Image | str
-    y: Image | str
+    x: Image | EncodedJpeg | str
+    y: Image | EncodedJpeg | str
     negatives: tuple[str, ...] = ()
     label: str | None = None
 

@@ -17,9 +17,21 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from megabatch.config import Data
 
-from .decoding import IMAGE_SUFFIXES, LONGEST_TEXT, as_label, as_text, as_texts, decode_image
+from .decoding import IMAGE_SUFFIXES, LONGEST_TEXT, as_label, as_text, as_texts, read_image
 from .paths import find_files, has_suffix, printable
-from .source import ALL_PIXELS, BadSample, Damage, DataFormat, Kind, Sample, Sides, SufficientSize, SufficientSizes
+from .source import (
+    ALL_PIXELS,
+    BadSample,
+    Damage,
+    DataFormat,
+    EncodedJpeg,
+    KeepJpeg,
+    Kind,
+    Sample,
+    Sides,
+    SufficientSize,
+    SufficientSizes,
+)
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -151,10 +163,10 @@ class WebDataset:
         json_key = extensions[choice][1]
         return data if json_key is None else _json_value(data, json_key, key, name)
 
-    def _side(self, field: Field, value: Any, key: str, sufficient: SufficientSize | None) -> Image | str:
+    def _side(self, field: Field, value: Any, key: str, sufficient: SufficientSize | KeepJpeg | None) -> Image | EncodedJpeg | str:
         if field.kind == "text":
             return as_text(value, key, field.name)
-        return decode_image(value, key, self._max_pixels, sufficient)
+        return read_image(value, key, self._max_pixels, sufficient)
 
 
 def _parse_fields(data: Data, sides: Sides) -> list[Field]:

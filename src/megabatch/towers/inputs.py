@@ -70,7 +70,7 @@ class PrepareImage:
         if image.size != (self.size, self.size):
             # As Pillow's filter, to the last bit or two, in a third of the time on CPUs with AVX2.
             pixels = nn.functional.interpolate(pixels, (self.size, self.size), mode="bicubic", antialias=True)
-        if self.flip and rng is not None and rng.random() < 0.5:
+        if self._is_mirrored(rng):
             pixels = pixels.flip(3)
         # Not contiguous: stacking copies the pixels anyway.
         return pixels[0]
@@ -84,6 +84,14 @@ class PrepareImage:
         left, top, right, bottom = self._box((width, height), self._generator(seed))
         scale = self.size / min(right - left, bottom - top)
         return width * scale, height * scale
+
+    def choose_crop(self, seed: int | None, width: int, height: int) -> tuple[Box, bool]:
+        """Return what is cut out of an image of this size for this seed, and whether it is mirrored, as when called."""
+        rng = self._generator(seed)
+        return self._box((width, height), rng), self._is_mirrored(rng)
+
+    def _is_mirrored(self, rng: random.Random | None) -> bool:
+        return self.flip and rng is not None and rng.random() < 0.5
 
     def _generator(self, seed: int | None) -> random.Random | None:
         """Return the generator of the augmentations, which draws the box first; None without augmentation."""

@@ -11,6 +11,7 @@ from torch import nn
 
 from ..config import Run
 from ..data import open_source
+from ..data.device_decoding import DeviceDecoder, can_defer, open_decoder
 from ..data.loader import Loader
 from ..data.sampler import InOrder, Order, split
 from ..data.source import Damage, Kind, Source
@@ -25,7 +26,10 @@ from .objective import Classification, Contrastive
 
 @dataclass(frozen=True)
 class Assembly:
-    """The parts of a run. `classes` numbers the labels of a classification run, and is empty for others."""
+    """The parts of a run. `classes` numbers the labels of a classification run, and is empty for others.
+
+    decoder: decodes JPEGs on the run's device; None if workers do.
+    """
 
     run: Run
     ranks: Ranks
@@ -36,6 +40,7 @@ class Assembly:
     model: nn.Module
     objective: Contrastive | Classification
     classes: dict[str, int]
+    decoder: DeviceDecoder | None = None
 
     @property
     def damage(self) -> list[Damage]:
@@ -67,6 +72,7 @@ class Assembly:
             negatives=not self.classes and bool(self.run.data.negatives),
             augment=augment,
             pinned=self.ranks.device.type == "cuda",
+            decoder=self.decoder,
         )
 
 
@@ -74,6 +80,7 @@ def assemble(run: Run, ranks: Ranks) -> Assembly:
     """Return the parts of a run; its seed draws the weights, the same on every rank."""
     torch.manual_seed(run.seed)
     x, y = build_towers(run)
+    decoder = device_decoder(run, ranks.device, x, y)
     training, held_out = open_data(run, x.kind, y.kind)
     contrastive = OBJECTIVES[run.loss.objective].contrastive
     classes = {} if contrastive else classes_of(training)
@@ -91,7 +98,20 @@ def assemble(run: Run, ranks: Ranks) -> Assembly:
         for tower in {id(t.module): t.module for t in (x, y)}.values():
             compile_tower(tower)
     kind = Contrastive if contrastive else Classification
-    return Assembly(run, ranks, training, held_out, x, y, model, kind(model, run, ranks), classes)  # type: ignore[arg-type]
+    objective = kind(model, run, ranks)  # type: ignore[arg-type]
+    return Assembly(run, ranks, training, held_out, x, y, model, objective, classes, decoder)
+
+
+def device_decoder(run: Run, device: torch.device, *towers: BuiltTower) -> DeviceDecoder | None:
+    """Return what decodes the run's JPEGs on its device, or None if workers do. ValueError if the device or no tower can."""
+    if run.data.decode == "workers":
+        return None
+    if not any(tower.kind == "image" and can_defer(tower.prepare) for tower in towers):
+        raise ValueError(
+            'data.decode is "device", but no tower of the run prepares images by cropping and resizing alone (PrepareImage); set'
+            ' data.decode="workers"'
+        )
+    return open_decoder(device, run.data.max_pixels)
 
 
 def compile_tower(tower: nn.Module) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..config import Run
-from ..data.source import Sample
+from ..data.source import EncodedJpeg, Sample
 from ..files import replacing, write_text
 from ..recall import chance
 from ..reporting.contact import contact_sheet, read_contact
@@ -243,6 +243,7 @@ def _shown(samples: dict[int, Sample], place: int, side: str, folder: Path) -> d
     shown = sample.x if side == "x" else sample.y
     if isinstance(shown, str):
         return {"text": shown, "image": None}
+    assert not isinstance(shown, EncodedJpeg)
     path = folder / "contact" / f"{place}-{side}.png"
     if not path.exists():
         path.parent.mkdir(exist_ok=True)
