@@ -7,6 +7,7 @@ import tarfile
 import pytest
 import torch
 from PIL import Image
+from small_runs import PAIRS, assert_equal, final, run_of, stopping, train, write_pairs
 
 from megabatch.config import Data
 from megabatch.data import BadSample, device_decoding, open_source
@@ -17,6 +18,8 @@ from megabatch.data.loader import Loader
 from megabatch.data.sampler import Order
 from megabatch.data.source import EncodedJpeg, KeepJpeg
 from megabatch.towers.inputs import ByteTokenizer, PrepareImage
+from megabatch.training import build
+from megabatch.training.signals import Stopped
 
 LIMIT = 10**6
 SIZES = [(64, 48), (48, 64), (97, 61), (40, 40), (64, 48), (33, 90)]
@@ -211,6 +214,30 @@ def test_only_jpegs_that_nvjpeg_decodes_alike_are_kept():
 def test_a_cpu_is_refused_with_the_remedy():
     with pytest.raises(ValueError, match=r'data.decode is "device".*\'cpu\'.*data.decode="workers"'):
         open_decoder(torch.device("cpu"), LIMIT)
+
+
+def test_a_run_without_images_is_refused(tmp_path):
+    run = run_of(write_pairs(tmp_path / "pairs.jsonl", PAIRS), tmp_path / "run", "data.decode=device")
+    with pytest.raises(ValueError, match=r'data.decode is "device".*no tower.*data.decode="workers"'):
+        train(run)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_stopped_and_resumed_is_bit_equal_to_one_that_is_not(tmp_path, monkeypatch):
+    write_shard(tmp_path / "a.tar", [jpeg(photo(40 + seed, 60, seed)) for seed in range(40)])
+    monkeypatch.setattr(build, "open_decoder", lambda device, max_pixels: standing_in())
+    options = ["x.name=cnn", "x.options.size=16", "x.options.crop=0.8", "data.workers=1", "data.decode=device"]
+
+    def run(name):
+        return run_of(tmp_path / "a.tar", tmp_path / name, *options)
+
+    train(run("whole"))
+    with pytest.MonkeyPatch.context() as patch:
+        stopping(patch, after=3)
+        with pytest.raises(Stopped, match="after step 3"):
+            train(run("parts"))
+    train(run("parts"))
+    assert_equal(final(tmp_path / "whole"), final(tmp_path / "parts"))
 
 
 # Mean and maximum of the differences between nvJPEG and libjpeg, in levels of 255, after the resize: the decoders round differently

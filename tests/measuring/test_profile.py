@@ -20,6 +20,7 @@ from megabatch.measuring.profile.report import sentences
 from megabatch.measuring.profile.steps import ProfileBench
 from megabatch.measuring.timing import time_steps
 from megabatch.reporting.html import as_html
+from megabatch.reporting.limits import limit_sentence
 from megabatch.reporting.terminal import print_report
 from megabatch.training.distributed import Ranks, ranks
 
@@ -120,6 +121,16 @@ def test_slow_reading_is_noted(reading, workers, words):
     # 100 samples/s of steps and 300 of reading, one after the other: 1 / (1/100 + 1/300) = 75.
     points = [{"batch": 100, "chunk": 10, "seconds": 1.0, "pairs_per_s": 100.0}]
     assert words in judge(points, "batch", None, reading, workers=workers).notes[0]
+
+
+@pytest.mark.parametrize(("idle", "limit"), [(0.4, "host"), (0.02, "device")])
+def test_the_host_or_the_device_is_named_as_the_limit_of_the_fastest_size(idle, limit):
+    points = [{"batch": batch, "chunk": 10, "seconds": 1.0, "pairs_per_s": float(batch), "device_idle": share}
+              for batch, share in ((100, 0.2), (200, idle))]  # fmt: skip
+    (note,) = judge(points, "batch", None, 300.0, workers=1).notes
+    assert note.startswith("At batch 200") and limit_sentence(0.0, idle) in note and limit in note
+    # Faster devices do not help where reading is slower than steps.
+    assert limit_sentence(0.0, idle) not in judge(points, "batch", None, 150.0, workers=1).notes[0]
 
 
 def test_reading_that_keeps_up_has_no_note():

@@ -16,6 +16,7 @@ from .figures import Axis, Chart, Figure, Points, Series
 from .format import Format, bytes_text, change_text, count_text, percent_text, plural, seconds_text, whole
 from .history import History, Row, number, read_history
 from .html import as_html
+from .limits import limit_sentence
 from .report import Block, Code, Column, Gallery, KeyNumber, Notes, Paragraph, Question, Report, Section, Table, pairs_table
 
 # Bad samples that are named one by one.
@@ -142,6 +143,7 @@ def curve_charts(history: History) -> list[Chart]:
         _curve("learning rate", {"": _series(steps, "lr")}, "{:.3g}".format),
         _curve("pairs per second", {"": _series(steps, "pairs_per_s")}, count_text),
         _curve("share of a step that waits for samples", {"": _series(steps, "waiting_for_data")}, percent_text),
+        _curve("share of a step with an idle device", {"": _series(steps, "device_idle")}, percent_text),
         _curve("memory in use", {"": _series(steps, "memory_bytes")}, bytes_text),
     ]
     return [chart for chart in charts if chart is not None]
@@ -225,7 +227,7 @@ def _galleries(folder: Folder) -> Iterator[Block]:
 
 
 def _memory(result: Row) -> Iterator[Block]:
-    """Yield peak and time beside the plan's, and steps at larger batches with the same chunk."""
+    """Yield peak and time beside the plan's, what limits the speed, and steps at larger batches with the same chunk."""
     steps, seconds = number(result, "steps"), number(result, "seconds")
     process, tensors = number(result, "peak_bytes"), number(result, "step_bytes")
     measured = {
@@ -246,6 +248,9 @@ def _memory(result: Row) -> Iterator[Block]:
             "Peak memory counts the tensors of one step; the process with interpreter, libraries and data took"
             f" {bytes_text(process)}."
         )
+    limit = limit_sentence(number(result, "waiting_for_data"), number(result, "device_idle"))
+    if limit is not None:
+        yield Paragraph(limit)
     larger = result.get("flat")
     yield from _larger_batches([row for row in larger if isinstance(row, Mapping)] if isinstance(larger, list) else [])
 

@@ -25,6 +25,7 @@ from . import checkpoint, run_folder
 from .build import Assembly, assemble
 from .distributed import Ranks, ranks
 from .evaluate import evaluate_and_log
+from .idle import IdleTime, watch_idle
 from .memory import peak
 from .objective import Classification, Outcome
 from .optimizer import Average, build_optimizer, clip_gradients, optimizer_tensors, set_rate
@@ -106,6 +107,7 @@ class Training:
             assert isinstance(parts.objective, Classification)
             self.ramp = NoiseRamp(run, parts.objective, length)
         self.callbacks: list[Callable[[RunLogger], object]] = []
+        self.idle: IdleTime | None = None
 
     @property
     def seen(self) -> int:
@@ -119,6 +121,10 @@ class Training:
 
     def run_steps(self, logger: RunLogger, sign: StopSign, last: int | None = None) -> None:
         """Take all steps that are left, or those up to step `last`, with evaluations and checkpoints in between."""
+        with watch_idle(self.ranks.device) as self.idle:
+            self._run_steps(logger, sign, last)
+
+    def _run_steps(self, logger: RunLogger, sign: StopSign, last: int | None) -> None:
         self._report_damage(logger)
         every = self.run.checkpoint.every
         saved = self.number
@@ -151,6 +157,9 @@ class Training:
     def _take_step(self, step: Step, batches: Iterator[RankBatch], logger: RunLogger, sign: StopSign) -> int:
         """Take the next step and log it; return the signal that asks the run to stop, or 0."""
         began = time.perf_counter()
+        if self.idle is not None:
+            # Forget the evaluation or checkpoint after the last step.
+            self.idle.take()
         batch = next(batches)
         waited = time.perf_counter() - began
         torch.manual_seed(seed_of(self.run.seed, self.number, self.ranks.rank))
@@ -201,8 +210,9 @@ class Training:
         self, step: Step, batch: RankBatch, outcome: Outcome, norm: float, times: StepTimes, logger: RunLogger, sign: StopSign
     ) -> int:
         """Log a step; return the signal that asks the run to stop, or 0. All ranks return the same."""
-        right, rows, bad, asked, waited = self.ranks.sum(
-            float(outcome.right), outcome.rows, len(batch.bad), float(sign.number > 0), times.waited
+        own_idle = 0.0 if self.idle is None else self.idle.take()
+        right, rows, bad, asked, waited, idle = self.ranks.sum(
+            float(outcome.right), outcome.rows, len(batch.bad), float(sign.number > 0), times.waited, own_idle
         )
         seconds = time.perf_counter() - times.began
         self.seconds += seconds
@@ -220,6 +230,8 @@ class Training:
             "seconds": seconds,
             "waiting_for_data": min(1.0, waited / self.ranks.size / seconds),
         }
+        if self.idle is not None:
+            fields["device_idle"] = min(1.0, idle / self.ranks.size / seconds)
         if isinstance(self.parts.model, Pair):
             fields["scale"] = float(self.parts.model.scale().detach())
         logger.event("step", **fields)

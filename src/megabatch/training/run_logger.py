@@ -14,14 +14,25 @@ from types import TracebackType
 from typing import Any
 
 from .. import config, packages
+from ..reporting.limits import NOTABLE, limit_of
 
 # Seconds between two progress lines of a training, where there is no terminal for a progress bar.
 LINE_EVERY = 15.0
 # Seconds between two lines about one long step.
 HEARTBEAT = 3.0
-SCALARS = ("loss", "recall", "accuracy", "scale", "lr", "grad_norm", "batch", "pairs_per_s", "waiting_for_data", "memory_bytes")
-# A step that waits longer than this share of its time for its samples is limited by reading.
-NOTABLE_WAITING = 0.1
+SCALARS = (
+    "loss",
+    "recall",
+    "accuracy",
+    "scale",
+    "lr",
+    "grad_norm",
+    "batch",
+    "pairs_per_s",
+    "waiting_for_data",
+    "device_idle",
+    "memory_bytes",
+)
 
 
 class RunLogger:
@@ -145,7 +156,9 @@ def _summary(fields: Mapping[str, Any]) -> str:
     """Return the numbers of a step for a progress bar or line."""
     metric = "recall" if "recall" in fields else "accuracy"
     share = fields["waiting_for_data"]
-    waiting = f" · {share:.0%} waiting for data" if share > NOTABLE_WAITING else ""
+    waiting = f" · {share:.0%} waiting for data" if share > NOTABLE else ""
+    if limit_of(share, fields.get("device_idle")) == "host":
+        waiting = f" · device idle {fields['device_idle']:.0%}"
     return (
         f"loss {fields['loss']:.3f} · {metric} {fields[metric]:.1%} · {fields['pairs_per_s']:,.0f} pairs/s"
         f" · {memory_text(fields['memory_bytes'])}{waiting}"

@@ -20,13 +20,14 @@ from ..reporting.contact import contact_sheet, read_contact
 from ..reporting.figures import save
 from ..reporting.format import bytes_text, percent_text, plural, seconds_text
 from ..reporting.history import number, read_history
+from ..reporting.limits import limit_of, limit_sentence
 from ..reporting.run_report import curves_figure, write_run_report
 from .build import Assembly
 from .evaluate import Embedded, evaluate_and_log, nearest
 from .memory import peak, peak_of_tensors, reset_peak
 from .objective import Contrastive
 from .optimizer import Average, count
-from .run_logger import NOTABLE_WAITING, RunLogger, memory_text
+from .run_logger import RunLogger, memory_text
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -57,12 +58,16 @@ def finish(
     large = [step for step in large if step is not None]
     if not parts.ranks.first:
         return
+    steps = read_history(folder / "log.jsonl").steps
+    waiting, idle = (mean_share(steps, name) for name in ("waiting_for_data", "device_idle"))
     result = {
         "steps": metadata["step"],
         "samples": metadata["samples"],
         "seconds": metadata["seconds"],
         "pairs_per_s": metadata["samples"] / metadata["seconds"] if metadata["seconds"] else None,
-        "waiting_for_data": waiting_for_data(read_history(folder / "log.jsonl").steps),
+        "waiting_for_data": waiting,
+        "device_idle": idle,
+        "limit": limit_of(waiting, idle),
         "peak_bytes": run_peak,
         "step_bytes": step_peak,
         "planned": {"peak_bytes": parts.run.planned.peak_bytes, "seconds_per_step": parts.run.planned.seconds_per_step},
@@ -108,11 +113,8 @@ def sentences(result: Mapping[str, Any]) -> list[str]:
     memory = "" if result.get("peak_bytes") is None else f" and at most {bytes_text(result['peak_bytes'])} of memory"
     samples, steps = f"{result['samples']:,} samples", f"{result['steps']:,} steps"
     lines.append(f"Training on {samples} in {steps} took {seconds_text(result['seconds'])}{memory}.")
-    if (result.get("waiting_for_data") or 0) > NOTABLE_WAITING:
-        lines.append(
-            f"Steps waited {percent_text(result['waiting_for_data'])} of their time for samples, so reading is the bottleneck:"
-            " raise data.workers, up to the number of cores per GPU."
-        )
+    limit = limit_sentence(result.get("waiting_for_data"), result.get("device_idle"))
+    lines += [limit] if limit else []
     if result.get("flat"):
         step = result["flat"][-1]
         memory = "" if step["peak_bytes"] is None else f" and {bytes_text(step['peak_bytes'])} at its peak"
@@ -123,13 +125,13 @@ def sentences(result: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def waiting_for_data(steps: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the share of the time of logged steps that passed before their samples were read; None if no step was logged.
+def mean_share(steps: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    """Return a share of the time of logged steps over all of them; None if no step has it.
 
-    >>> waiting_for_data([{"seconds": 1.0, "waiting_for_data": 0.5}, {"seconds": 3.0, "waiting_for_data": 0.1}])
+    >>> mean_share([{"seconds": 1.0, "waiting_for_data": 0.5}, {"seconds": 3.0, "waiting_for_data": 0.1}], "waiting_for_data")
     0.2
     """
-    times = [(number(step, "seconds"), number(step, "waiting_for_data")) for step in steps]
+    times = [(number(step, "seconds"), number(step, name)) for step in steps]
     known = [(seconds, share) for seconds, share in times if seconds is not None and share is not None]
     total = sum(seconds for seconds, _ in known)
     return sum(seconds * share for seconds, share in known) / total if total else None

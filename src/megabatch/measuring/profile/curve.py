@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from ...evidence import steps_factor
 from ...measurements import Profile
+from ...reporting.limits import limit_sentence
 from ..predictions import StepPrediction
 from .quantities import Timed, TimedSample, values
 
@@ -53,7 +54,8 @@ def judge(
     if critical is not None and against == "batch":
         soonest_batch = soonest([(row["batch"], row["seconds"]) for row in ran], critical)
     if reading is not None:
-        notes = (*notes, *_reading_notes(reading, max(rate for _, rate in rates), workers))
+        fastest = max(ran, key=lambda row: row["pairs_per_s"])
+        notes = (*notes, *_limit_notes(reading, fastest, workers))
     return Profile(
         points=tuple(points),
         best=best(rates),
@@ -117,7 +119,11 @@ def soonest(seconds: Points, critical: float) -> int:
     return min(seconds, key=lambda point: (steps_factor(point[0], critical) * point[1], point[0]))[0]
 
 
-def _reading_notes(reading: float, rate: float, workers: int) -> Iterable[str]:
+def _limit_notes(reading: float, fastest: Mapping[str, Any], workers: int) -> Iterable[str]:
+    """Yield what limits the fastest size: reading, the host or the device."""
+    rate, idle = fastest["pairs_per_s"], fastest.get("device_idle")
+    if reading >= rate and (limit := limit_sentence(0.0, idle)) is not None:
+        yield f"At batch {fastest['batch']:,} and chunk {fastest['chunk']:,}: {limit}"
     if reading < rate:
         remedy = f"more than {workers} workers" if workers else "workers that read ahead"
         yield (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ...reporting.format import Format, bytes_text, seconds_text, whole
+from ...reporting.format import Format, bytes_text, percent_text, seconds_text, whole
 from ...reporting.report import Column
 from ..predictions import StepPrediction
 
@@ -19,13 +19,14 @@ class Timed(NamedTuple):
 
     seconds: of each step, on the slowest rank. peak_bytes: of tensors; reserved_bytes: what the allocator has reserved of the
     device for them, None on a CPU. Both are None on a device that does not report its memory. keep: chunks that were not
-    recomputed in backward.
+    recomputed in backward. idle: the share of the time in which the device had nothing to do; None if unknown.
     """
 
     seconds: tuple[float, ...]
     peak_bytes: int | None
     reserved_bytes: int | None
     keep: int
+    idle: float | None = None
 
 
 class TimedSample(NamedTuple):
@@ -70,6 +71,7 @@ QUANTITIES = (
     ),
     Quantity("seconds", "one step", seconds_text, _seconds),
     Quantity("spread", "±", seconds_text, lambda s: median_and_spread(s.timed.seconds)[1]),
+    Quantity("device_idle", "idle", percent_text, lambda s: s.timed.idle),
     Quantity("predicted_seconds", "predicted", seconds_text, lambda s: s.predicted and s.predicted.seconds),
     Quantity("peak_bytes", "peak", bytes_text, lambda s: s.timed.peak_bytes, RESERVED, "peak memory of tensors", "predicted_bytes"),
     Quantity("predicted_bytes", "predicted", bytes_text, lambda s: s.predicted and s.predicted.peak_bytes, RESERVED),

@@ -17,6 +17,7 @@ from ...chunks.oom import is_out_of_memory, release
 from ...data.loader import PIECE_ROWS
 from ...training.build import assemble
 from ...training.distributed import Ranks
+from ...training.idle import watch_idle
 from ...training.loop import Training
 from ...training.memory import peak, peak_of_tensors, reset_peak
 from ...training.objective import Contrastive
@@ -91,13 +92,16 @@ class ProfileBench:
             tensors = 0
             if device.type == "cpu":
                 tensors = peak_of_tensors(lambda: training.step(planned, rows), training.tensors().values())
-            seconds = time_steps(lambda: training.step(planned, rows), steps, wait=lambda: synchronize(device))
+            with watch_idle(device) as idle:
+                seconds = time_steps(lambda: training.step(planned, rows), steps, wait=lambda: synchronize(device))
         if _chunk(training) < size.chunk:
             return None
         slowest = tuple(max(each) for each in zip(*self.ranks.gather(seconds), strict=True))
         read = None if device.type == "cpu" else getattr(torch.get_device_module(device), "max_memory_reserved", None)
         reserved = None if read is None else read(device)
-        return Timed(slowest, tensors or peak(device), reserved, _kept(training))
+        shares = [] if idle is None else self.ranks.gather(idle.take() / sum(seconds))
+        share = sum(shares) / len(shares) if shares else None
+        return Timed(slowest, tensors or peak(device), reserved, _kept(training), share)
 
     def _training_at(self, size: Size) -> Training:
         """Return the run at another size, with a new optimizer."""
