@@ -159,7 +159,8 @@ class DeviceDecoder:
             pixels[rows] = resized.expand(-1, prepare.channels, -1, -1)
             return
         except RuntimeError as error:
-            out_of_memory = isinstance(error, torch.OutOfMemoryError)
+            # torchvision turns every error into a plain RuntimeError, with the message of the first.
+            out_of_memory = isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
             if out_of_memory and len(group) == 1:
                 raise
         # Not in the except clause: while the exception is alive, its frames hold the tensors that must be freed.
@@ -217,7 +218,14 @@ def nvjpeg(device: torch.device) -> Decode:
     from torchvision.io import ImageReadMode, decode_jpeg  # type: ignore[import-untyped]
 
     def decode(jpegs: list[Tensor], grey: bool) -> list[Tensor]:
-        return decode_jpeg(jpegs, mode=ImageReadMode.GRAY if grey else ImageReadMode.RGB, device=device)
+        # torchvision allocates images on the current stream, and writes them on a stream of its own that does not wait for this
+        # one: what still reads memory that was freed here must end first, and after an error, what still writes to it.
+        torch.cuda.current_stream(device).synchronize()
+        try:
+            return decode_jpeg(jpegs, mode=ImageReadMode.GRAY if grey else ImageReadMode.RGB, device=device)
+        except RuntimeError:
+            torch.cuda.synchronize(device)
+            raise
 
     return decode
 
