@@ -84,10 +84,10 @@ def png(image):
     return "png", file.getvalue()
 
 
-def mixed_images():
+def mixed_images(**options):
     """Return colour, grey, rotated, progressive, CMYK and PNG images, and broken ones: half a JPEG, and no image at all."""
-    images = [jpeg(photo(*size, seed)) for seed, size in enumerate(SIZES)]
-    images += [jpeg(photo(50, 30, 10 + turn), exif=exif(turn)) for turn in range(1, 9)]
+    images = [jpeg(photo(*size, seed), **options) for seed, size in enumerate(SIZES)]
+    images += [jpeg(photo(50, 30, 10 + turn), exif=exif(turn), **options) for turn in range(1, 9)]
     images += [jpeg(photo(45, 35, 20, "L")), jpeg(photo(45, 35, 21), progressive=True), jpeg(photo(45, 35, 22, "CMYK"))]
     images += [png(photo(45, 35, 23)), jpeg(photo(60, 60, 24))[:900], b"no image"]
     return images
@@ -241,29 +241,43 @@ def test_a_run_that_is_stopped_and_resumed_is_bit_equal_to_one_that_is_not(tmp_p
     assert_equal(final(tmp_path / "whole"), final(tmp_path / "parts"))
 
 
-# Mean and maximum of the differences between nvJPEG and libjpeg, in levels of 255, after the resize: the decoders round differently
-# and interpolate colours, which JPEGs store at half of the size, differently. Photographs differ most where colours change.
-MEAN_LEVELS, MOST_LEVELS = 1.0, 24
+def differences(source, decoder, prepare, workers):
+    """Return by how many levels each pixel of the device differs from that of the workers, by rows."""
+    steps = [(0, 12), (12, sum(source.lengths) - 12)]
+    expected = load(source, None, prepare).batches(steps)
+    levels = []
+    for ours, theirs in zip(load(source, decoder, prepare, workers=workers).batches(steps), expected, strict=True):
+        assert (ours.keys, ours.bad) == (theirs.keys, theirs.bad)
+        levels.append((ours.x.int() - theirs.x.int()).abs().float().flatten(1))
+    levels = torch.cat(levels)
+    print(f"{prepare}: {levels.mean(1).max():.2f} levels in the mean of the worst image, {levels.max():.0f} at most")
+    return levels
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_nvjpeg_gives_the_pixels_of_the_workers(tmp_path):
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("prepare", [PrepareImage(24, crop=0.5, flip=True), PrepareImage(24, channels=1), PrepareImage(64)])
+def test_nvjpeg_gives_the_pixels_of_the_workers(tmp_path, prepare, workers):
+    # With colours at full size, two decoders differ by the rounding of the inverse DCT and of the colours, which the resize can
+    # amplify a little.
+    source = write_shard(tmp_path / "a.tar", mixed_images(subsampling=0))
+    levels = differences(source, open_decoder(torch.device("cuda"), LIMIT), prepare, workers)
+    assert levels.mean() <= 1
+    assert levels.max() <= 6
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_nvjpeg_gives_the_pixels_of_the_workers_for_photographs(tmp_path):
     from benchmarks.feeding import natural_image
 
-    images = mixed_images() + [jpeg(natural_image(seed), quality=66) for seed in range(6)]
-    source = write_shard(tmp_path / "a.tar", images)
-    decoder = open_decoder(torch.device("cuda"), LIMIT)
-    for prepare in (PrepareImage(24, crop=0.5, flip=True), PrepareImage(24, channels=1), PrepareImage(224, crop=0.9)):
-        steps = [(0, 12), (12, 30)]
-        expected = list(load(source, None, prepare).batches(steps))
-        for workers in (0, 2):
-            for ours, theirs in zip(load(source, decoder, prepare, workers=workers).batches(steps), expected, strict=True):
-                assert (ours.keys, ours.bad) == (theirs.keys, theirs.bad)
-                difference = (ours.x.int() - theirs.x.int()).abs().float().flatten(1)
-                print(prepare, "mean", difference.mean(1).max().item(), "most", difference.max().item())
-                assert difference.mean(1).max() <= MEAN_LEVELS
-                assert difference.max() <= MOST_LEVELS
+    # Colours at half of the size: libjpeg interpolates them, nvJPEG may repeat them, which alone gives 0.9 levels in the mean of an
+    # image and 8 at most at this size.
+    source = write_shard(tmp_path / "a.tar", [jpeg(natural_image(seed), quality=66) for seed in range(16)])
+    levels = differences(source, open_decoder(torch.device("cuda"), LIMIT), PrepareImage(224, crop=0.9), 2)
+    assert levels.mean(1).max() <= 1.5
+    assert levels.max() <= 16
 
 
 @pytest.mark.gpu
