@@ -398,6 +398,30 @@ def test_global_random_generators_are_not_used(workers):
     assert random.getstate() == before[1]
 
 
+class OneSlowShard(Shelves):
+    """The first sample of the second shard takes as long as two steps below."""
+
+    def read(self, shard, index, sufficient=None):
+        if (shard, index) == (1, 0):
+            time.sleep(0.4)
+        return super().read(shard, index, sufficient)
+
+
+@pytest.mark.slow
+def test_a_slow_shard_is_hidden_by_what_was_read_before():
+    source = OneSlowShard([48, 48])
+    batches = load(source, InOrder(source.lengths), workers=2).batches((first, 8) for first in range(0, 96, 8))
+    waited = []
+    for _ in range(12):
+        began = time.monotonic()
+        next(batches)
+        waited.append(time.monotonic() - began)
+        time.sleep(0.2)
+    batches.close()
+    # The first batch waits for the workers to start.
+    assert sum(waited[1:]) < 0.2
+
+
 def test_steps_are_consumed_one_batch_and_a_few_pieces_ahead():
     asked = []
 
