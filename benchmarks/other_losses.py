@@ -41,7 +41,15 @@ LARGEST_ERROR = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
 WITHOUT_MATRIX = ("megabatch", "megabatch, eager", "megabatch, each width", "loop of clip_loss", "late-interaction-kernels")
 # Implementations whose kernels run on a GPU only, or that differ from the default there only; and modules that some need.
 CUDA_ONLY = ("megabatch, eager", "late-interaction-kernels")
-NEEDED_MODULES = {"OpenCLIP": "open_clip", "late-interaction-kernels": "late_interaction_kernels"}
+NEEDED_MODULES = {
+    "OpenCLIP": "open_clip",
+    "late-interaction-kernels": "late_interaction_kernels",
+    "lightly": "lightly",
+    "pytorch-metric-learning": "pytorch_metric_learning",
+    "Sentence Transformers": "sentence_transformers",
+}
+# Rows of the matrix that Sentence Transformers computes at a time, its default. Its similarity holds rows × batch × width numbers.
+GIST_ROWS = 32
 
 Inputs = list[Tensor]
 Loss = Callable[..., Tensor]
@@ -90,6 +98,21 @@ def with_classes(rows: int, dtype: torch.dtype, device: str) -> tuple[Inputs, In
     return [unit(rows, 512, dtype=dtype, device=device), unit(classes, 512, dtype=dtype, device=device)], [targets]
 
 
+def with_labels(rows: int, dtype: torch.dtype, device: str) -> tuple[Inputs, Inputs]:
+    # Four rows for each label.
+    return [unit(rows, 768, dtype=dtype, device=device)], [torch.arange(rows, device=device) // 4]
+
+
+def with_guide(rows: int, dtype: torch.dtype, device: str) -> tuple[Inputs, Inputs]:
+    # A guide that finds some negatives more similar than the positive.
+    return pairs(768, rows, dtype, device)[0], pairs(384, rows, dtype, device, noise=0.2)[0]
+
+
+def normalised(loss: Loss, count: int) -> Loss:
+    """Return the loss of normalised embeddings, the first `count` arguments: these peers normalise what they get."""
+    return lambda *tensors: loss(*(F.normalize(t, dim=-1) for t in tensors[:count]), *tensors[count:])
+
+
 def openclip_distill(x: Tensor, y: Tensor, teacher_x: Tensor, teacher_y: Tensor) -> Tensor:
     declare_torchvision_schemas()
     from open_clip.loss import DistillClipLoss
@@ -97,6 +120,41 @@ def openclip_distill(x: Tensor, y: Tensor, teacher_x: Tensor, teacher_y: Tensor)
     with autocast(x):
         # It computes the contrastive loss too; its gradient is not asked for.
         return DistillClipLoss()(x, y, 20.0, teacher_x, teacher_y, 50.0)[1]
+
+
+def lightly_nt_xent(a: Tensor, b: Tensor) -> Tensor:
+    declare_torchvision_schemas()
+    from lightly.loss import NTXentLoss
+
+    with autocast(a):
+        return NTXentLoss(temperature=0.1)(a, b)
+
+
+def metric_learning_supcon(x: Tensor, labels: Tensor) -> Tensor:
+    from pytorch_metric_learning.losses import SupConLoss
+
+    with autocast(x):
+        return SupConLoss(temperature=0.1)(x, labels)
+
+
+def sentence_transformers_gist(x: Tensor, y: Tensor, guide_x: Tensor, guide_y: Tensor) -> Tensor:
+    declare_torchvision_schemas()
+    from sentence_transformers.sentence_transformer.losses.cached_gist_embed import CachedGISTEmbedLoss
+
+    # Its loss alone, without models: the attributes are those that its constructor sets.
+    loss = CachedGISTEmbedLoss.__new__(CachedGISTEmbedLoss)
+    torch.nn.Module.__init__(loss)
+    loss.similarity_fct, loss.cross_entropy_loss = torch.nn.CosineSimilarity(dim=-1), torch.nn.CrossEntropyLoss()
+    loss.temperature, loss.margin, loss.margin_strategy = 0.05, 0.0, "absolute"
+    loss.contrast_anchors = loss.contrast_positives = True
+    loss.gather_across_devices, loss.show_progress_bar, loss.mini_batch_size = False, False, GIST_ROWS
+    with autocast(x):
+        return loss.calculate_loss([[x], [y]], [[guide_x], [guide_y]])
+
+
+def gist(loss: Loss, x: Tensor, y: Tensor, guide_x: Tensor, guide_y: Tensor) -> Tensor:
+    directions = ("x_to_y", "x_to_x", "y_to_y")
+    return loss(x, y, 20.0, directions=directions, guide=megabatch.Guide(guide_x, guide_y))
 
 
 def plain_maxsim(x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
@@ -187,6 +245,40 @@ CONTESTS = (
         checked=128,
     ),
     Contest(
+        "NT-Xent",
+        normalised(lambda a, b: reference.nt_xent_loss(a, b, 10.0), 2),
+        {
+            "megabatch": normalised(lambda a, b: megabatch.nt_xent_loss(a, b, 10.0), 2),
+            "lightly": lightly_nt_xent,
+        },
+        functools.partial(pairs, 768),
+        lambda rows: 4 * rows**2,
+        {"cpu": (1024,), "cuda": (16384, 65536)},
+    ),
+    Contest(
+        "SupCon",
+        normalised(lambda x, labels: reference.supcon_loss(x, labels, 10.0), 1),
+        {
+            "megabatch": normalised(lambda x, labels: megabatch.supcon_loss(x, labels, 10.0), 1),
+            "pytorch-metric-learning": metric_learning_supcon,
+        },
+        with_labels,
+        lambda rows: rows**2,
+        {"cpu": (2048,), "cuda": (16384, 65536)},
+    ),
+    Contest(
+        "GIST",
+        normalised(functools.partial(gist, reference.infonce_loss), 4),
+        {
+            "megabatch": normalised(functools.partial(gist, megabatch.infonce_loss), 4),
+            "Sentence Transformers": sentence_transformers_gist,
+        },
+        with_guide,
+        lambda rows: 3 * rows**2,
+        {"cpu": (256,), "cuda": (2048,)},
+        checked=256,
+    ),
+    Contest(
         "spread-out",
         reference.spread_out_loss,
         {"megabatch": megabatch.spread_out_loss, "formula": reference.spread_out_loss},
@@ -272,13 +364,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.other_losses", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--only", help="losses, separated by commas")
-    parser.add_argument("--out", type=Path, help="file of rows (default: results/other-losses-DEVICE.jsonl)")
+    parser.add_argument(
+        "--out", type=Path, help="file of rows (default: results/other-losses-DEVICE.jsonl); rows of other losses stay"
+    )
     options = parser.parse_args(arguments)
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
     machine = describe(options.device)
     out = options.out or RESULTS / f"other-losses-{options.device}.jsonl"
     names = options.only.split(",") if options.only else [contest.name for contest in CONTESTS]
-    rows, wrong = [], False
+    rows = [row for row in (report.read_rows(out) if out.exists() else []) if row["loss"] not in names]
+    wrong = False
     for contest in CONTESTS:
         if contest.name not in names:
             continue
