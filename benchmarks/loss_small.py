@@ -127,10 +127,11 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     machine = first["machine"]
     where = machine.get("gpu") or machine["cpu"]
     what = "Wall-clock time" if key == "wall_s" else "Processor time on one thread"
+    fewest, most = min(row["runs"] for row in rows), max(row["runs"] for row in rows)
+    steps = f"{fewest} to {most}" if fewest < most else f"{most}"
     return "\n".join(lines) + (
         f"\n\n{what} of forward and backward, {first['dtype']}, D = {first['dim']}, on {where} with torch {machine['torch']}, "
-        f"{machine['date'][:10]}: medians of {min(row['runs'] for row in rows)} to {max(row['runs'] for row in rows)} steps, "
-        "implementations in turn."
+        f"{machine['date'][:10]}: medians of {steps} steps, implementations in turn."
     )
 
 

@@ -4,7 +4,7 @@ A table stands between `<!-- table: FILE -->` and `<!-- end -->`. `FILE#summary`
 `FILE#clip` and `FILE#siglip` take the rows of one loss, `FILE#options` those of megabatch's options, `FILE#errors` reads rows of
 `benchmarks.errors`, and any other `FILE#CASE` takes the rows of that case of `benchmarks.encoders`. `FILE#steps`, `FILE#batches`,
 `FILE#clocks`, `FILE#feeding`, `FILE#losses`, `FILE#other_losses`, `FILE#loss_small`, `FILE#ring`,
-`FILE#trainers` and `FILE#open_clip_step` read rows of the programs of those names,
+`FILE#trainers`, `FILE#open_clip_step` and `FILE#whole_steps` read rows of the programs of those names,
 `FILE#memory` and `FILE#limits` those of `benchmarks.memory_accuracy`, `FILE#time` those of `benchmarks.time_accuracy`.
 """
 
@@ -27,6 +27,7 @@ from benchmarks import (
     ring,
     steps,
     trainers,
+    whole_steps,
 )
 from benchmarks.check import LOSSES
 from benchmarks.encoders import report as encoders
@@ -46,6 +47,7 @@ PROGRAMS = {
     "ring": ring,
     "trainers": trainers,
     "open_clip_step": open_clip_step,
+    "whole_steps": whole_steps,
     "memory": memory,
     "time": seconds,
 }
