@@ -156,7 +156,16 @@ def test_changes_name_what_compiling_and_the_memory_format_would_bring():
     assert re.search(r"With compute.channels_last: [12]\.\d\d times as fast", changes)
     both = dataclasses.replace(planned.run, compute=config.Compute(compile=True, channels_last=True))
     assert "With compute." not in "\n".join(plan(both, **asked, tools=fast).changes)
-    assert "With compute." not in "\n".join(plan("cnn + text", **asked, tools=slow).changes), "the step waits for data"
+    waiting = "\n".join(plan("cnn + text", **asked, tools=slow).changes)
+    assert "With compute." not in waiting, "the step waits for data"
+    assert "data.decode" not in waiting, "these towers do not let the device decode"
+    decoded = slow._replace(
+        reading=lambda run, towers: ReadingRate(*((0.0, "", 1e-9) if run.data.decode == "device" else (1.0, "")))
+    )
+    assert re.search(
+        r'With data.decode="device", .*: [\d.]+ times as fast', "\n".join(plan("cnn + text", **asked, tools=decoded).changes)
+    )
+    assert "data.decode" not in "\n".join(plan("cnn + text", **asked, tools=fast).changes)
 
 
 def test_several_nodes_shard_inside_each_node():

@@ -154,6 +154,14 @@ def test_reading_is_measured_on_the_source_and_assumed_without_it(work: Workload
     assert reading_rate(missing, work.built).seconds > 1e-3 and reading_rate(missing, ()).seconds == 0
 
 
+def test_workers_have_less_to_do_if_the_device_decodes(work: Workload) -> None:
+    run = replace(RUN, data=replace(RUN.data, source="no/such/folder"))
+    workers, device = (
+        reading_rate(replace(run, data=replace(run.data, decode=where)), work.built) for where in ("workers", "device")
+    )
+    assert not workers.decoding and 0 < device.decoding < device.seconds < workers.seconds / 10
+
+
 def test_a_step_waits_for_workers_that_are_slower_than_the_device(work: Workload) -> None:
     machine, strategy = find_machine("H200"), Strategy(1, 1024, 256, 1, precision="bf16")
     quick, slow, alone = (
@@ -163,3 +171,5 @@ def test_a_step_waits_for_workers_that_are_slower_than_the_device(work: Workload
     assert "waiting for data" not in quick.parts
     # Eight processes read 1,024 samples of 10 ms each while the device computes; without them, nothing overlaps.
     assert slow.seconds == pytest.approx(1.28) and alone.seconds == pytest.approx(quick.seconds + 10.24)
+    decoded = StepWork(work.towers, dim=128, reading_s=0.001, workers=8, decoding_s=0.002)
+    assert step_time(decoded, strategy, machine).seconds == pytest.approx(2.048), "one thread lets the device decode"

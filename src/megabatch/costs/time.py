@@ -41,7 +41,8 @@ class StepWork:
 
     fused: whether the optimizer's update is one fused kernel.
     reading_s: seconds that one process needs to read and prepare a sample. workers: processes of each rank that read while the
-    device computes; 0: the training process itself reads, between steps.
+    device computes; 0: the training process itself reads, between steps. decoding_s: seconds that a thread of the training process
+    needs to let the device decode a sample's images.
     """
 
     towers: tuple[Work, ...]
@@ -52,6 +53,7 @@ class StepWork:
     loss_options: objectives.LossOptions = objectives.PLAIN_LOSS
     reading_s: float = 0.0
     workers: int = 0
+    decoding_s: float = 0.0
 
     @property
     def trainable(self) -> int:
@@ -143,8 +145,9 @@ def _inputs(task: StepWork, strategy: Strategy, machine: Machine) -> float:
 
 def _waiting(task: StepWork, strategy: Strategy, computing_s: float) -> float:
     """The time by which reading a step's samples takes longer than computing it; all of it without worker processes."""
-    reading_s = strategy.shard * task.reading_s
-    return max(0.0, reading_s / task.workers - computing_s) if task.workers else reading_s
+    if not task.workers:
+        return strategy.shard * (task.reading_s + task.decoding_s)
+    return max(0.0, strategy.shard * max(task.reading_s / task.workers, task.decoding_s) - computing_s)
 
 
 def _accumulation(task: StepWork, strategy: Strategy, machine: Machine) -> float:

@@ -38,13 +38,15 @@ class Tools(NamedTuple):
 @dataclass(frozen=True)
 class Estimator:
     """The memory and time models of a problem. peaks: traced memory, extrapolated. task: counted work of a step. count: counts the
-    work of a step of another run of the same request. text_length: tokens of the texts whose work was counted."""
+    work of a step of another run of the same request. reading: how fast another run reads. text_length: tokens of the texts whose
+    work was counted."""
 
     problem: Problem
     calibration: Calibration
     task: StepWork
     peaks: PeakMemory
     count: Callable[[config.Run], StepWork]
+    reading: Callable[[config.Run], ReadingRate]
     text_length: int | None = None
 
     @property
@@ -150,6 +152,11 @@ def estimator_for(problem: Problem, tools: Tools | None = None) -> Estimator:
     request, base, machine = problem.request, problem.base, problem.machine
     calibration = calibrate(request.measured, base, problem.precision, machine)
     work = tools.workload(request, base, problem.precision, machine)
+
+    def reading(run: config.Run) -> ReadingRate:
+        return tools.reading(run, work.built)
+
+    rate = reading(base)
     task = StepWork(
         both_sides(work.towers, pairs=request.pairs, negatives=request.negatives),
         problem.objective.cost_name,
@@ -157,8 +164,9 @@ def estimator_for(problem: Problem, tools: Tools | None = None) -> Estimator:
         request.optimizer,
         fused=update_is_fused(request, base, machine),
         loss_options=loss_options(base, request.negatives),
-        reading_s=tools.reading(base, work.built).seconds,
+        reading_s=rate.seconds,
         workers=base.data.workers,
+        decoding_s=rate.decoding,
     )
 
     def count(run: config.Run) -> StepWork:
@@ -167,7 +175,7 @@ def estimator_for(problem: Problem, tools: Tools | None = None) -> Estimator:
 
     lengths = [length for tower in work.built if tower.kind == "text" if (length := getattr(tower.prepare, "length", None))]
     length = request.length if request.objective == "lm" else max(lengths, default=None)
-    return Estimator(problem, calibration, task, PeakMemory(tools.predict(request, base, work, machine)), count, length)
+    return Estimator(problem, calibration, task, PeakMemory(tools.predict(request, base, work, machine)), count, reading, length)
 
 
 def _with_two_chunks(strategy: Strategy) -> Strategy:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from .. import config
 from ..data import open_source
+from ..data.device_decoding import can_defer
 from ..data.source import BadSample
 from ..towers import BuiltTower
 
@@ -17,19 +18,28 @@ MEASURED_S = 1.0
 # Seconds of one process for a sample: a JPEG of 97 kB decoded and resized with its caption (benchmarks/results/feeding-cpu.jsonl),
 # and a text split into tokens.
 IMAGE_S, TEXT_S = 4.6e-3, 1e-4
+# With data.decode = "device", seconds of a worker process for such a JPEG, and of the training process, whose one thread lets the
+# device decode and resize it (benchmarks/results/feeding-cuda.jsonl).
+PACKED_S, DECODED_S = 2.2e-4, 2.4e-4
 
 
 class ReadingRate(NamedTuple):
-    """Seconds that one process needs to read and prepare a sample, and where the number comes from."""
+    """Seconds that one process needs to read and prepare a sample, and where the number comes from.
+
+    decoding: seconds of the training process for a sample, if the device decodes its images.
+    """
 
     seconds: float
     source: str
+    decoding: float = 0.0
 
 
 def reading_rate(run: config.Run, towers: Sequence[BuiltTower], clock: Callable[[], float] = time.perf_counter) -> ReadingRate:
     """Return the rate for a run's source, measured if it can be opened here. towers: that prepare the sides of a sample."""
     if not towers:
         return ReadingRate(0.0, "token ids are read in no time that matters")
+    if run.data.decode == "device":
+        return _on_device(towers)
     if not run.data.source.startswith(config.FILL_IN):
         try:
             return ReadingRate(_measured(run, towers, clock), f"{run.data.source}, read for {MEASURED_S:g} s")
@@ -38,6 +48,14 @@ def reading_rate(run: config.Run, towers: Sequence[BuiltTower], clock: Callable[
             pass
     usual = sum(IMAGE_S if tower.kind == "image" else TEXT_S for tower in towers)
     return ReadingRate(usual, "assumed: JPEGs of usual size, one core")
+
+
+def _on_device(towers: Sequence[BuiltTower]) -> ReadingRate:
+    """Return the usual rate if the device decodes the images of all towers that let it."""
+    images = sum(tower.kind == "image" for tower in towers)
+    decoded = sum(tower.kind == "image" and can_defer(tower.prepare) for tower in towers)
+    seconds = decoded * PACKED_S + (images - decoded) * IMAGE_S + (len(towers) - images) * TEXT_S
+    return ReadingRate(seconds, "assumed: JPEGs of usual size, decoded on the device", decoded * DECODED_S)
 
 
 def _measured(run: config.Run, towers: Sequence[BuiltTower], clock: Callable[[], float]) -> float:
