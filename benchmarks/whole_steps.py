@@ -229,7 +229,7 @@ def gradients(clip: Clip) -> dict[str, Tensor]:
     """Return the gradients of five matrices, from first to last, and clear all gradients."""
     matrices = [(name, weight) for name, weight in clip.named_parameters() if weight.ndim > 1]
     chosen = (matrices[k * (len(matrices) - 1) // 4] for k in range(5))
-    taken = {name: weight.grad.clone() for name, weight in chosen if weight.grad is not None}
+    taken = {name: torch.zeros_like(weight) if weight.grad is None else weight.grad.clone() for name, weight in chosen}
     clip.zero_grad()
     return taken
 

@@ -102,8 +102,44 @@ def test_the_numbers_of_the_other_losses_are_those_of_the_kept_rows():
     assert "they take {:.1f} and {:.1f} times as long".format(*apart) in text
     ours, theirs = (ms("spread-out", 65536, name) for name in ("megabatch", "formula"))
     assert f"{ours} ms at 65,536 rows, the formula with the matrix {theirs} ms" in text
-    for key in (("distillation", 65536, "OpenCLIP"), ("classes", 16384, "cross_entropy")):
+    views = [("NT-Xent", 16384, name) for name in ("megabatch", "lightly")]
+    assert (
+        "27 times as fast as lightly at 16,384 samples, two views each (7.9 against 216 ms), in a twenty-third of the memory"
+        in text
+    )
+    assert [round(1e3 * rows[key]["seconds"], 1 - place) for place, key in enumerate(views)] == [7.9, 216]
+    assert round(rows[views[1]]["seconds"] / rows[views[0]]["seconds"]) == 27 and round(gib(*views[1]) / gib(*views[0])) == 23
+    for key in (("distillation", 65536, "OpenCLIP"), ("classes", 16384, "cross_entropy"), ("NT-Xent", 65536, "lightly")):
         assert "out of memory" in rows[key]["error"]
+
+
+def test_the_shares_of_whole_steps_are_those_of_the_kept_rows():
+    rows = read_rows(ROOT / "benchmarks/results/whole-steps-cuda.jsonl")
+    compiled = [row for row in rows if row["case"]["model"] == "l14" and "layers" in row["case"]["means"]]
+    whole, *in_chunks = (round(100 * row["useful_share"]) for row in compiled)
+    text = " ".join((ROOT / "docs" / "benchmarks.md").read_text().split())
+    sentence = f"reaches {whole} % of the rate of a large product without chunks, and {in_chunks[0]} to {in_chunks[1]} % in chunks"
+    assert sentence in text
+
+
+def test_the_speed_of_reading_is_that_of_the_kept_rows():
+    rows = {row["pipeline"]: row for row in read_rows(ROOT / "benchmarks/results/feeding-cuda.jsonl")}
+    decoded = rows["megabatch, decoded on the device"]
+    text = " ".join((ROOT / "docs" / "training.md").read_text().split())
+    assert f"a core feeds {decoded['speed_up']:.0f} times as many pairs" in text
+    assert f"{decoded['workers']} workers {decoded['loader_speed_up']:.1f} times as many" in text
+    mean, most = (f"{decoded[f'device_{kind}_difference']:.{digits}f}" for kind, digits in (("mean", 1), ("most", 0)))
+    assert f"that was {mean} of 255 levels in the mean and {most} at most" in text
+
+
+def test_the_batches_and_rates_that_were_predicted_are_counted_right():
+    text = (ROOT / "docs" / "study.md").read_text()
+    found = [
+        re.findall(rf"{kind} within the tolerance: (\d+) of (\d+)", text.split("## Confirmation")[1])
+        for kind in ("Planned batches", "Predicted rates")
+    ]
+    (right, batches), (right_rates, rates) = ([sum(int(pair[place]) for pair in pairs) for place in (0, 1)] for pairs in found)
+    assert right_rates == rates and f"{right} of {batches} batches and all {rates} rates" in text
 
 
 def test_the_blind_predictions_are_those_of_the_kept_rows():

@@ -1,0 +1,61 @@
+"""The benchmark of whole steps: its cases, its check of gradients, its table."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import pytest
+
+import megabatch
+from benchmarks import whole_steps
+from benchmarks.report import read_rows
+from benchmarks.whole_steps import Bench, Case
+
+
+@pytest.mark.parametrize(
+    ("words", "case"),
+    [
+        ("b32:2048", Case("b32", 2048)),
+        ("l14:2048/256", Case("l14", 2048, 256)),
+        ("l14:2048/256x2k3+fused", Case("l14", 2048, 256, 2, 3, ("fused",))),
+        ("bert:64/8kauto+fused+layers", Case("bert", 64, 8, 1, "auto", ("fused", "layers"))),
+    ],
+)
+def test_a_case_is_read_as_it_is_written(words, case):
+    assert Case.of(words) == case == Case.of(str(case))
+
+
+@pytest.mark.parametrize("words", ["b32", "b33:8", "b32:8x2", "b32:8+faster", "b32:-8"])
+def test_other_words_are_refused(words):
+    with pytest.raises(argparse.ArgumentTypeError, match="MODEL:PAIRS"):
+        Case.of(words)
+
+
+def test_kept_rows_make_a_table_in_which_each_is_compared_with_the_first_of_its_kind():
+    rows = read_rows(whole_steps.FILE)
+    lines = whole_steps.markdown(rows).splitlines()
+    assert len(lines) == len(rows) + 4
+    assert all("| 1.00× |" in line for line in lines if "| plain |" in line)
+    failed = whole_steps.markdown([*rows, {"case": Case("b32", 8)._asdict(), "failed": "out of memory"}])
+    assert "| b32 | 8 |  | plain | out of memory |" in failed
+
+
+@pytest.mark.slow
+def test_steps_are_timed_if_their_gradients_are_those_of_a_plain_step(monkeypatch):
+    cases = [Case.of(words) for words in ("tiny:16+linear", "tiny:16/4x2k1+linear+fused", "tiny:16/4kauto+linear")]
+    bench = Bench(cases, "cpu")
+    for case in cases:
+        row = bench.row(case, 1)
+        assert row["seconds"] > 0 and row["difference"] < whole_steps.AGREEMENT, row
+    right = megabatch.clip_loss
+    monkeypatch.setattr(megabatch, "clip_loss", lambda *inputs: 1.1 * right(*inputs))
+    assert "the gradients differ" in bench.row(cases[0], 1)["failed"]
+
+
+@pytest.mark.slow
+def test_a_failure_of_one_case_is_a_row(tmp_path):
+    out = tmp_path / "rows.jsonl"
+    assert whole_steps.main(["tiny_bert:8", "tiny:8+fp8", "--device", "cpu", "--runs", "1", "--out", str(out)]) == 1
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [("seconds" in row, "failed" in row) for row in rows] == [(True, False), (False, True)]
