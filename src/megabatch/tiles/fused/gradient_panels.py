@@ -62,7 +62,8 @@ class SavedExp(NamedTuple):
 
     def view(self, p: Panel) -> Tensor:
         """Return the part of the buffer for the exponentials of a panel in this one."""
-        return view_of_buffer(self.buffer, self.panel)[p.r, p.c]
+        view = view_of_buffer(self.buffer, self.panel)
+        return view if p.rows == self.panel.rows and p.columns == self.panel.columns else view[p.r, p.c]
 
 
 def allocate_saved_exp(launch: Launch, compute: ComputeOptions) -> SavedExp | None:

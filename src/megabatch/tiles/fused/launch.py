@@ -112,20 +112,13 @@ class Launch:
         self.x_MD, self.y_ND = (_aligned(x_MD), _aligned(y_ND)) if self.descriptors else (x_MD, y_ND)
         width = self.x_MD.shape[1]
         self.blocks = blocks or blocks_for(kernel, x_MD.device, x_MD.dtype, compute.precision, width)
-        self.blocks = self.blocks._replace(pieces=max(pieces, self.blocks.pieces))
+        if pieces > self.blocks.pieces:
+            self.blocks = self.blocks._replace(pieces=pieces)
         self.workspace = compute.workspace
         self.piece_width = self.blocks.n // self.blocks.pieces
         self.max_programs = multiprocessors(x_MD.device) * self.blocks.programs
-        self.product_constants: dict[str, Any] = {
-            "WIDTH": width,
-            "K": self.blocks.k,
-            "DESCRIPTORS": self.descriptors,
-            "PRECISION": compute.precision if x_MD.dtype == torch.float32 else "tf32",
-            "num_warps": self.blocks.warps,
-            "num_stages": self.blocks.stages,
-        }
-        shape = {"M": self.blocks.m, "N": self.blocks.n, "GROUP": self.blocks.group, "PIECES": self.blocks.pieces}
-        self.constants = {**self.product_constants, **shape}
+        precision = compute.precision if x_MD.dtype == torch.float32 else "tf32"
+        self.product_constants, self.constants = _constants(self.blocks, width, self.descriptors, precision)
 
     def with_pieces(self, pieces: int) -> Launch:
         """Return the same launch with tiles split into at least that many pieces."""
@@ -197,6 +190,20 @@ class Launch:
         return TensorDescriptor(t, list(t.shape), list(t.stride()), [rows, columns]) if self.descriptors else t
 
 
+@functools.lru_cache(maxsize=256)
+def _constants(blocks: Blocks, width: int, descriptors: bool, precision: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the constants of a kernel that has one product, and of one that goes over tiles; not to be changed."""
+    product = {
+        "WIDTH": width,
+        "K": blocks.k,
+        "DESCRIPTORS": descriptors,
+        "PRECISION": precision,
+        "num_warps": blocks.warps,
+        "num_stages": blocks.stages,
+    }
+    return product, {**product, "M": blocks.m, "N": blocks.n, "GROUP": blocks.group, "PIECES": blocks.pieces}
+
+
 @triton.jit(do_not_specialize=["rows", "columns", "across"])
 def match_kernel(ids_M, ids_N, matches, rows, columns, across, M: tl.constexpr, N: tl.constexpr, TILES: tl.constexpr):
     """Mark the tiles in which the low halves of two ids are equal, which seldom happens for ids that differ.
@@ -228,7 +235,7 @@ def run_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants:
     """
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
     # Not the kernel itself: Triton computes its hash from its source.
-    key = id(kernel), device, tuple(map(_kind, arguments)), *constants.items()
+    key = id(kernel), device, *map(_kind, arguments), *constants.items()
     found = _compiled.get(key)
     if found is None:
         compiled = kernel[grid](*arguments, **constants)
@@ -261,13 +268,15 @@ def _kind(argument: Any) -> Any:
     """Return what a kernel is compiled for in an argument: dtypes, alignment, and what Triton knows of integers."""
     if argument is None:
         return None
-    if isinstance(argument, Tensor):
-        return argument.dtype, argument.data_ptr() % 16 == 0
-    if isinstance(argument, TensorDescriptor):
+    kind = type(argument)
+    if kind is TensorDescriptor:
         return argument.base.dtype, *argument.block_shape
-    if isinstance(argument, int):
+    if kind is int:
         return argument == 1, argument % 16 == 0, argument.bit_length() // 32
-    return type(argument)
+    if isinstance(argument, Tensor):
+        # Most are aligned, and a dtype is its own key.
+        return (argument.dtype,) if argument.data_ptr() % 16 else argument.dtype
+    return kind
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -320,27 +329,41 @@ def first_panel(kernel: str, x_MD: Tensor, y_ND: Tensor, compute: ComputeOptions
     """Return the first of the panels that a launch of a kernel will have."""
     blocks = blocks_for(kernel, x_MD.device, x_MD.dtype, compute.precision, x_MD.shape[1])
     area = Panel(slice(0, x_MD.shape[0]), slice(0, y_ND.shape[0]))
-    return next(panels_of(area, blocks[:2], compute.workspace, bytes_per_cell))
+    return panels_of(area, blocks[:2], compute.workspace, bytes_per_cell)[0]
 
 
 def panels_of(
     area: Panel, tile: tuple[int, int], workspace: int, bytes_per_cell: float, max_columns: int | None = None
-) -> Iterator[Panel]:
-    """Yield panels of equal size, row after row, as large as the workspace allows and no wider than `max_columns`.
+) -> tuple[Panel, ...]:
+    """Return panels of equal size, row after row, as large as the workspace allows and no wider than `max_columns`.
 
     tile: rows and columns, of which panels have multiples.
     """
-    if not area.rows or not area.columns:
-        return
+    return _panels_of(area.r.start, area.r.stop, area.c.start, area.c.stop, tile, workspace, bytes_per_cell, max_columns)
+
+
+@functools.lru_cache(maxsize=256)
+def _panels_of(
+    top: int,
+    bottom: int,
+    left: int,
+    right: int,
+    tile: tuple[int, int],
+    workspace: int,
+    bytes_per_cell: float,
+    max_columns: int | None,
+) -> tuple[Panel, ...]:
+    rows, columns = bottom - top, right - left
+    if not rows or not columns:
+        return ()
     # Squares, or longer than a square along one side where the other is short.
     cells = workspace / bytes_per_cell
     side = math.isqrt(max(1, int(cells)))
-    widest = min(area.columns, max(max_columns or area.columns, tile[1]))
-    height = min(area.rows, max(side, int(cells / widest)))
+    widest = min(columns, max(max_columns or columns, tile[1]))
+    height = min(rows, max(side, int(cells / widest)))
     width = min(widest, max(side, int(cells / height)))
-    for r in _slices(area.r, height, tile[0]):
-        for c in _slices(area.c, width, tile[1]):
-            yield Panel(r, c)
+    across = list(_slices(slice(left, right), width, tile[1]))
+    return tuple(Panel(r, c) for r in _slices(slice(top, bottom), height, tile[0]) for c in across)
 
 
 @overload

@@ -461,4 +461,4 @@ def _stats(sums: Sums, pairs: Pairs) -> Stats:
     for asked in (is_multi_positive(pairs), pairs.smoothed):
         options += [sums.values[place, 0], sums.counts[place]] if asked and sums.counts is not None else [None, None]
         place += asked
-    return Stats(sums.values[0, 0], sums.values[0, 1], *options)
+    return Stats(*sums.values[0].unbind(), *options)
