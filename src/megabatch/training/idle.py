@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-# Seconds between two looks at the device.
-INTERVAL = 0.002
+# Seconds between two looks at the device: each of them makes the training's thread wait for some microseconds.
+INTERVAL = 0.01
 
 
 class IdleTime:
@@ -45,8 +45,10 @@ def watch_idle(device: torch.device) -> Iterator[IdleTime | None]:
     ended = threading.Event()
 
     def watch() -> None:
-        while not ended.wait(INTERVAL):
-            idle.look()
+        # A device that cannot be asked, after an error or while a graph is captured, is not asked again.
+        with contextlib.suppress(RuntimeError):
+            while not ended.wait(INTERVAL):
+                idle.look()
 
     thread = threading.Thread(target=watch, name="megabatch-idle", daemon=True)
     thread.start()
