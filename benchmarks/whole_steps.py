@@ -1,4 +1,4 @@
-"""Time whole training steps with each means that makes them faster, alone and together: `python -m benchmarks.whole_steps --help`.
+"""Time whole training steps with one optimization after the other: `python -m benchmarks.whole_steps --help`.
 
 A step is zero_grad, both encoders, the loss, backward and AdamW, in bf16 autocast, with inputs in pinned host memory. Settings with
 different modules run in different processes, and the gradients of each are compared with those of a plain step first.
@@ -31,7 +31,7 @@ from benchmarks.peers import declare_torchvision_schemas
 FILE = Path(__file__).parent / "results" / "whole-steps-cuda.jsonl"
 # Largest difference from the plain step's gradients, which bf16 explains; a lost chunk makes a difference of tens of percent.
 AGREEMENT = 0.06
-MEANS = {
+OPTIMIZATIONS = {
     "fused": "fused AdamW",
     "linear": "linear patches",
     "channels_last": "channels last",
@@ -49,24 +49,24 @@ class Case(NamedTuple):
     chunk: int | None = None
     forward: int = 1
     keep: int | str = 0
-    means: tuple[str, ...] = ()
+    optimizations: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, words: str) -> Case:
-        """Read MODEL:PAIRS, then /CHUNK, xFORWARD, kKEEP and +MEANS, for example `l14:2048/256x2+compile+fused`."""
+        """Read MODEL:PAIRS, then /CHUNK, xFORWARD, kKEEP and +OPTIMIZATION…, for example `l14:2048/256x2+compile+fused`."""
         match = re.fullmatch(r"(\w+):(\d+)(?:/(\d+)(?:x(\d+))?(?:k(\d+|auto))?)?((?:\+\w+)*)", words)
-        means = tuple(match[6].split("+")[1:]) if match else ()
-        if match is None or match[1] not in MODELS or not set(means) <= set(MEANS):
+        optimizations = tuple(match[6].split("+")[1:]) if match else ()
+        if match is None or match[1] not in MODELS or not set(optimizations) <= set(OPTIMIZATIONS):
             raise argparse.ArgumentTypeError(
-                f"{words!r}: must be MODEL:PAIRS[/CHUNK[xFORWARD][kKEEP]][+MEANS…], where MODEL is one of {', '.join(MODELS)} "
-                f"and MEANS of {', '.join(MEANS)}"
+                f"{words!r}: must be MODEL:PAIRS[/CHUNK[xFORWARD][kKEEP]][+OPTIMIZATION…], MODEL one of {', '.join(MODELS)} and "
+                f"OPTIMIZATION one of {', '.join(OPTIMIZATIONS)}"
             )
         keep = match[5] if match[5] == "auto" else int(match[5] or 0)
-        return cls(match[1], int(match[2]), int(match[3]) if match[3] else None, int(match[4] or 1), keep, means)
+        return cls(match[1], int(match[2]), int(match[3]) if match[3] else None, int(match[4] or 1), keep, optimizations)
 
     def __str__(self) -> str:
         chunk = f"/{self.chunk}x{self.forward}k{self.keep}" if self.chunk else ""
-        return f"{self.model}:{self.pairs}{chunk}" + "".join(f"+{each}" for each in self.means)
+        return f"{self.model}:{self.pairs}{chunk}" + "".join(f"+{each}" for each in self.optimizations)
 
 
 class Texts(Clip):
@@ -110,7 +110,7 @@ MODELS: dict[str, tuple[str, type[Clip], dict[str, Any]]] = {
     ),
 }
 LAYERS = ("CLIPEncoderLayer", "BertLayer")
-# Pairs at once in the plain step that gradients are compared with: what fits without any means.
+# Pairs at once in the plain step that gradients are compared with: what fits without optimizations.
 PLAIN_CHUNKS = {"l14": 128, "b32": 1024, "bert": 128}
 
 
@@ -138,7 +138,7 @@ class Ours(Scheme):
 
 
 class Bench:
-    """A model to which the means of some cases have been applied, and the gradients of its plain steps."""
+    """A model to which the optimizations of some cases have been applied, and the gradients of its plain steps."""
 
     def __init__(self, cases: list[Case], device: str) -> None:
         torch.manual_seed(0)
@@ -148,11 +148,11 @@ class Bench:
         self.flops = sum(flops_of(self.clip, tower).both for tower in ("image", "text"))
         # Before anything is applied.
         self.expected = {self._checked(case): self._plain_gradients(case) for case in cases}
-        apply(self.clip, cases[0].means)
+        apply(self.clip, cases[0].optimizations)
 
     def row(self, case: Case, runs: int) -> dict[str, Any]:
         """Return seconds, peak memory and useful share of a step, and how far its gradients are from those of a plain one."""
-        optimizer = torch.optim.AdamW(self.clip.parameters(), lr=0.0, fused="fused" in case.means)
+        optimizer = torch.optim.AdamW(self.clip.parameters(), lr=0.0, fused="fused" in case.optimizations)
         scheme = Ours(self.clip, case)
         rate = matmul_rate(self.device)
         self.clip.zero_grad()
@@ -204,23 +204,23 @@ class Bench:
         return gradients(self.clip)
 
 
-def apply(clip: Clip, means: tuple[str, ...]) -> None:
-    """Change the towers as the means say; `fused` is the optimizer's."""
+def apply(clip: Clip, optimizations: tuple[str, ...]) -> None:
+    """Change the towers as the optimizations say; `fused` is the optimizer's."""
     towers = {id(tower): tower for tower in (clip.image, clip.text)}.values()
-    if "linear" in means:
+    if "linear" in optimizations:
         megabatch.linear_patches(clip)
-    if "channels_last" in means:
+    if "channels_last" in optimizations:
         clip.to(memory_format=torch.channels_last)
-    if "fp8" in means:
+    if "fp8" in optimizations:
         from torchao.float8 import convert_to_float8_training
 
         for tower in towers:
             convert_to_float8_training(tower.encoder, module_filter_fn=lambda module, name: module.in_features % 16 == 0)
-    if "layers" in means:
+    if "layers" in optimizations:
         for module in clip.modules():
             if type(module).__name__ in LAYERS:
                 module.compile(dynamic=False)
-    if "compile" in means:
+    if "compile" in optimizations:
         for tower in towers:
             tower.compile(dynamic=False)
 
@@ -251,12 +251,12 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     headers = ("model", "pairs", "chunk", "step", "seconds", "speed", "peak GiB", "useful")
     lines, plain = [], dict[tuple[Any, ...], float]()
     for row in rows:
-        case = Case(**row["case"] | {"means": tuple(row["case"]["means"])})
+        case = Case(**row["case"] | {"optimizations": tuple(row["case"]["optimizations"])})
         at = case.model, case.pairs, case.chunk is None
-        means = ", ".join(MEANS[each] for each in case.means) or "plain"
-        means += f", {case.forward} chunks at once in forward" if case.forward > 1 else ""
-        means += f", keep {case.keep}" if case.keep else ""
-        cells = [row.get("title", case.model), f"{case.pairs:,}", f"{case.chunk or ''}", means]
+        step = ", ".join(OPTIMIZATIONS[each] for each in case.optimizations) or "plain"
+        step += f", {case.forward} chunks at once in forward" if case.forward > 1 else ""
+        step += f", keep {case.keep}" if case.keep else ""
+        cells = [row.get("title", case.model), f"{case.pairs:,}", f"{case.chunk or ''}", step]
         if "seconds" not in row:
             lines.append([*cells, row["failed"], "", "", ""])
             continue
@@ -277,7 +277,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.whole_steps", description=__doc__.splitlines()[0])
-    parser.add_argument("cases", type=Case.of, nargs="+", metavar="MODEL:PAIRS[/CHUNK[xFORWARD][kKEEP]][+MEANS]")
+    parser.add_argument("cases", type=Case.of, nargs="+", metavar="MODEL:PAIRS[/CHUNK[xFORWARD][kKEEP]][+OPTIMIZATION…]")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--runs", type=int, default=5, help="timed steps")
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds that the cases of one process may take")
@@ -291,7 +291,9 @@ def main(arguments: list[str] | None = None) -> int:
             release(options.device)
         return 0
     rows = report.read_rows(options.out) if options.out.exists() else []
-    groups = [list(group) for _, group in itertools.groupby(options.cases, lambda case: (case.model, set(case.means) - {"fused"}))]
+    groups = [
+        list(group) for _, group in itertools.groupby(options.cases, lambda case: (case.model, set(case.optimizations) - {"fused"}))
+    ]
     for group in groups:
         began = time.perf_counter()
         for case, found in zip(group, _in_process(group, options), strict=True):
@@ -309,7 +311,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _in_process(group: list[Case], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return a row for each case of a group, which share a model and all means but the optimizer's; one that failed says why."""
+    """Return a row for each case of a group, which share the model and all that changes it; one that failed says why."""
     command = [sys.executable, "-m", "benchmarks.whole_steps", *map(str, group), "--one"]
     command += ["--device", options.device, "--runs", str(options.runs)]
     try:
