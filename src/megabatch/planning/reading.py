@@ -19,8 +19,8 @@ MEASURED_S = 1.0
 # and a text split into tokens.
 IMAGE_S, TEXT_S = 4.6e-3, 1e-4
 # With data.decode = "device", seconds of a worker process for such a JPEG, and of the training process, whose one thread lets the
-# device decode and resize it (benchmarks/results/feeding-cuda.jsonl).
-PACKED_S, DECODED_S = 2.2e-4, 2.4e-4
+# device decode and resize it: those of a whole loader that has workers enough (benchmarks/results/feeding-cuda.jsonl).
+PACKED_S, DECODED_S = 2.2e-4, 1.5e-4
 
 
 class ReadingRate(NamedTuple):
