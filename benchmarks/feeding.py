@@ -94,11 +94,25 @@ def ours(shard: Path, **options: Any) -> Callable[[], Iterator[Tensor]]:
 
 def worker_part(shard: Path) -> Callable[[], Iterator[Tensor]]:
     """Return what a worker does for images that the device decodes."""
-    source = open_source(Data(source=str(shard)))
-    prepare = PrepareImage(SIZE, crop=CROP), ByteTokenizer(77)
-    reader = SampleReader(source, *prepare, 0, True, None, False, True, True, keep_jpegs=True)
+    reader = packing_reader(shard)
     task = ReadTask([SamplePlace(number, 0, number) for number in range(IMAGES)], IMAGES, last=True)
     return lambda: iter([reader[task][0].y[None]])  # type: ignore[call-overload]
+
+
+def packing_reader(shard: Path) -> SampleReader:
+    """Return what a worker reads with if the device decodes."""
+    return SampleReader(
+        open_source(Data(source=str(shard))),
+        PrepareImage(SIZE, crop=CROP),
+        ByteTokenizer(77),
+        seed=0,
+        ids=True,
+        classes=None,
+        negatives=False,
+        augment=True,
+        reduce_jpegs=True,
+        keep_jpegs=True,
+    )
 
 
 def their_preparation() -> Callable[[Image.Image], Tensor]:
@@ -164,9 +178,7 @@ def pairs_per_s(batches: Iterator[Tensor]) -> float:
 
 def device_seconds(shard: Path, decoder: DeviceDecoder) -> dict[str, float]:
     """Return the seconds per image of decoding alone, and of decoding, cropping, resizing and copying to the host."""
-    source = open_source(Data(source=str(shard)))
-    prepare = PrepareImage(SIZE, crop=CROP)
-    reader = SampleReader(source, prepare, ByteTokenizer(77), 0, True, None, False, True, True, keep_jpegs=True)
+    reader = packing_reader(shard)
     places = [SamplePlace(number, 0, number % IMAGES) for number in range(PIECE_ROWS)]
     piece, _ = reader[ReadTask(places, PIECE_ROWS, last=True)]
     assert isinstance(piece.x, EncodedRows)
@@ -174,7 +186,7 @@ def device_seconds(shard: Path, decoder: DeviceDecoder) -> dict[str, float]:
     jpegs = [rows.data[jpeg.start : jpeg.stop] for jpeg in rows.jpegs]
     works: dict[str, Callable[[], object]] = {
         "decode_s": lambda: decoder._decode(jpegs, False),
-        "prepare_s": lambda: decoder.rows(rows, prepare, piece.info.keys)[0].cpu(),
+        "prepare_s": lambda: decoder.rows(rows, reader.prepare_x, piece.info.keys)[0].cpu(),  # type: ignore[arg-type]
     }
     seconds: dict[str, float] = {}
     with decoder.stream():

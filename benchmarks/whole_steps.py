@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 import megabatch
 from benchmarks import report
-from benchmarks.encoders.measure import flops_of, matmul_rate
+from benchmarks.encoders.measure import flops_of, matmul_rate, synchronize
 from benchmarks.encoders.model import TINY, VIT_B_32, VIT_L_14, Batch, Clip, TextTower
-from benchmarks.encoders.schemes import Scheme, TwoPass
+from benchmarks.encoders.schemes import Megabatch, Scheme, TwoPass
 from benchmarks.machine import describe
 from benchmarks.peers import declare_torchvision_schemas
 
@@ -114,27 +114,20 @@ LAYERS = ("CLIPEncoderLayer", "BertLayer")
 PLAIN_CHUNKS = {"l14": 128, "b32": 1024, "bert": 128}
 
 
-class Ours(Scheme):
-    """Both towers, in chunks or at once, and `megabatch.clip_loss`."""
-
-    def __init__(self, clip: Clip, case: Case) -> None:
-        super().__init__(clip, case.chunk or case.pairs)
-        self.encode: dict[str, Any] = {"image": clip.image, "text": clip.text}
-        if case.chunk is not None:
-            forward = case.forward * case.chunk if case.forward > 1 else None
-            options = {"chunk": case.chunk, "forward_chunk": forward, "keep": case.keep, "device": clip.device}
-            self.encode = {name: megabatch.cached(tower, **options) for name, tower in self.encode.items()}
-        self.in_chunks = case.chunk is not None
+class AtOnce(Scheme):
+    """Both towers without chunks, and `megabatch.clip_loss`."""
 
     def step(self, batch: Batch) -> Tensor:
-        x, y = batch if self.in_chunks else map(self.move, batch)
-        texts = self.encode["text"](y)
-        loss = megabatch.clip_loss(self.encode["image"](x), texts, self.clip.log_scale.exp())
+        images, texts = (tower(self.move(rows)) for tower, rows in zip((self.clip.image, self.clip.text), batch, strict=True))
+        loss = megabatch.clip_loss(images, texts, self.clip.log_scale.exp())
         loss.backward()
         return loss.detach()
 
-    def kept(self) -> dict[str, int] | None:
-        return {name: encode.kept for name, encode in self.encode.items()} if self.in_chunks else None
+
+def scheme_of(case: Case, clip: Clip) -> Scheme:
+    if case.chunk is None:
+        return AtOnce(clip, case.pairs)
+    return Megabatch(clip, case.chunk, case.keep, case.forward * case.chunk if case.forward > 1 else None)
 
 
 class Bench:
@@ -153,7 +146,7 @@ class Bench:
     def row(self, case: Case, runs: int) -> dict[str, Any]:
         """Return seconds, peak memory and useful share of a step, and how far its gradients are from those of a plain one."""
         optimizer = torch.optim.AdamW(self.clip.parameters(), lr=0.0, fused="fused" in case.optimizations)
-        scheme = Ours(self.clip, case)
+        scheme = scheme_of(case, self.clip)
         rate = matmul_rate(self.device)
         self.clip.zero_grad()
         began = time.perf_counter()
@@ -239,11 +232,6 @@ def release(device: str) -> None:
     if device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-
-
-def synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:

@@ -109,12 +109,12 @@ class Bench:
         }
 
     def _step(self, scheme: Scheme, batch: Batch) -> tuple[float, float]:
-        _synchronize(self.device)
+        synchronize(self.device)
         start = time.perf_counter()
         self.optimizer.zero_grad()
         loss = scheme.step(batch)
         self.optimizer.step()
-        _synchronize(self.device)
+        synchronize(self.device)
         return time.perf_counter() - start, float(loss)
 
     def _rates(self, case: Case, scheme: Scheme, seconds: float) -> Row:
@@ -164,16 +164,16 @@ def matmul_rate(device: str, runs: int = 10) -> float:
     size, dtype = (8192, torch.bfloat16) if device == "cuda" else (512, torch.float32)
     x, y = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     for count in (3, runs):
-        _synchronize(device)
+        synchronize(device)
         start = time.perf_counter()
         for _ in range(count):
             torch.matmul(x, y)
-        _synchronize(device)
+        synchronize(device)
         seconds = time.perf_counter() - start
     return runs * 2 * size**3 / seconds
 
 
-def _synchronize(device: str) -> None:
+def synchronize(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
 

@@ -67,14 +67,13 @@ class Megabatch(Scheme):
 
     package = "megabatch"
 
-    def __init__(self, clip: Clip, chunk: int, keep: int | str = 0) -> None:
+    def __init__(self, clip: Clip, chunk: int, keep: int | str = 0, forward_chunk: int | None = None) -> None:
         super().__init__(clip, chunk)
         # "auto" keeps more chunks from the second step on.
         self.repeats = 3 if keep == "auto" else 1
         keeps = {"image": keep, "text": "auto" if keep == "auto" else 0}
-        self.encode = {
-            name: megabatch.cached(getattr(clip, name), chunk=chunk, keep=keep, device=clip.device) for name, keep in keeps.items()
-        }
+        options = {"chunk": chunk, "forward_chunk": forward_chunk, "device": clip.device}
+        self.encode = {name: megabatch.cached(getattr(clip, name), keep=keep, **options) for name, keep in keeps.items()}
 
     def step(self, batch: Batch) -> Tensor:
         # The larger tower last: backward begins with it, before the gradients and graphs of the other exist.

@@ -133,7 +133,6 @@ def of_run(run: Run, *, terminal: bool) -> list[Feature]:
         TENSORBOARD_LOG: run.watch.tensorboard,
         WANDB_LOG: run.watch.wandb is not None,
         REPORT: run.watch.report,
-        DEVICE_DECODING: run.data.decode == "device",
     }
     return [feature for feature, is_used in used.items() if is_used]
 

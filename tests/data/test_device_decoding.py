@@ -212,9 +212,12 @@ def test_only_jpegs_that_nvjpeg_decodes_alike_are_kept():
         read_image(jpeg(rgb), "a", 1000, KeepJpeg())
 
 
-def test_a_cpu_is_refused_with_the_remedy():
-    with pytest.raises(ValueError, match=r'data.decode is "device".*\'cpu\'.*data.decode="workers"'):
-        open_decoder(torch.device("cpu"), LIMIT)
+def test_a_run_on_a_cpu_is_refused_with_the_remedy(tmp_path):
+    write_shard(tmp_path / "a.tar", [jpeg(photo(40, 60, seed)) for seed in range(4)])
+    run = run_of(tmp_path / "a.tar", tmp_path / "run", "x.name=cnn", "x.options.size=16", "data.decode=device")
+    # Whether torchvision is installed does not matter then.
+    with pytest.raises(ValueError, match=r'data.decode is "device".*\'cpu\': only CUDA devices.*data.decode="workers"'):
+        train(run)
 
 
 def test_a_run_without_images_is_refused(tmp_path):

@@ -172,4 +172,4 @@ def test_a_step_waits_for_workers_that_are_slower_than_the_device(work: Workload
     # Eight processes read 1,024 samples of 10 ms each while the device computes; without them, nothing overlaps.
     assert slow.seconds == pytest.approx(1.28) and alone.seconds == pytest.approx(quick.seconds + 10.24)
     decoded = StepWork(work.towers, dim=128, reading_s=0.001, workers=8, decoding_s=0.002)
-    assert step_time(decoded, strategy, machine).seconds == pytest.approx(2.048), "one thread lets the device decode"
+    assert step_time(decoded, strategy, machine).seconds == pytest.approx(2.048), "one thread launches the decoding"

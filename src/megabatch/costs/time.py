@@ -41,8 +41,8 @@ class StepWork:
 
     fused: whether the optimizer's update is one fused kernel.
     reading_s: seconds that one process needs to read and prepare a sample. workers: processes of each rank that read while the
-    device computes; 0: the training process itself reads, between steps. decoding_s: seconds that a thread of the training process
-    needs to let the device decode a sample's images.
+    device computes; 0: the training process itself reads, between steps. decoding_s: seconds of a thread of the training process
+    that launches the decoding of a sample's images on the device.
     """
 
     towers: tuple[Work, ...]
