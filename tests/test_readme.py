@@ -109,7 +109,15 @@ def test_the_numbers_of_the_other_losses_are_those_of_the_kept_rows():
     )
     assert [round(1e3 * rows[key]["seconds"], 1 - place) for place, key in enumerate(views)] == [7.9, 216]
     assert round(rows[views[1]]["seconds"] / rows[views[0]]["seconds"]) == 27 and round(gib(*views[1]) / gib(*views[0])) == 23
-    for key in (("distillation", 65536, "OpenCLIP"), ("classes", 16384, "cross_entropy"), ("NT-Xent", 65536, "lightly")):
+    ours, theirs = (("SupCon", 16384, name) for name in ("megabatch", "pytorch-metric-learning"))
+    faster = f"{rows[theirs]['seconds'] / rows[ours]['seconds']:.0f} times as fast as pytorch-metric-learning"
+    assert f"{faster} at 16,384 samples ({ms(*ours)} against {ms(*theirs)} ms), in a sixteenth of the memory" in text
+    assert 15.5 < gib(*theirs) / gib(*ours) < 16.5
+    ours, theirs = (("GIST", 2048, name) for name in ("megabatch", "Sentence Transformers"))
+    assert f"{1e3 * rows[theirs]['seconds']:.0f} ms and {gib(*theirs):.0f} GiB, megabatch {ms(*ours)} ms and" in text
+    assert f"and {1024 * gib(*ours):.0f} MiB." in text
+    failed = [("distillation", "OpenCLIP"), ("NT-Xent", "lightly"), ("SupCon", "pytorch-metric-learning")]
+    for key in (("classes", 16384, "cross_entropy"), *((loss, 65536, name) for loss, name in failed)):
         assert "out of memory" in rows[key]["error"]
 
 
@@ -120,6 +128,9 @@ def test_the_shares_of_whole_steps_are_those_of_the_kept_rows():
     text = " ".join((ROOT / "docs" / "benchmarks.md").read_text().split())
     sentence = f"reaches {whole} % of the rate of a large product without chunks, and {in_chunks[0]} to {in_chunks[1]} % in chunks"
     assert sentence in text
+    bert = [row for row in rows if row["case"]["model"] == "bert" and "layers" in row["case"]["optimizations"]]
+    whole, *in_chunks = (round(100 * row["useful_share"]) for row in bert)
+    assert f"BERT-base {whole} % and {in_chunks[0]} to {in_chunks[1]} %" in text
 
 
 def test_the_speed_of_reading_is_that_of_the_kept_rows():
