@@ -222,7 +222,8 @@ class Compute:
     sharding: "ddp" replicates the weights on every rank, "fsdp2" shards them over all ranks, "hsdp" shards them over the ranks of
         each node and replicates them across nodes.
     compile: compile the towers with torch.compile: their blocks if they repeat one, as transformers do.
-    channels_last: keep the weights of convolutions in that memory format, which tensor cores read faster.
+    channels_last: keep the weights of convolutions in that memory format, which tensor cores read faster; None does so on CUDA in
+        bf16 and fp16, for towers that convolve more than images.
     linear_patches: compute the patch convolutions of images, as in vision transformers, as linear layers, with the same parameters
         and results; None does so on CUDA in bf16 and fp16.
     workspace: working memory of the loss in bytes, 64 KiB or more. threads: of PyTorch on a CPU.
@@ -233,7 +234,7 @@ class Compute:
     sharding: Literal["ddp", "fsdp2", "hsdp"] = "ddp"
     sync_batchnorm: bool = False
     compile: bool = False
-    channels_last: bool = False
+    channels_last: bool | None = None
     linear_patches: bool | None = None
     workspace: int | None = None
     threads: int | None = None

@@ -254,14 +254,16 @@ def test_a_step_on_a_gpu_is_fused_with_linear_patches_in_half_precision(tmp_path
 
 @pytest.mark.gpu
 @needs_cuda
+@pytest.mark.parametrize("name", ["vit_small_patch16_224", "resnet50"])
 @pytest.mark.parametrize("plain", [False, True], ids=["as by default", "foreach and convolution"])
-def test_predicted_memory_is_the_memory_of_a_step(tmp_path, plain):
+def test_predicted_memory_is_the_memory_of_a_step(tmp_path, plain, name):
     pytest.importorskip("timm")
     overrides = [
-        "x.name=timm:vit_small_patch16_224", "x.options={}", "data.workers=0", "evaluate.large=[]", "batch.size=128",
+        f"x.name=timm:{name}", "x.options={}", "data.workers=0", "evaluate.large=[]", "batch.size=128",
         "batch.chunk=128", "batch.keep=1", "compute.device=cuda", "compute.precision=bf16",
     ]  # fmt: skip
-    overrides += ["optimizer.options.foreach=true", "compute.linear_patches=false"] if plain else []
+    plainly = ["optimizer.options.foreach=true", "compute.linear_patches=false", "compute.channels_last=false"]
+    overrides += plainly if plain else []
     run = config.build(config.EMBEDDED, overrides)
     with ranks(run.compute) as here:
         training = Training(assemble(run, here), tmp_path)

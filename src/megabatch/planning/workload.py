@@ -22,6 +22,7 @@ from ..costs.strategy import Precision, Strategy
 from ..objectives import MEAN, OBJECTIVES, LossOptions
 from ..optimizers import OPTIMIZERS, is_fused
 from ..towers import BuiltTower, find_library, full_name, names_code
+from ..towers.memory_format import choose_memory_format
 from ..towers.model import Classifier
 from ..towers.patches import linear_image_patches, uses_linear_patches
 from ..towers.transformers import PREFIX, language_model
@@ -168,10 +169,9 @@ def _build(request: Request, run: config.Run, precision: Precision, machine: Mac
     if request.objective != "lm" and uses_linear_patches(run.compute.linear_patches, machine.device.type, precision):
         for module in parts.modules:
             linear_image_patches(module)
-    if run.compute.channels_last:
-        with SkipCompute():
-            for module in parts.modules:
-                module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    with SkipCompute():
+        for module in parts.modules:
+            choose_memory_format(module, run.compute.channels_last, machine.device.type, precision)
     if request.lora is not None:
         with SkipCompute():
             parts = parts._replace(modules=tuple(add_adapters(module, request.lora, precision) for module in parts.modules))

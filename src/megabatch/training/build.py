@@ -16,6 +16,7 @@ from ..data.loader import Loader
 from ..data.sampler import InOrder, Order, split
 from ..data.source import Damage, Kind, Source
 from ..objectives import OBJECTIVES
+from ..towers.memory_format import choose_memory_format
 from ..towers.model import Classifier, build_pair, build_towers
 from ..towers.patches import linear_image_patches, uses_linear_patches
 from ..towers.repeats import equal_blocks
@@ -91,11 +92,9 @@ def assemble(run: Run, ranks: Ranks) -> Assembly:
     model.to(ranks.device)
     if uses_linear_patches(run.compute.linear_patches, ranks.device.type, run.compute.precision):
         linear_image_patches(model)
-    if run.compute.channels_last:
-        # A convolution's output takes the memory format of its weights: inputs need not change.
-        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    if run.compute.compile:
-        for tower in {id(t.module): t.module for t in (x, y)}.values():
+    for tower in {id(t.module): t.module for t in (x, y)}.values():
+        choose_memory_format(tower, run.compute.channels_last, ranks.device.type, run.compute.precision)
+        if run.compute.compile:
             compile_tower(tower)
     kind = Contrastive if contrastive else Classification
     objective = kind(model, run, ranks)  # type: ignore[arg-type]
