@@ -147,6 +147,45 @@ def test_accepted_calls_give_what_checked_ones_give(name, dtype, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(accepted, run(), strict=True))
 
 
+@names
+def test_batches_in_tiles_are_accepted_once_one_like_them_was_checked(name, monkeypatch):
+    monkeypatch.setattr(one_piece, "_checked_batches", {})
+    prepared = []
+    for module in (clip, siglip):
+        monkeypatch.setattr(module, "prepare", lambda *args, call=module.prepare: prepared.append(1) or call(*args))
+
+    def run(*needs: bool) -> list[torch.Tensor]:
+        inputs = [t.detach().requires_grad_(need) for t, need in zip(arguments(name), (*needs, True, True), strict=False)]
+        value = getattr(megabatch, name)(*inputs, workspace=TILES)
+        value.backward()
+        return [value, *(t.grad for t in inputs if t.requires_grad)]
+
+    first, again = run(True, True), run(True, True)
+    assert len(prepared) == 1
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    # Another set of gradients is another batch.
+    assert torch.equal(run(False, True)[1], first[2]) and len(prepared) == 2
+    with torch.no_grad():
+        assert torch.equal(getattr(megabatch, name)(*arguments(name), workspace=TILES), first[0]) and len(prepared) == 3
+    # So is another workspace, and a number has no place among the known ones.
+    x, y, scale, *bias = arguments(name)
+    getattr(megabatch, name)(x, y, scale, *bias, workspace=TILES - 1)
+    for _ in range(2):
+        getattr(megabatch, name)(x, y, 20.0, *bias, workspace=TILES)
+    assert len(prepared) == 6
+    with pytest.raises(ValueError, match="scale"):
+        getattr(megabatch, name)(x, y, scale.expand(2), *bias, workspace=TILES)
+
+
+@names
+def test_the_known_batches_are_few(name, monkeypatch):
+    monkeypatch.setattr(one_piece, "_checked_batches", {})
+    monkeypatch.setattr(one_piece, "MAX_CHECKED_BATCHES", 3)
+    for rows in range(2, 9):
+        getattr(megabatch, name)(*arguments(name, rows), workspace=10)
+    assert 1 <= len(one_piece._checked_batches) <= 3
+
+
 def doubtful(x, y, scale):
     """Yield calls that need a closer look, by what is special about them."""
     yield "not a tensor", (x.tolist(), y, (scale,), ..., None, None)

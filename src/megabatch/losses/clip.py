@@ -28,7 +28,7 @@ from .autograd import (
 )
 from .batch import Diagnostics, Execution, ExecutionOptions, Inputs, LossBatch, diagnose, prepare
 from .checks import check_duplicates, check_number
-from .one_piece import accept, loss_in_one_piece, one_piece_of, softmax_in_one_piece
+from .one_piece import OnePieceCall, accept, loss_in_one_piece, one_piece_of, remember, softmax_in_one_piece
 from .operators import ValueAndGradients, declare, in_one_piece, is_operator_call
 
 if TYPE_CHECKING:
@@ -176,17 +176,20 @@ def _clip_loss(
     how: tuple[Group, bool, str | None, int | None, str, bool],
 ) -> Tensor | tuple[Tensor, Diagnostics]:
     """Return the loss. options: the fields of ClipRules; how: those of Execution."""
-    if ids is None and weights is None and options[1:] == USUAL_OPTIONS and how[4:] == USUAL_PRECISION:
-        group, _, backend, workspace, *_ = how
-        call = accept(x, y, (scale,), group, backend, workspace)
-        if call is not None:
-            return loss_in_one_piece(x, y, call, softmax_in_one_piece(call, options[0]))
+    usual = ids is None and weights is None and options[1:] == USUAL_OPTIONS and how[4:] == USUAL_PRECISION
+    group, _, backend, workspace, *_ = how
+    found = accept(x, y, (scale,), group, backend, workspace) if usual else None
+    if isinstance(found, OnePieceCall):
+        return loss_in_one_piece(x, y, found, softmax_in_one_piece(found, options[0]))
     rules = ClipRules(*options)
-    batch = prepare(Inputs(x, y, {"scale": scale}, ids, weights), rules, Execution(*how))
+    batch = prepare(Inputs(x, y, {"scale": scale}, ids, weights), rules, Execution(*how)) if found is None else found
     scale = batch.scalar(scale, x)
-    call = one_piece_of(batch, x, y, scale) if rules.all_pairs_alike else None
-    if call is not None:
-        return loss_in_one_piece(x, y, call, softmax_in_one_piece(call, rules.symmetric))
+    if found is None:
+        call = one_piece_of(batch, x, y, scale) if rules.all_pairs_alike else None
+        if call is not None:
+            return loss_in_one_piece(x, y, call, softmax_in_one_piece(call, rules.symmetric))
+        if usual:
+            remember(batch, x, y, (scale,), backend, workspace)
     if batch.needs_grad is None:
         loss, ranking, _ = _forward(batch.read(x), batch.read(y), scale, batch, rules)
     else:

@@ -1,7 +1,8 @@
 """Losses of small batches, with the whole similarity matrix in the workspace (tiles/one_piece.py, tiles/fused/one_piece.py).
 
 At some hundred rows a step takes as long as its Python code and the dispatch of its operations, so both are few: `accept` replaces
-the checks of `prepare` for the usual calls, and backward only multiplies the gradients that were computed with the value.
+the checks of `prepare` for the usual calls, and backward only multiplies the gradients that were computed with the value. Batches
+that need the tiles are accepted too, if `prepare` has checked one like them.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ HAS_DISTRIBUTED = dist.is_available()
 # CUDA devices of calls that `prepare` has checked. It reads the scale of the first one, to warn of a temperature; reading it in
 # every call would wait for the device.
 _checked_devices: set[torch.device] = set()
+# Batches that need the tiles, by all that they depend on (`_kind`).
+_checked_batches: dict[tuple[Any, ...], LossBatch] = {}
+MAX_CHECKED_BATCHES = 256
 
 
 class OnePieceCall(NamedTuple):
@@ -49,8 +53,10 @@ OnePieceLoss = Callable[..., OnePiece]
 
 def accept(
     x: Tensor, y: Tensor, scalars: tuple[Tensor | float, ...], group: Group, backend: str | None, workspace: int | None
-) -> OnePieceCall | None:
-    """Return the call if it is certainly right and fits. Otherwise None: `prepare` checks everything and names what is wrong.
+) -> OnePieceCall | LossBatch | None:
+    """Return the call if it is certainly right and fits, or its batch if it does not fit and such a batch is known.
+
+    Otherwise None: `prepare` checks everything and names what is wrong.
 
     Right are dense matrices of one shape on a CPU or on the current CUDA device, and scalars that are tensors of the dtype of
     logits, with a scale of at least 1; in one process, and on a CPU without autocast.
@@ -94,14 +100,40 @@ def accept(
             if t.is_inference():
                 return None
         needs_grad = NeedsGrad(needs_x or not needs_y, needs_y)
+    if plan.tiles is None:
+        return _checked_batches.get(_kind(x, y, tensors, plan.dtype, backend, workspace))
     direct = not (autocast or x.is_neg() or y.is_neg())
     return OnePieceCall(plan.tiles, plan.dtype, tensors, needs_grad, plan.compute, direct)
 
 
-class OnePiecePlan(NamedTuple):
-    """What a call depends on, apart from its tensors. dtype: that in which the products read embeddings; logits: that of logits."""
+def _kind(
+    x: Tensor, y: Tensor, scalars: tuple[Tensor, ...], dtype: torch.dtype, backend: str | None, workspace: int | None
+) -> tuple[Any, ...]:
+    """Return all that the batch of a call depends on, if it is alone and x and y are alike. dtype: that of the products."""
+    enabled = torch.is_grad_enabled()
+    return x.shape, dtype, x.device, backend, workspace, *[enabled and t.requires_grad for t in (x, y, *scalars)]
 
-    tiles: OnePieceTiles
+
+def remember(
+    batch: LossBatch, x: Tensor, y: Tensor, scalars: tuple[Tensor | float, ...], backend: str | None, workspace: int | None
+) -> None:
+    """Let `accept` return this batch, which needs the tiles and which `prepare` has checked, for calls like this one."""
+    if batch.ring.group is not None or x.shape != y.shape or not all(isinstance(value, Tensor) for value in scalars):
+        return
+    if x.is_cuda:
+        _checked_devices.add(x.device)
+    if len(_checked_batches) >= MAX_CHECKED_BATCHES:
+        _checked_batches.clear()
+    _checked_batches[_kind(x, y, cast(tuple[Tensor, ...], scalars), batch.dtype, backend, workspace)] = batch
+
+
+class OnePiecePlan(NamedTuple):
+    """What a call depends on, apart from its tensors. tiles: None if they do not fit in one piece.
+
+    dtype: that in which the products read embeddings; logits: that of logits.
+    """
+
+    tiles: OnePieceTiles | None
     dtype: torch.dtype
     logits: torch.dtype
     compute: ComputeOptions
@@ -111,7 +143,7 @@ class OnePiecePlan(NamedTuple):
 def plan_for(
     shape: torch.Size, dtype: torch.dtype, device: torch.device, backend: str | None, workspace: int | None
 ) -> OnePiecePlan | None:
-    """Return the plan for x and y of this shape, or None if they do not fit."""
+    """Return the plan for x and y of this shape, or None if `prepare` has to look at them."""
     if len(shape) != 2 or shape[1] == 0 or dtype not in DTYPES or device.type not in ("cpu", "cuda"):
         return None
     if backend is not None and device.type != "cpu":
@@ -119,9 +151,8 @@ def plan_for(
     tiles = backend_for(device, dtype, backend)
     whole = one_piece_for(tiles, device)
     compute = ComputeOptions(tiles.default_workspace(device) if workspace is None else workspace)
-    if whole is None or not whole.fits((shape[0], shape[0], shape[1]), dtype, compute):
-        return None
-    return OnePiecePlan(whole, dtype, accumulator(dtype), compute)
+    fits = whole is not None and whole.fits((shape[0], shape[0], shape[1]), dtype, compute)
+    return OnePiecePlan(whole if fits else None, dtype, accumulator(dtype), compute)
 
 
 def one_piece_of(batch: LossBatch, x: Tensor, y: Tensor, *scalars: Tensor) -> OnePieceCall | None:

@@ -27,7 +27,7 @@ from .autograd import (
 )
 from .batch import Diagnostics, Execution, ExecutionOptions, Inputs, LossBatch, diagnose, prepare
 from .checks import check_duplicates
-from .one_piece import accept, loss_in_one_piece, one_piece_of
+from .one_piece import OnePieceCall, accept, loss_in_one_piece, one_piece_of, remember
 from .operators import ValueAndGradients, declare, in_one_piece, is_operator_call
 
 if TYPE_CHECKING:
@@ -146,17 +146,21 @@ def _siglip_loss(
     how: tuple[Group, bool, str | None, int | None, str],
 ) -> Tensor | tuple[Tensor, Diagnostics]:
     """Return the loss. options: the fields of SigLipRules; how: those of Execution."""
-    if ids is None and weights is None and options == ("mask", False) and how[4] == "ieee":
-        group, _, backend, workspace, _ = how
-        call = accept(x, y, (scale, bias), group, backend, workspace)
+    usual = ids is None and weights is None and options == ("mask", False) and how[4] == "ieee"
+    group, _, backend, workspace, _ = how
+    found = accept(x, y, (scale, bias), group, backend, workspace) if usual else None
+    if isinstance(found, OnePieceCall):
+        return loss_in_one_piece(x, y, found, found.tiles.sigmoid_loss)
+    rules = SigLipRules(*options)
+    inputs = Inputs(x, y, {"scale": scale, "bias": bias}, ids, weights)
+    batch = prepare(inputs, rules, Execution(*how)) if found is None else found
+    scale, bias = batch.scalar(scale, x), batch.scalar(bias, x)
+    if found is None:
+        call = None if rules.diagnostics else one_piece_of(batch, x, y, scale, bias)
         if call is not None:
             return loss_in_one_piece(x, y, call, call.tiles.sigmoid_loss)
-    rules = SigLipRules(*options)
-    batch = prepare(Inputs(x, y, {"scale": scale, "bias": bias}, ids, weights), rules, Execution(*how))
-    scale, bias = batch.scalar(scale, x), batch.scalar(bias, x)
-    call = None if rules.diagnostics else one_piece_of(batch, x, y, scale, bias)
-    if call is not None:
-        return loss_in_one_piece(x, y, call, call.tiles.sigmoid_loss)
+        if usual:
+            remember(batch, x, y, (scale, bias), backend, workspace)
     if batch.needs_grad is None:
         loss, ranking, _ = _forward(batch.read(x), batch.read(y), scale, bias, batch, rules)
     else:
