@@ -98,8 +98,8 @@ class Size(NamedTuple):
     depth: int = 6
     length: int = 32
     batch: int = 512
-    steps: int = 700
-    lr: float = 1e-3
+    steps: int = 600
+    lr: float = 5e-4
 
 
 class Block(nn.Module):
@@ -242,6 +242,7 @@ class Setting:
             "recall": self.recall(self.towers),
             "recall_in_bf16": self.recall(self.plain),
             "loss": float(losses[-math.ceil(LAST * size.steps) :].mean()),
+            "losses": [float(part.mean()) for part in losses.chunk(10)],
             "seconds_per_step": seconds,
             "pairs": len(self.test.x),
             "training_pairs": len(self.training.x),
@@ -314,37 +315,51 @@ def serve(options: argparse.Namespace) -> None:
 
 
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the results as a Markdown table with a line for each setting, and a caption."""
-    headers = ("linear layers", "recall@1", "seeds", "in bf16", "final loss", "ms per step", "speed")
+    """Return the results as a Markdown table with a line for each source and setting, and a caption."""
+    headers = ("pairs", "linear layers", "recall@1", "seeds", "in bf16", "final loss", "ms per step", "speed")
+    places = dict.fromkeys((row["source"], row["setting"]) for row in rows)
     lines = []
-    reference = [row["seconds_per_step"] for row in rows if row["setting"] == BF16 and "recall" in row]
-    for name in dict.fromkeys(row["setting"] for row in rows):
-        runs = [row for row in rows if row["setting"] == name]
-        trained = sorted((row for row in runs if "recall" in row), key=lambda row: row["seed"])
-        if len(trained) < len(runs):
-            lines.append([TITLES[name], next(row["failed"] for row in runs if "failed" in row), *[""] * 5])
-            continue
-        seconds = fmean(row["seconds_per_step"] for row in trained)
-        lines.append(
-            [
-                TITLES[name],
-                f"{fmean(row['recall'] for row in trained):.1%}",
-                ", ".join(f"{row['recall']:.1%}" for row in trained),
-                f"{fmean(row['recall_in_bf16'] for row in trained):.1%}",
-                f"{fmean(row['loss'] for row in trained):.3f}",
-                report.three_digits(1e3 * seconds),
-                f"{fmean(reference) / seconds:.2f}×" if reference else "",
-            ]
-        )
-    first = next((row for row in rows if "recall" in row), None)
-    if first is None:
-        return report.markdown_table(headers, lines, left=("linear layers", "seeds"))
-    size, machine = Size(**first["size"]), first["machine"]
-    return report.markdown_table(headers, lines, left=("linear layers", "seeds")) + (
-        f"\n\nTwo transformers of {size.depth} blocks, {size.width} wide, over the first {size.length} bytes of a text, on "
-        f"{data.SOURCES[first['source']].title}: {size.steps:,} steps of {size.batch:,} of {first['training_pairs']:,} pairs, "
-        "bf16 autocast, blocks compiled, and a scale per tensor or row in the linear layers of the blocks. Recall is the mean of "
-        f"both directions among {first['pairs']:,} held-out pairs, with the layers as trained and with plain ones in bf16. On "
+    for source, setting in places:
+        runs, plain = ([row for row in rows if (row["source"], row["setting"]) == (source, name)] for name in (setting, BF16))
+        lines.append([source, TITLES[setting], *_cells(runs, [row["seconds_per_step"] for row in plain if "recall" in row])])
+    table = report.markdown_table(headers, lines, left=("pairs", "linear layers", "seeds"))
+    trained = {row["source"]: row for row in rows if "recall" in row}
+    if not trained:
+        return table
+    return table + "\n\n" + " ".join([*(_towers(row) for row in trained.values()), _conditions(next(iter(trained.values())))])
+
+
+def _cells(runs: list[dict[str, Any]], plain_seconds: list[float]) -> list[str]:
+    """Return the cells of one setting: means over seeds, and the recall of each."""
+    for run in runs:
+        if "failed" in run:
+            return [run["failed"], *[""] * 5]
+    runs = sorted(runs, key=lambda run: run["seed"])
+    mean = {key: fmean(run[key] for run in runs) for key in ("recall", "recall_in_bf16", "loss", "seconds_per_step")}
+    return [
+        f"{mean['recall']:.1%}",
+        ", ".join(f"{run['recall']:.1%}" for run in runs),
+        f"{mean['recall_in_bf16']:.1%}",
+        f"{mean['loss']:.3f}",
+        report.three_digits(1e3 * mean["seconds_per_step"]),
+        f"{fmean(plain_seconds) / mean['seconds_per_step']:.2f}×" if plain_seconds else "",
+    ]
+
+
+def _towers(row: dict[str, Any]) -> str:
+    size = Size(**row["size"])
+    return (
+        f"{row['source']}: {data.SOURCES[row['source']].title}, {row['training_pairs']:,} pairs, two transformers of {size.depth} "
+        f"blocks, {size.width} wide, over the first {size.length} bytes of a text, {size.steps:,} steps of {size.batch:,} pairs, "
+        f"recall among {row['pairs']:,} held-out pairs."
+    )
+
+
+def _conditions(row: dict[str, Any]) -> str:
+    machine = row["machine"]
+    return (
+        "Recall is the mean of both directions and of the seeds, with the layers as trained and with plain ones in bf16. Steps in "
+        "bf16 autocast with compiled blocks, whose linear layers alone are in fp8, on "
         f"{report.device_name(machine)} with torch {machine['torch']}, {machine['date'][:10]}."
     )
 
@@ -367,7 +382,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, default=Path("build/study"), help="folder of the sources")
     for key, value in Size._field_defaults.items():
         parser.add_argument(f"--{key}", type=type(value), default=value)
-    parser.add_argument("--out", type=Path, default=FILE)
+    parser.add_argument("--out", type=Path, default=FILE, help="file of rows; rows of other sources stay")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.one:
@@ -386,8 +401,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _measure(settings: list[str], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Train every setting with every seed, all settings with a seed before the next one, and return the rows."""
-    began, rows = time.perf_counter(), list[dict[str, Any]]()
+    """Train every setting with every seed, all settings with a seed before the next one, and return the rows of the file."""
+    began = time.perf_counter()
+    rows = [row for row in (report.read_rows(options.out) if options.out.exists() else []) if row["source"] != options.source]
     common = {"source": options.source, "size": _size(options)._asdict(), "machine": describe(options.device)}
     workers = [Worker(name, options) for name in settings]
     # All compile before the first is timed.

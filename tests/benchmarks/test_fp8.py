@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from benchmarks.report import read_rows
 from benchmarks.study import data
 from benchmarks.whole_steps import Bench, Case
 
-SIZE = fp8.Size(width=32, depth=2, length=8, batch=16, steps=40, lr=3e-3)
+SIZE = fp8.Size(width=32, depth=1, length=4, batch=16, steps=12, lr=1e-2)
 
 
 @pytest.fixture(scope="module")
@@ -37,34 +38,37 @@ def test_a_seed_has_the_same_order_in_every_setting_and_no_pair_twice_in_an_epoc
 
 
 def test_the_test_pairs_are_none_of_the_training_pairs(source):
-    training, test = fp8.load(source / "names.npz.xz", 8, "cpu")
-    assert training.x.shape == (336, 8) and test.y.shape == (64, 8)
+    training, test = fp8.load(source / "names.npz.xz", SIZE.length, "cpu")
+    assert training.x.shape == (336, 4) and test.y.shape == (64, 4)
     assert not {tuple(row) for row in training.x.tolist()} & {tuple(row) for row in test.x.tolist()}
 
 
 @pytest.mark.slow
-def test_a_training_finds_held_out_pairs_and_is_reproducible(source):
+def test_a_training_lowers_the_loss_and_is_reproducible(source):
     pairs = fp8.load(source / "names.npz.xz", SIZE.length, "cpu")
     setting = fp8.Setting(fp8.BF16, SIZE, pairs, "cpu")
-    first = setting.recall(setting.towers)
-    row = setting.train(1)
-    # Chance is 1 of 64; embeddings of untrained towers are worse than trained ones.
-    assert row["recall"] > max(0.1, 2 * first) and row["recall_in_bf16"] == row["recall"]
-    assert setting.train(0)["loss"] != row["loss"] == setting.train(1)["loss"]
+    row, other, again = (setting.train(seed) for seed in (1, 0, 1))
+    # Untrained towers have the loss of chance.
+    assert row["loss"] < 0.95 * math.log(SIZE.batch) and 0 < row["recall"] == row["recall_in_bf16"] < 1
+    assert other["losses"] != row["losses"] == again["losses"]
 
 
 @pytest.mark.slow
 def test_settings_without_fp8_run_anywhere_and_make_a_table(source, tmp_path, capsys):
     out = tmp_path / "rows.jsonl"
     size = [f"--{key}={value}" for key, value in SIZE._replace(steps=3)._asdict().items()]
-    options = ["--device", "cpu", "--settings", "bf16", "--seeds", "2", "--data", str(source), "--out", str(out), *size]
+    options = ["--device", "cpu", "--settings", "bf16", "--seeds", "2", "--source", "names", *size]
+    options += ["--data", str(source), "--out", str(out)]
     assert fp8.main(options) == 0
     rows = read_rows(out)
     assert [(row["setting"], row["seed"]) for row in rows] == [("bf16", 0), ("bf16", 1)]
     assert all(row["seconds_per_step"] > 0 and row["pairs"] == 64 for row in rows)
-    assert "| bf16 |" in capsys.readouterr().out
-    failed = {"setting": "fp8", "seed": 0, "failed": "the process ended with code 1"}
-    assert "the process ended with code 1" in fp8.markdown([*rows, failed])
+    assert "| names | bf16 |" in capsys.readouterr().out
+    slow = [row | {"setting": "fp8", "seconds_per_step": 2 * row["seconds_per_step"], "recall": 0.5} for row in rows]
+    failed = {"source": "names", "setting": "fp8_rows", "seed": 0, "failed": "the process ended with code 1"}
+    lines = fp8.markdown([*slow, *rows, failed]).splitlines()
+    assert "| 50.0% | 50.0%, 50.0% |" in lines[2] and lines[2].endswith("| 0.50× |") and lines[3].endswith("| 1.00× |")
+    assert "the process ended with code 1" in lines[4]
 
 
 def test_fp8_on_a_cpu_is_refused_in_a_sentence(capsys):
