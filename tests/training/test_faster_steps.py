@@ -254,6 +254,7 @@ def test_a_step_on_a_gpu_is_fused_with_linear_patches_in_half_precision(tmp_path
 
 @pytest.mark.gpu
 @needs_cuda
+@pytest.mark.filterwarnings("ignore:the encoder contains batch normalisation")
 @pytest.mark.parametrize("name", ["vit_small_patch16_224", "resnet50"])
 @pytest.mark.parametrize("plain", [False, True], ids=["as by default", "foreach and convolution"])
 def test_predicted_memory_is_the_memory_of_a_step(tmp_path, plain, name):
