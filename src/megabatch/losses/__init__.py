@@ -4,6 +4,7 @@ from .batch import Diagnostics
 from .clip import ClipLoss, clip_loss
 from .dcl import dcl_loss
 from .distill import DistillLoss, distill_loss, listwise_kl_loss, margin_mse_loss
+from .graphed import graphed
 from .indexed import ClassSoftmaxLoss, class_softmax_loss
 from .infonce import Guide, InfoNCELoss, infonce_loss
 from .matryoshka import MatryoshkaLoss, matryoshka
@@ -29,6 +30,7 @@ __all__ = [
     "clip_loss",
     "dcl_loss",
     "distill_loss",
+    "graphed",
     "infonce_loss",
     "listwise_kl_loss",
     "margin_mse_loss",

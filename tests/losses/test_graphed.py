@@ -1,0 +1,533 @@
+"""Graphed losses without a GPU: a function in place of the CUDA graph shows which graphs there are and when they are replayed."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+import sys
+import threading
+
+import pytest
+import torch
+from cases import embeddings
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import megabatch
+from megabatch.losses.autograd import LossModule
+
+# The package shows the function of that name.
+graphs = sys.modules["megabatch.losses.graphed"]
+
+SCALARS = {"clip_loss": (20.0,), "siglip_loss": (20.0, -5.0), "infonce_loss": (20.0,)}
+names = pytest.mark.parametrize("name", SCALARS)
+
+
+class Recorder:
+    """What takes the place of CUDA: `replays` counts, and `stream` is the current one."""
+
+    def __init__(self) -> None:
+        self.replays, self.captures, self.stream = 0, 0, 0
+
+    def capture(self, call: graphs.LossCall) -> graphs.LossGraph:
+        self.captures += 1
+        with graphs._own_state():
+            static, leaves = graphs.static_inputs(call.tensors)
+            graphs.warm_up(call, leaves)
+            grad, autocast = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
+            result = graphs.evaluate(call, leaves)
+
+        def replay() -> None:
+            self.replays += 1
+            with torch.inference_mode(False), torch.set_grad_enabled(grad), torch.autocast("cpu", enabled=autocast):
+                new = graphs.evaluate(call, leaves)
+            for old, t in zip((result.value, *result.gradients), (new.value, *new.gradients), strict=True):
+                if old is not None:
+                    old.copy_(t)
+
+        return graphs.LossGraph(static, result.value, result.gradients, functools.partial(in_a_thread, replay))
+
+
+def in_a_thread(function) -> None:
+    """Run a function with the layers of autograd, which are disabled where a graph is replayed."""
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join()
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    new = Recorder()
+    monkeypatch.setattr(graphs, "DEVICE", "cpu")
+    monkeypatch.setattr(graphs, "stream_of", lambda t: new.stream)
+    monkeypatch.setattr(graphs, "capture", new.capture)
+    return new
+
+
+def arguments(name: str = "clip_loss", rows: int = 12, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Tensor]:
+    scalars = [torch.tensor(value + seed, dtype=torch.promote_types(dtype, torch.float32)) for value in SCALARS[name]]
+    return [t.to(dtype).requires_grad_() for t in embeddings(rows, seed=seed)] + [t.requires_grad_() for t in scalars]
+
+
+def step(loss, inputs: list[Tensor], g: float = 1.0, **options) -> list[Tensor]:
+    value = loss(*inputs, **options)
+    return [value.detach(), *torch.autograd.grad(value, inputs, torch.tensor(g))]
+
+
+def same(found: list[Tensor], expected: list[Tensor]) -> bool:
+    return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@names
+def test_on_a_cpu_it_is_the_loss_itself(name):
+    loss = getattr(megabatch, name)
+    criterion = megabatch.graphed(loss)
+    for seed in range(3):
+        assert same(step(criterion, arguments(name, seed=seed)), step(loss, arguments(name, seed=seed)))
+    assert not criterion._graphs and not criterion._seen
+    assert repr(criterion) == f"graphed({name}, max_graphs=8)"
+
+
+@names
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_results_are_those_of_the_loss_and_the_second_call_captures(name, dtype, recorder):
+    loss = getattr(megabatch, name)
+    criterion = megabatch.graphed(loss)
+    for seed in range(4):
+        inputs = arguments(name, dtype=dtype, seed=seed)
+        assert same(step(criterion, inputs), step(loss, inputs))
+        assert recorder.captures == (seed > 0) and recorder.replays == seed
+
+
+OPTIONS = {
+    "one direction": ("clip_loss", {"symmetric": False}, {}),
+    "ids": ("clip_loss", {"duplicates": "positive"}, {"ids": torch.arange(12) // 2}),
+    "weights": ("siglip_loss", {}, {"weights": torch.arange(1.0, 13.0)}),
+    "margins": ("infonce_loss", {"drop_above": {"x_to_y": 0.2}, "directions": ["x_to_y", "y_to_x"]}, {}),
+}
+
+
+@pytest.mark.parametrize("name, fixed, with_call", OPTIONS.values(), ids=OPTIONS)
+def test_options_and_tensors_without_a_gradient(name, fixed, with_call, recorder):
+    loss = getattr(megabatch, name)
+    criterion = megabatch.graphed(loss, **fixed)
+    for seed in range(3):
+        inputs, tensors = arguments(name, seed=seed), {key: t.roll(seed) for key, t in with_call.items()}
+        assert same(step(criterion, inputs, **tensors), step(loss, inputs, **fixed, **tensors))
+    assert recorder.replays == 2
+
+
+def test_modules_without_parameters_and_losses_of_losses(recorder):
+    for loss in (megabatch.ClipLoss(label_smoothing=0.1), megabatch.matryoshka(megabatch.clip_loss, dims=(8, 4))):
+        criterion = megabatch.graphed(loss)
+        for seed in range(3):
+            inputs = arguments(seed=seed)
+            assert same(step(criterion, inputs), step(loss, inputs))
+    assert recorder.replays == 4
+
+
+def captured(recorder: Recorder, loss=megabatch.clip_loss, **options) -> graphs.GraphedLoss:
+    criterion = megabatch.graphed(loss, **options)
+    for _ in range(2):
+        criterion(*arguments())
+    recorder.replays = 0
+    return criterion
+
+
+def test_two_losses_before_one_backward(recorder):
+    criterion = captured(recorder)
+    first, second = arguments(seed=1), arguments(seed=2)
+    values = [criterion(*first), criterion(*second)]
+    expected = [step(megabatch.clip_loss, inputs) for inputs in (first, second)]
+    # A value is not overwritten by the next call.
+    assert [value.item() for value in values] == [each[0].item() for each in expected]
+    torch.stack(values).sum().backward()
+    for inputs, each in zip((first, second), expected, strict=True):
+        assert same([t.grad for t in inputs], each[1:])
+    # One of both was overwritten.
+    assert recorder.replays == 3
+
+
+def test_backward_again_through_a_retained_graph(recorder):
+    criterion = captured(recorder)
+    first, second = arguments(seed=1), arguments(seed=2)
+    expected = step(megabatch.clip_loss, first)[1:]
+    value = criterion(*first)
+    assert same(list(torch.autograd.grad(value, first, retain_graph=True)), expected)
+    assert same(list(torch.autograd.grad(value, first, retain_graph=True)), expected) and recorder.replays == 1
+    other = criterion(*second)
+    for replays in (3, 3):
+        assert same(list(torch.autograd.grad(value, first, retain_graph=True)), expected) and recorder.replays == replays
+    assert same(list(torch.autograd.grad(other, second)), step(megabatch.clip_loss, second)[1:])
+    assert same(list(torch.autograd.grad(value, first)), expected)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(value, first)
+
+
+def test_gradients_are_new_tensors(recorder):
+    criterion = captured(recorder)
+    inputs = arguments(seed=1)
+    criterion(*inputs).backward()
+    expected = [t.grad.clone() for t in inputs]
+    criterion(*arguments(seed=2)).backward()
+    assert same([t.grad for t in inputs], expected)
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_a_change_in_place_before_backward_raises(place, recorder):
+    criterion = captured(recorder)
+    inputs = arguments(seed=1)
+    value = criterion(*inputs)
+    with torch.no_grad():
+        inputs[place].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        value.backward()
+
+
+def test_a_second_derivative_raises_and_create_graph_alone_does_not(recorder):
+    criterion = captured(recorder)
+    inputs = arguments(seed=1)
+    gradients = torch.autograd.grad(criterion(*inputs), inputs, create_graph=True)
+    assert same([t.detach() for t in gradients], step(megabatch.clip_loss, inputs)[1:])
+    with pytest.raises(RuntimeError, match="first derivatives only"):
+        gradients[0].sum().backward()
+
+
+@pytest.mark.parametrize("g", [0.3, -2.0, 0.0])
+def test_an_incoming_gradient_is_not_rounded_before_the_product(g, recorder):
+    criterion = megabatch.graphed(megabatch.clip_loss)
+    inputs = [*arguments(dtype=torch.bfloat16)[:2], torch.tensor(20.0, dtype=torch.bfloat16, requires_grad=True)]
+    expected = [(t.float() * torch.tensor(g)).to(t.dtype) for t in step(megabatch.clip_loss, inputs)[1:]]
+    for _ in range(2):
+        found = step(criterion, inputs, g)[1:]
+    assert same(found, expected)
+
+
+def test_inputs_that_are_not_contiguous_or_passed_twice(recorder):
+    criterion = captured(recorder)
+    wide = [torch.cat((t, t), 1).detach().t().contiguous().t()[:, 8:].requires_grad_() for t in arguments(seed=1)[:2]]
+    scale = torch.full((3,), 20.0)[1].requires_grad_()
+    assert same(step(criterion, [*wide, scale]), step(megabatch.clip_loss, [*wide, scale])) and recorder.captures == 1
+    x = arguments(seed=2)[0]
+    found, expected = (torch.autograd.grad(loss(x, x, scale), x) for loss in (criterion, megabatch.clip_loss))
+    assert recorder.captures == 1 and torch.equal(found[0], expected[0])
+
+
+def test_an_input_that_the_loss_does_not_use_has_no_gradient(recorder):
+    criterion = megabatch.graphed(lambda x, y, scale, bias: megabatch.clip_loss(x, y, scale))
+    for _ in range(3):
+        x, y, scale, bias = arguments("siglip_loss")
+        criterion(x, y, scale, bias).backward()
+        assert bias.grad is None and scale.grad is not None
+    # Nothing to differentiate.
+    constant = megabatch.graphed(lambda x: x.detach().sum())
+    assert not any([constant(x).requires_grad for _ in range(3)])
+
+
+def test_every_signature_has_its_own_graph(recorder):
+    criterion = captured(recorder, max_graphs=20)
+    x, y, scale = arguments()
+    autocast = torch.autocast("cpu", torch.bfloat16)
+
+    def on_stream(stream):
+        recorder.stream = stream
+        try:
+            return criterion(x, y, scale)
+        finally:
+            recorder.stream = 0
+
+    calls = [
+        lambda: criterion(x[:6].detach().requires_grad_(), y[:6].detach().requires_grad_(), scale),
+        lambda: criterion(x.double(), y.double(), scale.double()),
+        lambda: criterion(x.detach(), y, scale),
+        lambda: criterion(x, y, scale.detach()),
+        lambda: criterion(x, y, 20.0),
+        lambda: criterion(x, y, 21.0),
+        lambda: criterion(x, y, scale, symmetric=False),
+        lambda: criterion(x, y, scale=scale),
+        lambda: on_stream(7),
+        lambda: torch.no_grad()(criterion)(x, y, scale),
+        lambda: autocast(criterion)(x, y, scale),
+    ]
+    plain = megabatch.clip_loss
+    expected = [plain(x[:6], y[:6], scale), *[plain(x.double(), y.double(), 20.0)], *[plain(x, y, scale)] * 3, plain(x, y, 21.0)]
+    expected += [plain(x, y, scale, symmetric=False), *[plain(x, y, scale)] * 3, autocast(plain)(x, y, scale)]
+    for count, (call, value) in enumerate(zip(calls, expected, strict=True), start=1):
+        for captures in (count, count + 1, count + 1):
+            result = call()
+            assert torch.allclose(result.double(), value.double(), rtol=1e-6, atol=0) and recorder.captures == captures
+    assert torch.equal(calls[-1](), expected[-1]) and not torch.equal(expected[-1], plain(x, y, scale))
+    assert len(criterion._graphs) == 12
+    criterion.clear()
+    assert not criterion._graphs
+
+
+def test_grad_mode_and_inference_mode(recorder):
+    criterion = megabatch.graphed(megabatch.clip_loss)
+    inputs = arguments()
+    expected = megabatch.clip_loss(*inputs).detach()
+    with torch.inference_mode():
+        results = [criterion(*inputs) for _ in range(3)]
+        made_here = inputs[1].clone()
+    with torch.no_grad():
+        results += [criterion(*inputs) for _ in range(3)]
+    assert recorder.captures == 1 and all(torch.equal(t, expected) and not t.requires_grad for t in results)
+    assert results[0].is_inference() and not results[-1].is_inference()
+    assert all(criterion(*inputs).requires_grad for _ in range(3))
+    with pytest.raises(ValueError, match="y was made in inference mode"):
+        criterion(inputs[0], made_here, inputs[2])
+
+
+def test_ids_that_were_made_in_inference_mode(recorder):
+    criterion = megabatch.graphed(megabatch.clip_loss)
+    with torch.inference_mode():
+        made_here = torch.arange(12) // 2
+    expected = step(megabatch.clip_loss, arguments(), ids=made_here)
+    for ids in (made_here, made_here.clone(), made_here):
+        assert same(step(criterion, arguments(), ids=ids), expected)
+
+
+def test_the_graph_that_was_not_used_for_the_longest_time_is_removed(recorder):
+    criterion = megabatch.graphed(megabatch.clip_loss, max_graphs=2)
+
+    def call(rows: int) -> Tensor:
+        return criterion(*arguments(rows=rows))
+
+    for rows in (4, 4, 5, 5, 4, 6):
+        call(rows)
+    pending = arguments(rows=5, seed=3)
+    value = criterion(*pending)
+    call(4)
+    call(6)
+    assert recorder.captures == 3 and {len(graph.inputs[0]) for graph in criterion._graphs.values()} == {4, 6}
+    # Its graph still computes backward.
+    criterion(*arguments(rows=4))
+    assert same(list(torch.autograd.grad(value, pending)), step(megabatch.clip_loss, pending)[1:])
+    call(5)
+    with pytest.warns(UserWarning, match="has captured 4 graphs and keeps 2"):
+        call(5)
+    for rows in (7, 7, 8, 8):
+        call(rows)
+    assert len(criterion._graphs) == 2 and recorder.captures == 6
+
+
+def test_shapes_that_occur_once_are_forgotten(recorder, monkeypatch):
+    monkeypatch.setattr(graphs, "SEEN", 3)
+    criterion = megabatch.graphed(megabatch.clip_loss)
+    for rows in (4, 5, 6, 7, 8):
+        criterion(*arguments(rows=rows))
+    assert len(criterion._seen) == 3
+    criterion(*arguments(rows=4))
+    assert recorder.captures == 0
+    criterion(*arguments(rows=8))
+    assert recorder.captures == 1
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_scale = nn.Parameter(torch.tensor(3.0))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return megabatch.clip_loss(x, y, self.log_scale.exp())
+
+
+NOT_CREATED = {
+    "no function": (lambda: megabatch.graphed(3), "loss is a int: must be a function"),
+    "no graphs": (lambda: megabatch.graphed(megabatch.clip_loss, max_graphs=0), "max_graphs=0: must be a positive"),
+    "a parameter": (lambda: megabatch.graphed(Scaled()), "holds log_scale"),
+    "a tensor": (lambda: megabatch.graphed(megabatch.clip_loss, scale=torch.tensor(2.0)), "scale is a tensor"),
+    "a function": (lambda: megabatch.graphed(megabatch.similarity_loss, similarity=torch.mm), "similarity is a builtin"),
+    "a stored function": (lambda: megabatch.graphed(megabatch.SimilarityLoss(similarity=torch.mm)), "similarity is a builtin"),
+}
+
+
+@pytest.mark.parametrize("create, message", NOT_CREATED.values(), ids=NOT_CREATED)
+def test_what_a_graph_cannot_contain_is_refused(create, message):
+    with pytest.raises(ValueError, match=message):
+        create()
+
+
+NOT_CALLED = {
+    "diagnostics": ({"diagnostics": True}, "returned a tuple"),
+    "a list": ({"directions": ["x_to_y"]}, "directions is a list: .* must be hashable; pass a tuple"),
+    "a guide": ({"guide": megabatch.Guide(*embeddings(12))}, "guide is a Guide|guide.* is a tensor"),
+    "a group": ({"group": torch.Generator()}, "group is a Generator"),
+    "another device": ({"ids": torch.arange(12, device="meta")}, "ids is on meta and the first tensor on cpu"),
+}
+
+
+@pytest.mark.parametrize("options, message", NOT_CALLED.values(), ids=NOT_CALLED)
+def test_what_a_graph_cannot_take_is_refused_in_the_first_call(options, message, recorder):
+    criterion = megabatch.graphed(megabatch.infonce_loss)
+    with pytest.raises(ValueError, match=message):
+        criterion(*arguments(), **options)
+
+
+def test_float16_is_refused_if_it_needs_a_gradient(recorder):
+    criterion = megabatch.graphed(megabatch.clip_loss)
+    x, y, scale = arguments(dtype=torch.float16)
+    with pytest.raises(ValueError, match="argument 1 is float16 and requires a gradient"):
+        criterion(x, y, scale)
+    with torch.no_grad():
+        assert all(torch.equal(criterion(x, y, scale), megabatch.clip_loss(x, y, scale)) for _ in range(3))
+    assert recorder.captures == 1
+
+
+def test_a_parameter_that_is_no_argument_is_refused(recorder):
+    log_scale = torch.tensor(3.0, requires_grad=True)
+    criterion = megabatch.graphed(lambda x, y: megabatch.clip_loss(x, y, log_scale.exp()))
+    x, y, _ = arguments()
+    criterion(x, y)
+    with pytest.raises(ValueError, match=r"a tensor of shape .* is no argument"):
+        criterion(x, y)
+    with torch.no_grad():
+        for _ in range(3):
+            criterion(x.detach(), y.detach())
+    assert len(criterion._graphs) == 1 and criterion(x.detach(), y.detach()).requires_grad
+    vector = megabatch.graphed(lambda x, y: (x * y).sum(1))
+    vector(x, y)
+    with pytest.raises(ValueError, match=r"returned a tensor of shape \(12,\)"):
+        vector(x, y)
+
+
+class Operations(TorchDispatchMode):
+    """Records which operations are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.called.add(function)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_elsewhere_the_loss_itself_is_called(recorder):
+    criterion = captured(recorder)
+    x, y, scale = inputs = arguments(seed=1)
+    expected = megabatch.clip_loss(*inputs)
+    recorder.stream = None
+    assert torch.equal(criterion(*inputs), expected)
+    recorder.stream = 0
+    with Operations() as operations:
+        value = criterion(*inputs)
+    assert torch.equal(value, expected) and torch.ops.aten.mm.default in operations.called
+    with pytest.raises(ValueError, match=r"inside a transform of torch\.func"):
+        torch.func.grad(lambda x: criterion(x, y, scale))(x.detach())
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(ValueError, match="dual tensor"):
+        criterion(torch.autograd.forward_ad.make_dual(x, x.detach()), y, scale)
+    with megabatch.losses.batch.refused_while_accumulating(), pytest.raises(ValueError, match="inside accumulate"):
+        criterion(*inputs)
+    with pytest.raises(ValueError, match="layout"):
+        criterion(x.to_sparse(), y, scale)
+    assert recorder.replays == 0
+
+
+@pytest.mark.slow
+def test_torch_compile_sees_the_operator(recorder):
+    criterion = captured(recorder)
+    inputs = arguments(seed=1)
+    compiled = torch.compile(lambda *inputs: criterion(*inputs), fullgraph=True, backend="aot_eager")
+    found, expected = step(compiled, inputs), step(megabatch.clip_loss, inputs)
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(found, expected, strict=True))
+    assert recorder.replays == 0
+
+
+def test_saved_tensor_hooks_of_the_caller_see_the_inputs_alone(recorder):
+    criterion = megabatch.graphed(megabatch.clip_loss)
+    inputs = arguments(seed=1)
+    criterion(*inputs)
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+        value = criterion(*inputs)
+    assert recorder.captures == 1 and [t.shape for t in packed] == [t.shape for t in inputs]
+    assert same(list(torch.autograd.grad(value, inputs)), step(megabatch.clip_loss, inputs)[1:])
+
+
+def test_copies_start_without_graphs(recorder):
+    criterion = captured(recorder, symmetric=False, max_graphs=3)
+    for other in (copy.deepcopy(criterion), copy.copy(criterion), pickle.loads(pickle.dumps(criterion))):
+        assert repr(other) == repr(criterion) == "graphed(clip_loss, max_graphs=3, symmetric=False)" and not other._graphs
+        assert torch.equal(other(*arguments()), megabatch.clip_loss(*arguments(), symmetric=False))
+    assert isinstance(megabatch.ClipLoss(), LossModule) and "ClipLoss" in repr(megabatch.graphed(megabatch.ClipLoss()))
+
+
+def test_threads_do_not_mix_their_inputs(recorder):
+    criterion = captured(recorder)
+    wrong: list[int] = []
+
+    def work(seed: int) -> None:
+        inputs = arguments(seed=seed)
+        expected = step(megabatch.clip_loss, inputs)
+        wrong.extend(seed for _ in range(30) if not same(step(criterion, inputs), expected))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(1, 4)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not wrong
+
+
+def test_threads_capture_a_signature_once(recorder, monkeypatch):
+    criterion = megabatch.graphed(megabatch.clip_loss)
+    inputs = arguments()
+    criterion(*inputs)
+    started = threading.Barrier(2)
+    monkeypatch.setattr(graphs, "stream_of", lambda t: started.wait() and 0)
+    threads = [threading.Thread(target=criterion, args=inputs) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert recorder.captures == 1 and recorder.replays == 2
+
+
+class Products(torch.autograd.Function):
+    """The sum of x @ y.T, with products in float32 whose dtype autocast would change."""
+
+    @staticmethod
+    def forward(ctx, x, y):
+        ctx.save_for_backward(x, y)
+        with torch.autocast("cpu", enabled=False):
+            return (x @ y.T).sum()
+
+    @staticmethod
+    def backward(ctx, g):
+        x, y = ctx.saved_tensors
+        ones = torch.ones(len(x), len(y))
+        return g * (ones @ y), g * (ones.T @ x)
+
+
+def test_backward_runs_outside_of_autocast(recorder):
+    criterion = megabatch.graphed(Products.apply)
+    inputs = arguments()[:2]
+    expected = torch.autograd.grad(Products.apply(*inputs), inputs)
+    for _ in range(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            value = criterion(*inputs)
+        assert same(list(torch.autograd.grad(value, inputs)), list(expected))
+
+
+def test_a_training_is_the_plain_one_bit_for_bit(recorder):
+    def train(loss) -> list[Tensor]:
+        torch.manual_seed(0)
+        encoder, log_scale = nn.Linear(8, 6), nn.Parameter(torch.tensor(2.0))
+        optimizer = torch.optim.AdamW([*encoder.parameters(), log_scale], lr=0.01)
+        for number in range(12):
+            x, y = (t.float() for t in embeddings(12 if number % 4 < 3 else 5, seed=number))
+            value = loss(encoder(x), encoder(y), log_scale.exp())
+            optimizer.zero_grad()
+            (value / 2).backward()
+            optimizer.step()
+        return [*encoder.parameters(), log_scale]
+
+    assert same(train(megabatch.graphed(megabatch.clip_loss)), train(megabatch.clip_loss)) and recorder.captures == 2
