@@ -127,6 +127,16 @@ def test_modules_without_parameters_and_losses_of_losses(recorder):
     assert recorder.replays == 4
 
 
+def test_a_graphed_loss_inside_of_another_one(recorder):
+    inner = megabatch.graphed(megabatch.clip_loss)
+    criterion = megabatch.graphed(lambda x, y, scale: inner(x, y, scale) + inner(y, x, scale))
+    for seed in range(4):
+        inputs = arguments(seed=seed)
+        expected = step(lambda x, y, scale: megabatch.clip_loss(x, y, scale) + megabatch.clip_loss(y, x, scale), inputs)
+        assert same(step(criterion, inputs), expected)
+    assert len(criterion._graphs) == 1
+
+
 def captured(recorder: Recorder, loss=megabatch.clip_loss, **options) -> graphs.GraphedLoss:
     criterion = megabatch.graphed(loss, **options)
     for _ in range(2):

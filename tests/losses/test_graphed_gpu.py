@@ -132,6 +132,15 @@ def test_other_losses_and_options(use, dtype):
     assert [len(criterion._graphs) for criterion in criteria.values()] == [1]
 
 
+def test_a_graphed_loss_inside_of_another_one():
+    inner = megabatch.graphed(megabatch.clip_loss)
+    criterion = megabatch.graphed(lambda x, y, scale: inner(x, y, scale) + inner(y, x, scale))
+    for seed in range(4):
+        inputs = arguments(seed=seed)
+        expected = step(lambda x, y, scale: megabatch.clip_loss(x, y, scale) + megabatch.clip_loss(y, x, scale), inputs)
+        assert same(step(criterion, inputs), expected)
+
+
 def test_two_losses_before_one_backward_and_values_that_stay():
     criterion = captured()
     pairs = [arguments(seed=seed) for seed in (1, 2, 3)]

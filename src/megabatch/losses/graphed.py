@@ -36,8 +36,8 @@ SEEN = 256
 PLAIN_VALUES = (type(None), bool, int, float, str, type(...), torch.dtype)
 
 _generations = itertools.count(1)
-# PyTorch captures one graph at a time.
-_capturing = threading.Lock()
+# PyTorch captures one graph at a time. Reentrant, since a graphed loss may be part of another one.
+_capturing = threading.RLock()
 # For each stream that replays graphs, the one that they are captured on.
 _side_streams: dict[torch.cuda.Stream, torch.cuda.Stream] = {}
 
