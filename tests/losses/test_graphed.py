@@ -34,7 +34,7 @@ class Recorder:
         self.captures += 1
         with graphs._own_state():
             static, leaves = graphs.static_inputs(call.tensors)
-            graphs.warm_up(call, leaves)
+            graphs.check_leaves(call, leaves)
             grad, autocast = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
             result = graphs.evaluate(call, leaves)
 

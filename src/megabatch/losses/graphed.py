@@ -339,8 +339,15 @@ def capture(call: LossCall) -> LossGraph:
         side.wait_stream(current)
         offset = torch.cuda._get_rng_state_offset(device)
         with torch.cuda.stream(side):
-            warm_up(call, leaves)
+            check_leaves(call, leaves)
+            # A capture that fails leaves PyTorch's allocator in a bad state, so this is found before.
+            waits = all([_waits(call, leaves) for _ in range(WARM_UP_CALLS)])
         current.wait_stream(side)
+        if waits:
+            raise ValueError(
+                "the loss waits for the device in each call, as reading a value with .item() does: a graph cannot contain that; "
+                "use the loss itself"
+            )
         if torch.cuda._get_rng_state_offset(device) != offset:
             raise ValueError(
                 "the loss draws random numbers, and backward may have to compute it again: a graphed loss must be deterministic; "
@@ -358,10 +365,23 @@ def capture(call: LossCall) -> LossGraph:
             raise
         except RuntimeError as error:
             raise ValueError(
-                f"the loss cannot be captured in a CUDA graph ({str(error).splitlines()[0]}): it must not wait for the device, as "
-                "reading a value with .item() does; use the loss itself"
+                f"the loss cannot be captured in a CUDA graph ({str(error).splitlines()[0]}): its operations must not wait for the "
+                "device; use the loss itself"
             ) from error
     return LossGraph(static, result.value, result.gradients, graph.replay)
+
+
+def _waits(call: LossCall, leaves: Sequence[Tensor]) -> bool:
+    """Compute the loss and its gradients, and return whether the host has waited for the device."""
+    mode = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            evaluate(call, leaves)
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+    return any("synchronizing CUDA operation" in str(warning.message) for warning in caught)
 
 
 class Result(NamedTuple):
@@ -379,8 +399,8 @@ def static_inputs(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]
     return static, [t.detach().requires_grad_(need) for t, need in zip(static, needs, strict=True)]
 
 
-def warm_up(call: LossCall, leaves: Sequence[Tensor]) -> None:
-    """Compute the loss as often as a capture needs; raise a ValueError if other tensors than its arguments need a gradient."""
+def check_leaves(call: LossCall, leaves: Sequence[Tensor]) -> None:
+    """Raise a ValueError if the loss depends on other tensors than its arguments that require a gradient."""
     own = {id(t) for t in leaves}
     before = leaves_of(call(leaves))
     # Leaves that the loss itself makes are others in each call.
@@ -391,9 +411,6 @@ def warm_up(call: LossCall, leaves: Sequence[Tensor]) -> None:
             "would not compute its gradient; pass it to each call, for example graphed(lambda x, y, log_scale: clip_loss(x, y, "
             "log_scale.exp()))"
         )
-    del before
-    for _ in range(WARM_UP_CALLS):
-        evaluate(call, leaves)
 
 
 def leaves_of(value: Tensor) -> dict[int, Tensor]:
