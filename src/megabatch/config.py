@@ -221,6 +221,8 @@ class Compute:
     device: "cpu", "cuda", …; None is the accelerator if there is one. precision: of autocast; "fp32" is none.
     sharding: "ddp" replicates the weights on every rank, "fsdp2" shards them over all ranks, "hsdp" shards them over the ranks of
         each node and replicates them across nodes.
+    gradient_exchange: "bf16" averages the gradients of all ranks in bf16, with half the bytes of fp32: they are rounded before they
+        are sent and in every sum. None averages them in the dtype of the weights.
     compile: compile the towers with torch.compile: their blocks if they repeat one, as transformers do.
     channels_last: keep the weights of convolutions in that memory format, which tensor cores read faster; None does so on CUDA in
         bf16 and fp16, for towers that convolve more than images.
@@ -232,6 +234,7 @@ class Compute:
     device: str | None = None
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     sharding: Literal["ddp", "fsdp2", "hsdp"] = "ddp"
+    gradient_exchange: Literal["bf16"] | None = None
     sync_batchnorm: bool = False
     compile: bool = False
     channels_last: bool | None = None
@@ -516,6 +519,10 @@ def _rules(run: Run) -> list[tuple[str, Any, bool, str]]:
         ("evaluate.templates", run.evaluate.templates, all("{}" in each for each in run.evaluate.templates),
          "each must hold {} where the name of the class goes, as in 'a photo of a {}'"),
         ("evaluate.templates", run.evaluate.templates, len(run.evaluate.templates) > 0, "must hold at least one, for example '{}'"),
+        ("compute.gradient_exchange", run.compute.gradient_exchange,
+         run.compute.gradient_exchange is None or not run.compute.sharded or objectives.OBJECTIVES[run.loss.objective].contrastive,
+         f'must be left out with compute.sharding "{run.compute.sharding}" and loss.objective "{run.loss.objective}", whose chunks'
+         ' would be added up in bf16 too; or choose sharding "ddp"'),
         ("compute.workspace", run.compute.workspace, _within(run.compute.workspace, SMALLEST_TILE, INT64),
          f"must be at least {SMALLEST_TILE} bytes; leave it out for the default of the device"),
         ("compute.threads", run.compute.threads, _above(run.compute.threads, 0), "must be at least 1"),

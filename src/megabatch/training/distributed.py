@@ -168,8 +168,16 @@ def share(module: nn.Module, compute: Compute, ranks: Ranks) -> nn.Module:
         return module
     if compute.sharded:
         return module
+    _check_exchange(module, compute)
     devices = None if ranks.device.type == "cpu" else [ranks.device]
-    return DistributedDataParallel(module, device_ids=devices, process_group=ranks.group)
+    ddp = DistributedDataParallel(module, device_ids=devices, process_group=ranks.group)
+    if compute.gradient_exchange is None:
+        return ddp
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+    # By its name, DDP refuses this hook where PyTorch was built without NCCL; gloo sums bf16 as well.
+    ddp.register_comm_hook(ranks.group, lambda group, bucket: bf16_compress_hook(group, bucket))
+    return ddp
 
 
 def shard(module: nn.Module, compute: Compute, ranks: Ranks) -> None:
@@ -180,13 +188,25 @@ def shard(module: nn.Module, compute: Compute, ranks: Ranks) -> None:
     if ranks.group is None or not compute.sharded:
         return
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    _check_exchange(module, compute)
     sizes = (ranks.size,) if compute.sharding == "fsdp2" else _nodes_and_ranks(ranks)
     mesh = init_device_mesh(ranks.device.type, sizes, mesh_dim_names=("nodes", "ranks")[-len(sizes) :])
+    policy = MixedPrecisionPolicy(reduce_dtype=None if compute.gradient_exchange is None else torch.bfloat16)
     for block in _blocks(module):
-        fully_shard(block, mesh=mesh)
-    fully_shard(module, mesh=mesh)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(module, mesh=mesh, mp_policy=policy)
+
+
+def _check_exchange(module: nn.Module, compute: Compute) -> None:
+    """Raise ValueError if the gradients of a module cannot be exchanged in bf16 as the run asks."""
+    name = next((name for name, p in module.named_parameters() if p.is_complex()), None)
+    if compute.gradient_exchange is not None and name is not None:
+        raise ValueError(
+            f'compute.gradient_exchange is "bf16", but the weight {name!r} is complex, and bf16 would drop the imaginary part of'
+            " its gradient; remove the key"
+        )
 
 
 def _nodes_and_ranks(ranks: Ranks) -> tuple[int, ...]:
