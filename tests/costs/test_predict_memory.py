@@ -314,6 +314,30 @@ def test_ddp_adds_buckets_and_fsdp_shards_weights_and_state() -> None:
     assert sharded.peak_bytes < alone.peak_bytes < ddp.peak_bytes
 
 
+def test_gradients_in_bf16_are_copies_of_the_buckets_during_the_exchange() -> None:
+    def of(exchange: Any, *, fused: bool = True) -> Prediction:
+        setup = Setup(ranks=8, fused=fused, gradient_exchange=exchange)
+        return predict_memory(two_matrices, lambda rows: torch.zeros(rows, 1024), 4, setup)
+
+    plain, rounded = of(None), of("bf16")
+    # The fused update has no temporaries, and four rows have few activations.
+    assert rounded.moment == "exchange of gradients" != plain.moment
+    assert rounded.parts["gradient buckets"] == pytest.approx(1.5 * plain.parts["gradient buckets"], rel=1e-3)
+    # An update with temporaries of the size of the weights takes more than the copies did.
+    assert of("bf16", fused=False).peak_bytes == of(None, fused=False).peak_bytes
+    with pytest.raises(ValueError, match="gradient_exchange is 'fp16': must be one of 'bf16', None"):
+        of("fp16")
+
+
+def test_sharded_gradients_in_bf16_are_sent_in_half_the_bytes() -> None:
+    def sent(exchange: Any) -> int:
+        setup = Setup(ranks=8, sharding="fsdp2", fused=True, gradient_exchange=exchange)
+        step = trace_step(two_matrices, lambda rows: torch.zeros(rows, 1024), 4, setup, None)
+        return max(a.bytes for a in step.trace.allocations if a.part == "temporaries")
+
+    assert sent("bf16") == pytest.approx(sent(None) / 2, rel=1e-3)
+
+
 def pair() -> tuple[nn.Module, nn.Module]:
     return Transformer(2, 64, 32), Transformer(1, 64, 32)
 

@@ -46,7 +46,7 @@ def rows_of(rows: int) -> Tensor:
 SETUPS = {
     "supervised": Setup(),
     "accumulated, sharded": Setup(precision="bf16", chunk=4, ranks=4, sharding="fsdp2", ema=True),
-    "contrastive": Setup(precision="bf16", objective="clip", chunk=4, keep=1, ranks=2),
+    "contrastive": Setup(precision="bf16", objective="clip", chunk=4, keep=1, ranks=2, gradient_exchange="bf16"),
     "contrastive, sharded": Setup(objective="siglip", chunk=4, ranks=2, sharding="fsdp2", optimizer="sgd"),
 }
 

@@ -223,6 +223,27 @@ def test_ddp_sends_twice_the_size_of_the_gradients() -> None:
     assert parts["gradients' exchange"] == pytest.approx(2 * 7 / 8 * 4 * 428e6 / (0.75 * 450e9) + 2 * 3 * 20e-6)
 
 
+def test_gradients_in_bf16_send_half_the_bytes_and_are_cast() -> None:
+    # Casting to bf16 reads 4 bytes and writes 2, dividing 2 and 2, casting back 2 and 4, at 3.84 TB/s.
+    parts = parts_of(Strategy(8, 256, 256, 1, precision="bf16", gradient_exchange="bf16"))
+    sent, cast = 2 * 7 / 8 * 2 * 428e6 / (0.75 * 450e9), 16 * 428e6 / 3.84e12
+    assert parts["gradients' exchange"] == pytest.approx(sent + cast + 2 * 3 * 20e-6)
+    assert "gradients' exchange" not in parts_of(Strategy(1, 256, 256, 1, precision="bf16", gradient_exchange="bf16"))
+
+
+def test_sharded_gradients_in_bf16_save_half_of_their_reduction() -> None:
+    # Half of what the two tests below add up for gradients: a reduce-scatter inside a node, an all-reduce of shards across nodes.
+    machine = dataclasses.replace(H200, gpus=32, network=50e9)
+    saved = {}
+    for sharding, ranks in (("fsdp2", 8), ("hsdp", 32)):
+        plain = Strategy(ranks, 512, 512, 0, precision="bf16", sharding=sharding)
+        both = (plain, dataclasses.replace(plain, gradient_exchange="bf16"))
+        before, after = (step_time(TASK, strategy, machine).parts["gradients' exchange"] for strategy in both)
+        saved[sharding] = before - after
+    assert saved["fsdp2"] == pytest.approx(4.4385e-3 / 2, rel=1e-4)
+    assert saved["hsdp"] - saved["fsdp2"] == pytest.approx(2 * 3 / 4 * 2 * 428e6 / 8 / (0.75 * 50e9))
+
+
 def test_fsdp_overlaps_gathers_and_copies_weights_for_every_chunk() -> None:
     # Two gathers of 4.4385 ms overlap with a chunk; 1.712 GB are copied twice at 3.84 TB/s, 1.7833 ms, with 0.24 ms of latency.
     # Gradients are reduce-scattered once, 4.4385 ms.

@@ -168,6 +168,30 @@ def test_changes_name_what_compiling_and_the_memory_format_would_bring():
     assert "data.decode" not in "\n".join(plan("cnn + text", **asked, tools=fast).changes)
 
 
+def test_gradients_in_bf16_are_named_where_they_bring_time_and_kept_where_the_run_asks_for_them(medical):
+    # One gigabit per second between the GPUs: most of a step is the exchange of gradients.
+    slow = {**MEDICAL, "interconnect": "1GbE", "nodes": 8}
+    plain = plan("ViT-L/14", tools=TOOLS, **slow)
+    assert re.search(r'With compute.gradient_exchange="bf16": 1\.[5-9]\d times as fast', "\n".join(plain.changes))
+    assert "gradient_exchange" not in "\n".join(medical.changes) + as_toml(plain)
+    asked = dataclasses.replace(plain.run, compute=dataclasses.replace(plain.run.compute, gradient_exchange="bf16"))
+    result = plan(asked, tools=TOOLS, **slow)
+    assert result.strategy.gradient_exchange == result.run.compute.gradient_exchange == "bf16"
+    assert result.time["gradients' exchange"] == pytest.approx(plain.time["gradients' exchange"] / 2, rel=0.01)
+    assert "gradient_exchange" not in "\n".join(result.changes) and 'gradient_exchange = "bf16"' in as_toml(result)
+    assert Plan.from_json(result.as_json()) == result
+
+
+@pytest.mark.parametrize(("objective", "exchange"), [("clip", "bf16"), ("classify", None)])
+def test_a_classifier_that_must_be_sharded_does_not_keep_gradients_in_bf16(objective, exchange):
+    large = (small_work(16e12, 40e9, 40e9, 1000, 7_000_000_000),)
+    tools = Tools(lambda request, run, precision, machine: Workload(large, (nn.Identity(),), (lambda rows: rows,)), predict)
+    asked = config.build(config.EMBEDDED, [f"loss.objective={objective}", "compute.gradient_exchange=bf16", "evaluate.large=[]"])
+    result = plan(asked, data="10M", gpu="8xH100", batch=4096, tools=tools)
+    assert (result.run.compute.sharding, result.run.compute.gradient_exchange) == ("fsdp2", exchange)
+    assert ("compute.gradient_exchange: bf16 → none" in result.edits) == (exchange is None)
+
+
 def test_several_nodes_shard_inside_each_node():
     # 16 bytes of state for each of 7 billion parameters do not fit on one GPU of 80 GiB, but on the eight of a node.
     large = (small_work(16e12, 40e9, 40e9, 1000, 7_000_000_000),)

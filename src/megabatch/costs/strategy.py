@@ -7,6 +7,7 @@ from typing import Literal
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Sharding = Literal["ddp", "fsdp2", "hsdp"]
+GradientExchange = Literal["bf16"]
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class Strategy:
     keep: chunks per tower whose graphs are kept, so that backward does not recompute them. checkpointing: activation checkpointing
     inside the encoders. sharding: "hsdp" shards the weights over the ranks of each computer and replicates them across computers.
     accumulate: the loss is a mean over samples, so that gradients of chunks are accumulated and no chunk is computed twice.
-    node: ranks of each computer.
+    node: ranks of each computer. gradient_exchange: the dtype in which gradients are averaged; None: that of the weights.
     """
 
     ranks: int
@@ -29,6 +30,7 @@ class Strategy:
     sharding: Sharding = "ddp"
     accumulate: bool = False
     node: int = 8
+    gradient_exchange: GradientExchange | None = None
 
     @property
     def batch(self) -> int:

@@ -25,6 +25,9 @@ HOP_S = 20e-6
 # Host time of an operation without autograd's recording, relative to one with it.
 UNRECORDED = 0.6
 PARAMETER_BYTES = 4
+BF16_BYTES = 2
+# Bytes per trainable parameter that DDP's hook moves to cast a gradient to bf16, divide it by the ranks, and cast the sum back.
+COMPRESSION_BYTES = 16
 # Measured over predicted seconds of nine steps in ten. Fitted: held-out models on an H200. Data sheet: published throughput, see
 # benchmarks/results/time-published.jsonl. Measured rates know the device and not its kernels; assumed ones know neither.
 SPREADS: dict[Basis, tuple[float, float]] = {
@@ -183,13 +186,16 @@ def _gradient_exchange(task: StepWork, strategy: Strategy, machine: Machine, chu
 
     DDP exchanges gradients once, after the step: a step that can be retried when memory runs out gives up the overlap. FSDP2
     gathers weights twice per chunk, overlapped with the chunk's computation, copies them, and reduce-scatters the gradients once.
-    Hybrid sharding does so inside each computer, and then adds up every rank's shard across the computers.
+    Hybrid sharding does so inside each computer, and then adds up every rank's shard across the computers. In bf16 half the bytes
+    of gradients are sent; DDP casts its buckets for that, FSDP2 copies gradients anyway.
     """
     if strategy.ranks == 1:
         return 0.0
-    gradients = PARAMETER_BYTES * task.trainable
+    in_bf16 = strategy.gradient_exchange == "bf16"
+    gradients = (BF16_BYTES if in_bf16 else PARAMETER_BYTES) * task.trainable
     if strategy.sharding == "ddp":
-        return 2 * (_ring_pass(gradients, machine) + _latency(machine))
+        casts = COMPRESSION_BYTES * task.trainable / machine.device.bytes_per_second("elementwise") if in_bf16 else 0.0
+        return 2 * (_ring_pass(gradients, machine) + _latency(machine)) + casts
     inside = machine.with_gpus(strategy.owners)
     weights = PARAMETER_BYTES * sum(work.parameters for work in task.towers)
     gather, copy = _ring_pass(weights, inside), 2 * weights / machine.device.bytes_per_second("elementwise")

@@ -107,12 +107,13 @@ def strategy_of(run: config.Run, ranks: int, batch: int, chunk: int, keep: int, 
         sharding=run.compute.sharding,
         accumulate=(accumulate := not OBJECTIVES[run.loss.objective].contrastive),
         node=node,
+        gradient_exchange=run.compute.gradient_exchange,
     )
     return replace(strategy, keep=0 if accumulate else min(keep, strategy.chunks))
 
 
 def _kind(strategy: Strategy) -> Strategy:
-    return replace(strategy, ranks=1, shard=1, chunk=1, keep=0)
+    return replace(strategy, ranks=1, shard=1, chunk=1, keep=0, gradient_exchange=None)
 
 
 def _distance(a: Strategy, b: Strategy) -> tuple[float, float]:

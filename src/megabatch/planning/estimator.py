@@ -98,6 +98,7 @@ class Estimator:
             checkpointing=(False, True) if asked is None else (asked,),
             shardings=shardings,
             node=machine.node,
+            gradient_exchange=self.problem.base.compute.gradient_exchange,
         )
         candidates = [each for each in candidates if self.calibration.allows(replace(each, chunk=1))] or candidates
         seconds = lambda strategy: self.seconds(strategy, machine)  # noqa: E731

@@ -264,7 +264,9 @@ def run_of(problem: Problem, estimate: Estimate, follows: Hyperparameters) -> co
         batch=replace(base.batch, size=strategy.batch, chunk=strategy.chunk, keep=strategy.keep),
         optimizer=optimizer,
         schedule=replace(base.schedule, **length, warmup=float(follows.warmup)),
-        compute=replace(base.compute, precision=strategy.precision, sharding=strategy.sharding),
+        compute=replace(
+            base.compute, precision=strategy.precision, sharding=strategy.sharding, gradient_exchange=strategy.gradient_exchange
+        ),
         planned=config.Planned(estimate.peak, estimate.seconds),
     )
     # A different optimizer than the base run's does not use all of its keys.

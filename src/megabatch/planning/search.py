@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ..costs.strategy import Precision, Sharding, Strategy
+from ..costs.strategy import GradientExchange, Precision, Sharding, Strategy
 
 Bytes = Callable[[Strategy], int]
 Seconds = Callable[[Strategy], float]
@@ -142,6 +142,7 @@ def candidate_strategies(
     checkpointing: Sequence[bool] = (False, True),
     shardings: Sequence[Sharding] = ("ddp", "fsdp2"),
     node: int = 8,
+    gradient_exchange: GradientExchange | None = None,
 ) -> list[Strategy]:
     """Return every combination of precision, checkpointing and, with several ranks, sharding."""
     if ranks < 1:
@@ -153,8 +154,10 @@ def candidate_strategies(
         )
     shardings = shardings if ranks > 1 else ("ddp",)
     shard = batch // ranks
+    # FSDP2 would accumulate in bf16 too.
+    exchange = {sharding: gradient_exchange for sharding in shardings if sharding == "ddp" or not accumulate}
     return [
-        Strategy(ranks, shard, shard, 0, recompute, precision, sharding, accumulate, node)
+        Strategy(ranks, shard, shard, 0, recompute, precision, sharding, accumulate, node, exchange.get(sharding))
         for precision in precisions
         for recompute in checkpointing
         for sharding in shardings

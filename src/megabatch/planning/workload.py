@@ -91,6 +91,7 @@ def traced(request: Request, run: config.Run, work: Workload, machine: Machine) 
             precision=strategy.precision,
             ranks=strategy.ranks,
             sharding="ddp" if strategy.sharding == "ddp" else "fsdp2",
+            gradient_exchange=strategy.gradient_exchange,
             chunk=strategy.chunk,
             keep=strategy.keep,
             objective=OBJECTIVES[run.loss.objective if request.pairs else MEAN].cost_name,

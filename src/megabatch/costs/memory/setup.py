@@ -22,6 +22,7 @@ class Setup:
     precision: "bf16" and "fp16" run under autocast, with CUDA's lists of operations; "fp32" without.
     checkpointing: turn on the model's own switch for activation checkpointing.
     ranks, sharding: "ddp" adds buckets for the gradients, "fsdp2" shards weights, gradients and optimizer state over the ranks.
+    gradient_exchange: "bf16" averages gradients in bf16: DDP copies its buckets for that, FSDP2 sends half as many bytes.
     chunk: rows of the shard that go through the model at once; None: all.
     keep: chunks per tower whose graphs are kept for backward instead of recomputed (contrastive objectives).
     objective: contrastive ones, such as "clip", take two towers, which encode in chunks; "supervised" takes one model and a loss
@@ -50,6 +51,7 @@ class Setup:
     capability: tuple[int, int] = (9, 0)
     device_memory: int | None = None
     loss_options: objectives.LossOptions = objectives.PLAIN_LOSS
+    gradient_exchange: Literal["bf16"] | None = None
 
     def __post_init__(self) -> None:
         choices = [
@@ -57,6 +59,7 @@ class Setup:
             ("sharding", self.sharding, ("ddp", "fsdp2")),
             ("objective", self.objective, tuple(objectives.BY_COST_NAME)),
             ("device", self.device, ("cuda", "cpu")),
+            ("gradient_exchange", self.gradient_exchange, ("bf16", None)),
         ]
         for name, value, values in choices:
             if value not in values:

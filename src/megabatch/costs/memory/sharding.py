@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,14 +16,29 @@ BUCKET_BYTES, FIRST_BUCKET_BYTES = 25 * 2**20, 2**20
 
 def allocate_buckets(recorder: Recorder, parameters: list[Tensor]) -> None:
     """Allocate DDP's buckets: a second copy of the gradients from the start, since gradients are not views of them by default."""
-    limit, filled = FIRST_BUCKET_BYTES, 0
+    for bucket in _buckets(parameters):
+        recorder.allocate(sum(p.numel() * p.element_size() for p in bucket), "gradient buckets")
+
+
+def exchange_in_bf16(recorder: Recorder, parameters: list[Tensor]) -> None:
+    """Allocate the copies of DDP's buckets in bf16, all at once: communication may hold each until the last has arrived."""
+    with recorder.during("backward", "gradient buckets", "exchange of gradients"):
+        sizes = [sum(p.numel() for p in bucket) * torch.bfloat16.itemsize for bucket in _buckets(parameters)]
+        for copy in [recorder.allocate(size, "gradient buckets") for size in sizes]:
+            recorder.free(copy)
+
+
+def _buckets(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield the parameters of each of DDP's buckets."""
+    limit, bucket, filled = FIRST_BUCKET_BYTES, list[Tensor](), 0
     for parameter in reversed(parameters):
+        bucket.append(parameter)
         filled += parameter.numel() * parameter.element_size()
         if filled >= limit:
-            recorder.allocate(filled, "gradient buckets")
-            limit, filled = BUCKET_BYTES, 0
-    if filled:
-        recorder.allocate(filled, "gradient buckets")
+            yield bucket
+            limit, bucket, filled = BUCKET_BYTES, [], 0
+    if bucket:
+        yield bucket
 
 
 class ShardGroup:
@@ -39,10 +55,10 @@ class ShardGroup:
 
 class FullyShardedWeights:
     """FSDP2 on one rank: every block's weights are gathered for its forward and again for its backward, with the next block's
-    weights in flight; its gradients are reduce-scattered when all of them are computed."""
+    weights in flight; its gradients are reduce-scattered when all of them are computed, in bf16 or in their own dtype."""
 
-    def __init__(self, recorder: Recorder, ranks: int) -> None:
-        self.recorder, self.ranks = recorder, ranks
+    def __init__(self, recorder: Recorder, ranks: int, *, in_bf16: bool) -> None:
+        self.recorder, self.ranks, self.in_bf16 = recorder, ranks, in_bf16
         self.parameters: list[Tensor] = []
         self._groups: list[ShardGroup] = []
         self._reduce_scatter: int | None = None
@@ -118,7 +134,8 @@ class FullyShardedWeights:
         group.without_gradient.discard(parameter)
         if group.without_gradient:
             return
-        sent = self.recorder.allocate(sum(p.numel() * p.element_size() for p in group.trainable), "temporaries")
+        sizes = (p.numel() * (torch.bfloat16.itemsize if self.in_bf16 else p.element_size()) for p in group.trainable)
+        sent = self.recorder.allocate(sum(sizes), "temporaries")
         if self._reduce_scatter is not None:
             self.recorder.free(self._reduce_scatter)
         self._reduce_scatter = sent

@@ -22,7 +22,7 @@ from ..without_dynamo import without_dynamo
 from .optimizers import build_optimizer, create_state
 from .repeats import UnequalBlocksError, complete
 from .setup import Setup
-from .sharding import FullyShardedWeights, allocate_buckets
+from .sharding import FullyShardedWeights, allocate_buckets, exchange_in_bf16
 from .trace import Event, ModuleTracker, Recorder, Trace
 from .workspaces import KernelWorkspaces
 
@@ -95,7 +95,8 @@ class TracedStep:
     """A model of fake tensors with everything that training keeps, and the positions between the parts of its trace.
 
     state_begins, begins, update_begins: numbers of the events at which the optimizer's state is created, the step begins, and the
-    optimizer's step begins. whole: all of the model's equal blocks are computed; otherwise a few of them stand for the others.
+    exchange of gradients begins, with the optimizer's step after it. whole: all of the model's equal blocks are computed;
+    otherwise a few of them stand for the others.
     """
 
     def __init__(self, setup: Setup, recorder: Recorder, modules: Mapping[str, nn.Module], *, whole: bool) -> None:
@@ -111,7 +112,8 @@ class TracedStep:
         recorder.blocks.watch()
         for name, module in self.modules.items():
             tracker.watch(module, name)
-        self.shards = FullyShardedWeights(recorder, setup.ranks) if setup.sharded else None
+        self.in_bf16 = setup.gradient_exchange == "bf16"
+        self.shards = FullyShardedWeights(recorder, setup.ranks, in_bf16=self.in_bf16) if setup.sharded else None
         self.trainable = self._trainable_parameters()
         if not self.trainable:
             raise ValueError("no parameter requires a gradient: there is nothing to train; unfreeze a part of the model")
@@ -127,10 +129,12 @@ class TracedStep:
             self.shards.allocate_prefetch()
 
     def update(self) -> None:
-        """Run the optimizer's step and free the gradients."""
+        """Exchange the gradients, run the optimizer's step and free the gradients."""
         if self.shards is not None:
             self.shards.finish_backward()
         self.update_begins = len(self.recorder.trace.events)
+        if self._has_buckets and self.in_bf16:
+            exchange_in_bf16(self.recorder, self.trainable)
         self._give_gradients_to_dropped_blocks()
         with self.recorder.during("optimizer step", "temporaries"):
             self.optimizer.step()
@@ -179,6 +183,10 @@ class TracedStep:
             return (), dict(example)
         return tuple(example) if isinstance(example, (tuple, list)) else (example,), {}
 
+    @property
+    def _has_buckets(self) -> bool:
+        return self.setup.ranks > 1 and not self.setup.sharded
+
     def _trainable_parameters(self) -> list[Tensor]:
         parameters = {p: None for module in self.modules.values() for p in module.parameters() if p.requires_grad}
         for parameter in parameters:
@@ -204,7 +212,7 @@ class TracedStep:
         if self.setup.ema:
             for parameter in self.trainable:
                 self.recorder.allocate(parameter.numel() * parameter.element_size(), "averages")
-        if self.setup.ranks > 1 and not self.setup.sharded:
+        if self._has_buckets:
             allocate_buckets(self.recorder, self.trainable)
 
 
