@@ -10,6 +10,7 @@ import math
 from typing import Protocol
 
 from ...objectives import BY_COST_NAME, CROSS_DIRECTIONS
+from ...tiles.panels import panel_size
 from .setup import Setup
 
 # The default workspace of the backends: on CUDA at least this, and more on devices with more memory.
@@ -53,21 +54,6 @@ def default_workspace(device: str, memory: int | None) -> int:
         return MIN_WORKSPACE[device]
     # The largest power of two within its share.
     return max(MIN_WORKSPACE[device], 1 << (memory // WORKSPACE_SHARE).bit_length() >> 1)
-
-
-def panel_cells(rows: int, columns: int, cells: float) -> int:
-    """Return the cells of the largest of the equal panels, each of whole tiles, into which Matryoshka's kernels split all pairs.
-
-    cells: how many of them fit into the workspace.
-    """
-    side = math.isqrt(int(cells))
-    height = min(rows, max(side, int(cells / columns)))
-    width = min(columns, max(side, int(cells / height)))
-    sizes = []
-    for length, most, tile in zip((rows, columns), (height, width), PREFIX_GRADIENT_TILE, strict=True):
-        count = 1 if length <= most else -(-length // max(tile, most // tile * tile))
-        sizes.append(-(-length // (count * tile)) * tile)
-    return math.prod(sizes)
 
 
 class OneWidthLoss:
@@ -318,7 +304,8 @@ class LossMemory:
         wide = widths if fp16 else sum(dim > NARROW_WIDTH or dim == widest for dim in self.options.dims)
         per_cell = wide * (FP32 if fp16 else self.element_bytes) + self._parts_per_cell(-(-wide // 2), PREFIX_GRADIENT_TILE)
         workspace = self.setup.workspace or default_workspace(self.setup.device, self.setup.device_memory)
-        self._touch(int(per_cell * panel_cells(self.rows, documents, min(workspace, PANELS_WORKSPACE) / per_cell)), "loss tiles")
+        panel = panel_size(self.rows, documents, PREFIX_GRADIENT_TILE, min(workspace, PANELS_WORKSPACE) / per_cell)
+        self._touch(int(per_cell * math.prod(panel)), "loss tiles")
         gradients = [self._allocate(count * self.element_bytes) for count in self.elements]
         self._free_all([*totals, added, *self._totals])
         return gradients

@@ -20,6 +20,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..contract import ComputeOptions, Pairs, Softmax
+from ..panels import panel_size
 from .tile import PairArgs
 from .tuned_configs import Blocks, blocks_for
 
@@ -356,14 +357,10 @@ def _panels_of(
     rows, columns = bottom - top, right - left
     if not rows or not columns:
         return ()
-    # Squares, or longer than a square along one side where the other is short.
-    cells = workspace / bytes_per_cell
-    side = math.isqrt(max(1, int(cells)))
-    widest = min(columns, max(max_columns or columns, tile[1]))
-    height = min(rows, max(side, int(cells / widest)))
-    width = min(widest, max(side, int(cells / height)))
-    across = list(_slices(slice(left, right), width, tile[1]))
-    return tuple(Panel(r, c) for r in _slices(slice(top, bottom), height, tile[0]) for c in across)
+    height, width = panel_size(rows, columns, tile, workspace / bytes_per_cell, max_columns)
+    across = [slice(start, min(start + width, right)) for start in range(left, right, width)]
+    down = [slice(start, min(start + height, bottom)) for start in range(top, bottom, height)]
+    return tuple(Panel(r, c) for r in down for c in across)
 
 
 @overload
@@ -390,11 +387,3 @@ def _aligned(t: Tensor) -> Tensor:
         t = t.clone()
     # A single row may have any stride.
     return t if t.shape[0] > 1 else t.reshape(-1).view(t.shape)
-
-
-def _slices(where: slice, longest: int, block: int) -> Iterator[slice]:
-    """Return slices of about equal size, no longer than `longest` and made of whole blocks except the last."""
-    length = where.stop - where.start
-    count = 1 if length <= longest else cdiv(length, max(block, longest // block * block))
-    size = cdiv(cdiv(length, count), block) * block
-    return (slice(start, min(start + size, where.stop)) for start in range(where.start, where.stop, size))
