@@ -64,8 +64,7 @@ class ClipLoss(nn.Module):
 
 
 class CoCaLoss(ClipLoss):
-    """A drop-in for `open_clip.loss.CoCaLoss`: the softmax loss, and the cross-entropy of the caption's tokens as OpenCLIP has "
-    "it."""
+    """A drop-in for `open_clip.loss.CoCaLoss`: the softmax loss, and the cross-entropy of the caption's tokens, as in OpenCLIP."""
 
     def __init__(
         self,
@@ -103,8 +102,7 @@ class CoCaLoss(ClipLoss):
 
 
 class DistillClipLoss(ClipLoss):
-    """A drop-in for `open_clip.loss.DistillClipLoss`: the softmax loss, and the cross-entropy with a teacher's softmax as "
-    "target."""
+    """A drop-in for `open_clip.loss.DistillClipLoss`: the softmax loss, and the cross-entropy with a teacher's softmax."""
 
     def forward(  # type: ignore[override]
         self,

@@ -93,19 +93,8 @@ BYTES_EFFICIENCY: Mapping[OpClass, float] = MappingProxyType(
         "gather or scatter": 0.20,
     }
 )
-# Classes of operations that torch.compile fuses into each other.
-FUSED_CLASSES: tuple[OpClass, ...] = (
-    "elementwise",
-    "strided",
-    "copy",
-    "transpose",
-    "reduction",
-    "normalisation",
-    "narrow normalisation",
-    "softmax",
-    "batch norm",
-    "half batch norm",
-)
+# Classes that torch.compile fuses into each other: those that compute next to nothing for their bytes, except random access.
+FUSED_CLASSES = BYTES_EFFICIENCY.keys() - FLOPS_EFFICIENCY.keys() - {"gather or scatter"}
 # In fp32, PyTorch lets cuDNN use TF32 for these classes where the device has it; matrix products stay in fp32.
 TF32_CLASSES = ("convolution", "direct convolution", "grouped convolution")
 # Too few channels for tensor cores: these run at a share of the fp32 rate in every precision.
