@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 
+from ..tiles import copies_of
 from .autograd import LossModule, first_derivative_only
 from .batch import is_accumulating
 from .checks import PLAIN_TENSORS
@@ -247,6 +248,9 @@ class LossGraph:
         self.lock = threading.Lock()
         present = [(place, t) for place, t in enumerate(gradients) if t is not None]
         wide = [(place, t) for place, t in present if torch.promote_types(t.dtype, value.dtype) == t.dtype]
+        self.present = [t for _, t in present]
+        self.places = [place for place, _ in present]
+        self.copy_inputs, self.scale_gradients = copies_of(self.inputs), copies_of(self.present)
         self.wide_places, self.wide = [place for place, _ in wide], [t for _, t in wide]
         self.narrow = [(place, t) for place, t in present if place not in self.wide_places]
         # One for the graph itself, which is an argument of the Function too.
@@ -270,6 +274,12 @@ class LossGraph:
             if self.generation != generation:
                 self._compute(inputs)
             results = self.no_gradients.copy()
+            if self.scale_gradients is not None:
+                targets = [torch.empty_like(t) for t in self.present]
+                if self.scale_gradients(self.present, targets, g):
+                    for place, t in zip(self.places, targets, strict=True):
+                        results[1 + place] = t
+                    return results, self.generation
             if self.wide:
                 for place, product in zip(self.wide_places, torch._foreach_mul(self.wide, g), strict=True):
                     results[1 + place] = product
@@ -281,7 +291,8 @@ class LossGraph:
             return results, self.generation
 
     def _compute(self, inputs: list[Tensor] | tuple[Tensor, ...]) -> None:
-        torch._foreach_copy_(self.inputs, inputs)
+        if self.copy_inputs is None or not self.copy_inputs(inputs, self.inputs):
+            torch._foreach_copy_(self.inputs, inputs)
         self.replay()
         self.generation = next(_generations)
 

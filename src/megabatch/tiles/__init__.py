@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from . import distill, eager, maxsim, one_piece
-from .contract import OnePieceTiles, PrefixTiles, Tiles
+from .contract import Copies, OnePieceTiles, PrefixTiles, Tiles
 from .distill import DistillTiles
 from .maxsim import MaxSimTiles
 
@@ -71,6 +73,15 @@ def maxsim_for(device: torch.device, dtype: torch.dtype, backend: str | None = N
     from .fused import maxsim as fused_maxsim
 
     return fused_maxsim
+
+
+def copies_of(like: Sequence[Tensor]) -> Copies | None:
+    """Return what copies tensors that are like these in one launch, or None if they have to be copied one by one."""
+    if not like or not like[0].is_cuda or _fused_unavailable(like[0].device, torch.float32) is not None:
+        return None
+    from .fused import copies
+
+    return copies.copies_of(like)
 
 
 def _fused_unavailable(device: torch.device, dtype: torch.dtype) -> str | None:

@@ -11,6 +11,7 @@ numbers could represent: it is the probability of the others.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -183,6 +184,17 @@ class OnePieceTiles(Protocol):
         """Return the gradients of x, y, the scale and the bias, None for those that are not needed; overwrite `gradients`.
 
         g: the gradient of the loss; None for one. dtypes: those of the gradients of x and y.
+        """
+        ...
+
+
+class Copies(Protocol):
+    """Copies of a few tensors of certain shapes and dtypes in one launch."""
+
+    def __call__(self, sources: Sequence[Tensor], targets: Sequence[Tensor], factor: Tensor | None = None) -> bool:
+        """Copy the sources to the targets, which are contiguous, times the factor if it is given: in all calls or in none.
+
+        Return whether it was possible. If not, nothing has been copied.
         """
         ...
 
