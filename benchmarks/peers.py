@@ -272,6 +272,18 @@ def _cut_cross_entropy_clip(**options: Any) -> LossCall:
     return call
 
 
+def _liger_clip() -> LossCall:
+    from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
+
+    loss = LigerFusedLinearCrossEntropyLoss()
+
+    def call(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+        labels = torch.arange(len(x), device=x.device)
+        return (loss(y, (scale * x).to(x.dtype), labels) + loss(x, (scale * y).to(y.dtype), labels)) / 2
+
+    return call
+
+
 def _siglip_kernel_siglip() -> LossCall:
     from siglip_kernel import fused_siglip_loss
 
@@ -307,6 +319,7 @@ PEERS: tuple[Peer, ...] = (
         "cut_cross_entropy",
         cuda_only=True,
     ),
+    _other("liger", "clip", _liger_clip, "liger_kernel", cuda_only=True),
     Peer("ours", "siglip", partial(_megabatch, "siglip", workspace=WORKSPACE), "megabatch"),
     _other("openclip", "siglip", _openclip_siglip, "open_clip", matrices=5.5),
     _other("openclip chunked", "siglip", _openclip_siglip_chunked, "open_clip", matrices=5.5),

@@ -3,7 +3,7 @@
 A table stands between `<!-- table: FILE -->` and `<!-- end -->`. `FILE#summary` takes a few rows of `benchmarks.loss_small`,
 `FILE#clip` and `FILE#siglip` take the rows of one loss, `FILE#options` those of megabatch's options, `FILE#errors` reads rows of
 `benchmarks.errors`, and any other `FILE#CASE` takes the rows of that case of `benchmarks.encoders`. `FILE#steps`, `FILE#batches`,
-`FILE#clocks`, `FILE#feeding`, `FILE#fp8`, `FILE#losses`, `FILE#other_losses`, `FILE#loss_small`, `FILE#ring`,
+`FILE#clocks`, `FILE#feeding`, `FILE#losses`, `FILE#other_losses`, `FILE#loss_small`, `FILE#ring`,
 `FILE#trainers`, `FILE#open_clip_step` and `FILE#whole_steps` read rows of the programs of those names,
 `FILE#memory` and `FILE#limits` those of `benchmarks.memory_accuracy`, `FILE#time` those of `benchmarks.time_accuracy`.
 """
@@ -19,7 +19,6 @@ from benchmarks import (
     clocks,
     errors,
     feeding,
-    fp8,
     loss_small,
     losses,
     open_clip_step,
@@ -42,7 +41,6 @@ PROGRAMS = {
     "batches": batches,
     "clocks": clocks,
     "feeding": feeding,
-    "fp8": fp8,
     "losses": losses,
     "other_losses": other_losses,
     "loss_small": loss_small,

@@ -24,6 +24,7 @@ TITLES = {
     "sentence-transformers": "Sentence Transformers",
     "sentence-transformers cached": "Sentence Transformers, cached",
     "inf-cl": "Inf-CL",
+    "liger": "Liger",
     "cut-cross-entropy": "Cut Cross-Entropy",
     "cut-cross-entropy unfiltered": "Cut Cross-Entropy, unfiltered",
 }

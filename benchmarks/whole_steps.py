@@ -16,7 +16,9 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -25,9 +27,8 @@ from torch import Tensor, nn
 import megabatch
 from benchmarks import report
 from benchmarks.encoders.measure import flops_of, matmul_rate, synchronize
-from benchmarks.encoders.model import TINY, VIT_B_32, VIT_L_14, Batch, Clip, TextTower
+from benchmarks.encoders.model import TINY, VIT_B_32, VIT_L_14, Batch, Clip, ImageTower, TextTower
 from benchmarks.encoders.schemes import Megabatch, Scheme, TwoPass
-from benchmarks.fp8 import RECIPES, convert, unavailable
 from benchmarks.machine import describe
 from benchmarks.peers import declare_torchvision_schemas
 
@@ -36,6 +37,22 @@ FILE = Path(__file__).parent / "results" / "whole-steps-cuda.jsonl"
 AGREEMENT = 0.06
 # The same between two steps with fp8 layers and equal chunks, in which few roundings differ. One of three chunks is a third.
 FP8_AGREEMENT = 0.2
+
+
+class Recipe(NamedTuple):
+    """A recipe of torchao.float8 by its name there."""
+
+    name: str
+    title: str
+
+
+RECIPES = {
+    "fp8": Recipe("tensorwise", "fp8 with a scale per tensor"),
+    "fp8_rows": Recipe("rowwise", "fp8 with a scale per row"),
+    "fp8_rows_gw": Recipe("rowwise_with_gw_hp", "fp8 with a scale per row, but weight gradients in bf16"),
+}
+# Products of fp8 numbers need widths that are multiples of this, and a device of this capability.
+FP8_MULTIPLE, FP8_CAPABILITY = 16, (8, 9)
 OPTIMIZATIONS = {
     "fused": "fused AdamW",
     "linear": "linear patches",
@@ -80,6 +97,32 @@ class Case(NamedTuple):
         return f"{self.model}:{self.pairs}{chunk}" + "".join(f"+{each}" for each in self.optimizations)
 
 
+class Features(nn.Module):
+    """A convolutional network of timm, whose output is called as transformers calls it."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        import timm
+
+        # With the last normalisation of a block at zero, as by default, most gradients of a new network are zero.
+        self.network = timm.create_model(name, num_classes=0, zero_init_last=False)
+
+    def forward(self, pixel_values: Tensor) -> Any:
+        return SimpleNamespace(pooler_output=self.network(pixel_values))
+
+
+class Convolutional(Clip):
+    """A convolutional network beside the text tower of ViT-B/32."""
+
+    def __init__(self, shape: dict[str, Any], device: str) -> None:
+        super().__init__(shape["texts"], device)
+        with torch.device(device):
+            features = Features(shape["name"])
+            projection = nn.Linear(features.network.num_features, self.config.projection_dim, bias=False)
+            self.image = ImageTower(features, projection)
+        self.train()
+
+
 class Texts(Clip):
     """BERT-base as the encoder of both sides: queries and documents of 128 tokens, without dropout, whose results would vary."""
 
@@ -112,6 +155,7 @@ class Texts(Clip):
 MODELS: dict[str, tuple[str, type[Clip], dict[str, Any]]] = {
     "l14": ("CLIP ViT-L/14", Clip, VIT_L_14),
     "b32": ("CLIP ViT-B/32", Clip, VIT_B_32),
+    "rn50": ("CLIP ResNet-50", Convolutional, {"name": "resnet50", "texts": VIT_B_32}),
     "bert": ("BERT-base", Texts, {}),
     "tiny": ("tiny CLIP", Clip, TINY),
     "tiny_bert": (
@@ -175,7 +219,7 @@ class Bench:
     """A model to which the optimizations of some cases have been applied, and the gradients of its plain steps."""
 
     def __init__(self, cases: list[Case], device: str) -> None:
-        if cases[0].recipe is not None and (reason := unavailable(device)):
+        if cases[0].recipe is not None and (reason := fp8_unavailable(device)):
             raise ValueError(reason)
         torch.manual_seed(0)
         self.device = device
@@ -247,6 +291,27 @@ class Bench:
         return gradients(self.clip)
 
 
+def convert(block: nn.Module, recipe: Recipe, *, emulate: bool = False) -> None:
+    """Replace the linear layers of a block by torchao's fp8 ones with the same weights, where their widths allow it.
+
+    emulate: round to fp8 and multiply in fp32, for devices that cannot multiply fp8 numbers.
+    """
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    def is_convertible(layer: nn.Module, name: str) -> bool:
+        return isinstance(layer, nn.Linear) and layer.in_features % FP8_MULTIPLE == 0 == layer.out_features % FP8_MULTIPLE
+
+    config = replace(Float8LinearConfig.from_recipe_name(recipe.name), emulate=emulate)
+    convert_to_float8_training(block, config=config, module_filter_fn=is_convertible)
+
+
+def fp8_unavailable(device: str) -> str | None:
+    """Return why a device has no fp8 layers, or None."""
+    if device != "cuda" or torch.cuda.get_device_capability() < FP8_CAPABILITY:
+        return "fp8 layers need a CUDA device of capability {}.{} or later".format(*FP8_CAPABILITY)
+    return None
+
+
 def apply(clip: Clip, optimizations: tuple[str, ...]) -> None:
     """Change the towers as the optimizations say; `fused` is the optimizer's."""
     towers = {id(tower): tower for tower in (clip.image, clip.text)}.values()
@@ -307,9 +372,12 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         speed = f"{first / row['seconds']:.2f}×"
         shares = f"{row['useful_share']:.0%}", f"{row['difference']:.1%}"
         lines.append([*cells, report.three_digits(row["seconds"]), speed, peak, *shares])
+    table = report.markdown_table(headers, lines, left=("model", "step"))
     measured = [row for row in rows if "seconds" in row]
+    if not measured:
+        return table
     machine, rates = measured[0]["machine"], [row["matmul_flops_per_s"] / 1e12 for row in measured]
-    return report.markdown_table(headers, lines, left=("model", "step")) + (
+    return table + (
         f"\n\nWhole steps, bf16 autocast, AdamW, on {report.device_name(machine)} with torch {machine['torch']}, "
         f"{machine['date'][:10]}. Useful: forward and backward counted once, as a share of the rate of a large product beside it "
         f"({min(rates):.0f} to {max(rates):.0f} TFLOP/s). Gradients: the largest difference of five matrices' gradients from those "

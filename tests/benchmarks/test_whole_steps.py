@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 
 import pytest
+import torch
+from torch import nn
 
 import megabatch
 from benchmarks import whole_steps
@@ -59,3 +62,49 @@ def test_a_failure_of_one_case_is_a_row(tmp_path):
     assert whole_steps.main(["tiny_bert:8", "tiny:8+fp8", "--device", "cpu", "--runs", "1", "--out", str(out)]) == 1
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [("seconds" in row, "failed" in row) for row in rows] == [(True, False), (False, True)]
+
+
+def test_fp8_on_a_cpu_is_refused_in_a_sentence():
+    with pytest.raises(ValueError, match=r"CUDA device of capability 8\.9"):
+        Bench([Case.of("tiny:16+fp8_rows")], "cpu")
+
+
+@pytest.mark.parametrize("recipe", whole_steps.RECIPES.values(), ids=whole_steps.RECIPES)
+def test_only_layers_whose_widths_are_multiples_of_16_are_converted(recipe):
+    float8_linear = pytest.importorskip("torchao.float8.float8_linear")
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32), nn.Linear(32, 20), nn.Linear(20, 32))
+    x = torch.randn(64, 32)
+    weights, expected = list(block.parameters()), block(x)
+    whole_steps.convert(block, recipe, emulate=True)
+    assert [isinstance(layer, float8_linear.Float8Linear) for layer in block] == [True, False, True, False, False]
+    assert all(new is old for new, old in zip(block.parameters(), weights, strict=True))
+    # Each product rounds to 3 bits behind the leading one.
+    difference = (block(x) - expected).norm() / expected.norm()
+    assert 1e-3 < difference < 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", whole_steps.RECIPES)
+def test_a_lost_chunk_is_found_in_steps_with_fp8_layers(recipe, monkeypatch):
+    pytest.importorskip("torchao")
+    monkeypatch.setattr(whole_steps, "convert", functools.partial(whole_steps.convert, emulate=True))
+    monkeypatch.setattr(whole_steps, "fp8_unavailable", lambda device: None)
+    # With a scale per tensor, two chunks at once have other embeddings than one by one, and `cached` refuses that.
+    chunks = ("", "/16") if recipe == "fp8" else ("", "/16", "/16x2")
+    cases = [Case.of(f"tiny:32{chunk}+{recipe}") for chunk in chunks]
+    bench = Bench(cases, "cpu")
+    # torchao's layers do not know the autocast of a CPU.
+    bench.clip.use("float32")
+    for case in cases:
+        row = bench.row(case, 1)
+        # The difference from bf16 is that of fp8; from the same chunks it is that of rounding.
+        assert row["difference"] > 0.02 and row["same_chunks_difference"] < 0.02, row
+
+    class LosesAChunk(whole_steps.Megabatch):
+        def step(self, batch):
+            return super().step(batch.first(len(batch.images) - self.chunk))
+
+    monkeypatch.setattr(whole_steps, "Megabatch", LosesAChunk)
+    for case in cases[1:]:
+        assert "two passes with the same layers" in bench.row(case, 1)["failed"]
