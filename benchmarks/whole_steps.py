@@ -18,7 +18,6 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 import megabatch
 from benchmarks import report
 from benchmarks.encoders.measure import flops_of, matmul_rate, synchronize
-from benchmarks.encoders.model import TINY, VIT_B_32, VIT_L_14, Batch, Clip, ImageTower, TextTower
+from benchmarks.encoders.model import TINY, VIT_B_32, VIT_L_14, Batch, Clip, TextTower
 from benchmarks.encoders.schemes import Megabatch, Scheme, TwoPass
 from benchmarks.machine import describe
 from benchmarks.peers import declare_torchvision_schemas
@@ -97,32 +96,6 @@ class Case(NamedTuple):
         return f"{self.model}:{self.pairs}{chunk}" + "".join(f"+{each}" for each in self.optimizations)
 
 
-class Features(nn.Module):
-    """A convolutional network of timm, whose output is called as transformers calls it."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        import timm
-
-        # With the last normalisation of a block at zero, as by default, most gradients of a new network are zero.
-        self.network = timm.create_model(name, num_classes=0, zero_init_last=False)
-
-    def forward(self, pixel_values: Tensor) -> Any:
-        return SimpleNamespace(pooler_output=self.network(pixel_values))
-
-
-class Convolutional(Clip):
-    """A convolutional network beside the text tower of ViT-B/32."""
-
-    def __init__(self, shape: dict[str, Any], device: str) -> None:
-        super().__init__(shape["texts"], device)
-        with torch.device(device):
-            features = Features(shape["name"])
-            projection = nn.Linear(features.network.num_features, self.config.projection_dim, bias=False)
-            self.image = ImageTower(features, projection)
-        self.train()
-
-
 class Texts(Clip):
     """BERT-base as the encoder of both sides: queries and documents of 128 tokens, without dropout, whose results would vary."""
 
@@ -155,7 +128,6 @@ class Texts(Clip):
 MODELS: dict[str, tuple[str, type[Clip], dict[str, Any]]] = {
     "l14": ("CLIP ViT-L/14", Clip, VIT_L_14),
     "b32": ("CLIP ViT-B/32", Clip, VIT_B_32),
-    "rn50": ("CLIP ResNet-50", Convolutional, {"name": "resnet50", "texts": VIT_B_32}),
     "bert": ("BERT-base", Texts, {}),
     "tiny": ("tiny CLIP", Clip, TINY),
     "tiny_bert": (

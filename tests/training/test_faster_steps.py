@@ -275,7 +275,8 @@ def test_predicted_memory_is_the_memory_of_a_step(tmp_path, plain, name):
             training.step(Step(0, 128, 1.0), batch)
         measured = torch.cuda.max_memory_allocated()
         found = predictions(run, here, 10_000, 0)(128, 128, 1)
-    assert found.peak_bytes == pytest.approx(measured, rel=0.02)
+    # cuDNN chooses algorithms, and with them its workspace, by the memory that is free.
+    assert found.peak_bytes == pytest.approx(measured, rel=0.05 if name == "resnet50" else 0.02)
 
 
 def test_equal_blocks_are_compiled_one_by_one_and_other_towers_whole(monkeypatch):
