@@ -121,6 +121,19 @@ def test_the_numbers_of_the_other_losses_are_those_of_the_kept_rows():
         assert "out of memory" in rows[key]["error"]
 
 
+def test_the_speed_of_small_batches_in_a_graph_is_that_of_the_kept_rows():
+    rows = read_rows(ROOT / "benchmarks/results/loss-small-cuda.jsonl")
+    ms = {(row["loss"], row["batch"], row["implementation"]): row["wall_s"] for row in rows}
+    ratios = [ms[loss, n, "full matrix"] / s for (loss, n, name), s in ms.items() if name == "ours, graphed" and n <= 4096]
+    text = " ".join((ROOT / "docs" / "benchmarks.md").read_text().split())
+    assert f"in a CUDA graph {min(ratios):.1f} to {max(ratios):.1f} times as fast as the plain one up to 4,096 pairs" in text
+    assert all(s > ms[loss, n, "ours"] for (loss, n, name), s in ms.items() if name in ("full matrix", "full matrix, compiled")), (
+        "the losses are faster at every size"
+    )
+    large = ms["clip", 65536, "full matrix, compiled"] / ms["clip", 65536, "ours"]
+    assert f"the softmax loss is {large:.1f} times as fast as the compiled formula" in text
+
+
 def test_the_shares_of_whole_steps_are_those_of_the_kept_rows():
     rows = read_rows(ROOT / "benchmarks/results/whole-steps-cuda.jsonl")
     compiled = [row for row in rows if row["case"]["model"] == "l14" and row["case"]["optimizations"][-1:] == ["layers"]]

@@ -235,8 +235,8 @@ class LossCall:
 class LossGraph:
     """A captured computation and the memory that it reads and writes.
 
-    inputs: read by replay(). value, gradients: written by it; the latter are for an incoming gradient of one, None for an input
-        that has none. generation: the number of the last replay.
+    inputs: read by replay(). value, gradients: written by it; the latter are for an incoming gradient of one, and without those
+        that are None. generation: the number of the last replay.
     """
 
     def __init__(
@@ -246,16 +246,12 @@ class LossGraph:
         self.generation = next(_generations)
         # Without the GIL in operations, another thread could copy its inputs between this one's copy and replay.
         self.lock = threading.Lock()
-        present = [(place, t) for place, t in enumerate(gradients) if t is not None]
-        wide = [(place, t) for place, t in present if torch.promote_types(t.dtype, value.dtype) == t.dtype]
-        self.present = [t for _, t in present]
-        self.places = [place for place, _ in present]
-        self.copy_inputs, self.scale_gradients = copies_of(self.inputs), copies_of(self.present)
-        self.wide_places, self.wide = [place for place, _ in wide], [t for _, t in wide]
-        self.narrow = [(place, t) for place, t in present if place not in self.wide_places]
-        # One for the graph itself, which is an argument of the Function too.
-        self.no_gradients: list[Tensor | None] = [None] * (1 + len(gradients))
-        self.differentiable = bool(present)
+        # The graph itself is the first argument of the Function.
+        self.places = [1 + place for place, t in enumerate(gradients) if t is not None]
+        self.gradients = [t for t in gradients if t is not None]
+        self.no_results: list[Tensor | None] = [None] * (1 + len(gradients))
+        self.differentiable = bool(self.gradients)
+        self.copy_inputs, self.scale_gradients = copies_of(self.inputs), copies_of(self.gradients)
 
     def run(self, inputs: list[Tensor] | tuple[Tensor, ...]) -> tuple[Tensor, int]:
         """Return a copy of the value for these inputs, and the number of the replay."""
@@ -273,21 +269,15 @@ class LossGraph:
         with self.lock, torch._C._AutoDispatchBelowAutograd():
             if self.generation != generation:
                 self._compute(inputs)
-            results = self.no_gradients.copy()
-            if self.scale_gradients is not None:
-                targets = [torch.empty_like(t) for t in self.present]
-                if self.scale_gradients(self.present, targets, g):
-                    for place, t in zip(self.places, targets, strict=True):
-                        results[1 + place] = t
-                    return results, self.generation
-            if self.wide:
-                for place, product in zip(self.wide_places, torch._foreach_mul(self.wide, g), strict=True):
-                    results[1 + place] = product
-            if self.narrow:
-                # A tensor with a dimension is not rounded to the dtype of the other factor: the product is rounded once.
+            targets = [torch.empty_like(t) for t in self.gradients]
+            if self.scale_gradients is None or not self.scale_gradients(self.gradients, targets, g):
+                # A factor with a dimension is not rounded to the dtype of the gradient first: the product is rounded once.
                 factor = g.view(1)
-                for place, t in self.narrow:
-                    results[1 + place] = torch.mul(t, factor if t.ndim else g, out=torch.empty_like(t))
+                for t, target in zip(self.gradients, targets, strict=True):
+                    torch.mul(t, factor if t.ndim else g, out=target)
+            results = self.no_results.copy()
+            for place, target in zip(self.places, targets, strict=True):
+                results[place] = target
             return results, self.generation
 
     def _compute(self, inputs: list[Tensor] | tuple[Tensor, ...]) -> None:
