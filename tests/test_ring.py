@@ -17,7 +17,7 @@ from world import MEETING_TIME, error_of, fresh_processes
 
 import megabatch
 from megabatch import reference
-from megabatch.ring import Ring
+from megabatch.ring import BLOCK, Ring
 
 # Timeout of the group whose rank dies.
 PEER_TIMEOUT = timedelta(seconds=20)
@@ -246,6 +246,40 @@ def test_the_gradient_is_that_of_the_sum_over_ranks(world):
     x.requires_grad_()
     (reference.clip_loss(x, y, 2.0) * (1 + 2)).backward()
     assert torch.allclose(found, x.grad, rtol=1e-10)
+
+
+def blocks_that_arrive_during_visits(rank: int, size: int) -> list[int]:
+    """Return the owners of the blocks that had arrived before the visit of the block before them ended."""
+    start, arriving, arrived = dist.batch_isend_irecv, [], []
+
+    def exchange(operations):
+        for each in operations:
+            if each.op is dist.irecv and each.tag == BLOCK:
+                arriving.append(each.tensor.fill_(-1))
+        return start(operations)
+
+    def visit(block: tuple[Tensor], owner: int) -> tuple[None, None]:
+        # A visit that does not end before the next block is there: it would wait in vain if sending began after it.
+        deadline = time.monotonic() + 20
+        while arriving and time.monotonic() < deadline:
+            if (arriving[-1] == (owner - 1) % size).all():
+                arrived.append((owner - 1) % size)
+                arriving.clear()
+            time.sleep(0.001)
+        return None, None
+
+    dist.batch_isend_irecv = exchange
+    try:
+        Ring.of(dist.group.WORLD).tour((torch.full((1000, 100), float(rank)),), [1000] * size, visit, lambda a, b: None)
+    finally:
+        dist.batch_isend_irecv = start
+    return arrived
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_next_block_arrives_while_one_is_visited(world, size):
+    found = world.run(size, blocks_that_arrive_during_visits)
+    assert found == [[(rank - hop) % size for hop in range(1, size)] for rank in range(size)]
 
 
 def count_exchanges(rank: int, size: int) -> list[int]:
