@@ -68,7 +68,7 @@ def test_a_frozen_side_costs_no_product(monkeypatch):
     calls, add_product = [], products._add_product
     monkeypatch.setattr(products, "_add_product", lambda *args: calls.append(1) or add_product(*args))
     # Four tiles.
-    megabatch.clip_loss(x, y, 5.0, workspace=2 * 18 * 8).backward()
+    megabatch.clip_loss(x, y, 5.0, workspace=2 * 12 * 8).backward()
     assert len(calls) == 4
 
 

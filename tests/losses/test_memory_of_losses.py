@@ -13,9 +13,9 @@ pytestmark = pytest.mark.sampled(3)
 WIDTH = 32
 
 
-def work(loss: str, rows: int, workspace: int, options: dict) -> None:
+def work(loss: str, rows: int, workspace: int, options: dict, scale: float = 0.5) -> None:
     x, y = (torch.randn(rows, WIDTH).requires_grad_() for _ in range(2))
-    scalars = (0.5,) if loss == "clip_loss" else (0.5, -5.0)
+    scalars = (scale,) if loss == "clip_loss" else (scale, -5.0)
     if options.get("ids"):
         options = {**options, "ids": torch.arange(rows) // 2}
     getattr(megabatch, loss)(x, y, *scalars, workspace=workspace, **options).backward()
@@ -50,6 +50,16 @@ def test_extra_memory_grows_linearly_at_most(loss, options):
     assert large - small < 10 * 6000 * WIDTH * 4 + 2 * MIB
     # Masks and temporaries of a tile with every option stay within about twice the workspace.
     assert large < 2 * workspace + 10 * 9000 * WIDTH * 4 + 4 * MIB
+
+
+@pytest.mark.parametrize("scale", [0.5, 50.0], ids=["common exponent", "no common exponent"])
+@pytest.mark.parametrize("loss", ["clip_loss", "siglip_loss"])
+def test_a_matrix_that_fits_is_in_memory_once(loss, scale):
+    rows = 3000
+    matrix = rows * rows * 4
+    extra = measured(work, (loss, 64, 4096, {}, scale), (loss, rows, matrix, {}, scale))
+    # Blocks of rows take 1 MiB, twice.
+    assert matrix < extra < matrix + 10 * rows * WIDTH * 4 + 4 * MIB
 
 
 def test_the_workspace_bounds_the_temporaries():

@@ -12,6 +12,7 @@ from cases import Case, embeddings
 import megabatch
 from megabatch import reference
 from megabatch.losses import clip, one_piece, siglip
+from megabatch.tiles import one_piece as whole_matrix
 from megabatch.tiles.one_piece import SAFE_RANGE
 
 SCALARS = {"clip_loss": (20.0,), "siglip_loss": (20.0, -5.0)}
@@ -20,7 +21,7 @@ names = pytest.mark.parametrize("name", SCALARS)
 TILES = 1000
 
 
-def arguments(name: str, rows: int = 12, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+def arguments(name: str, rows: int = 16, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     scalars = [torch.tensor(value, dtype=torch.promote_types(dtype, torch.float32)) for value in SCALARS[name]]
     return [t.to(dtype).requires_grad_() for t in embeddings(rows)] + [t.requires_grad_() for t in scalars]
 
@@ -43,11 +44,20 @@ INPUTS = {
 }
 
 
+@pytest.fixture
+def blocks_of_five_rows(monkeypatch):
+    monkeypatch.setattr(whole_matrix, "SMALL_CELLS", 1)
+    monkeypatch.setattr(whole_matrix, "BLOCK_CELLS", 5 * 24 // torch.get_num_threads())
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("inputs", INPUTS.values(), ids=INPUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("options", [{}, {"symmetric": False}, None], ids=["clip", "rows only", "siglip"])
-def test_errors_are_those_of_the_tiles(inputs, dtype, options):
+@pytest.mark.parametrize("blocks", [1, 5])
+def test_errors_are_those_of_the_tiles(inputs, dtype, options, blocks, request):
+    if blocks > 1:
+        request.getfixturevalue("blocks_of_five_rows")
     (x, y), scale = inputs
     loss, scalars = ("siglip_loss", (scale, -5.0)) if options is None else ("clip_loss", (scale,))
     case = Case(loss, x.to(dtype).double(), y.to(dtype).double(), scalars, options or {})
@@ -207,12 +217,12 @@ def doubtful(x, y, scale):
     yield "a backend", (x, y, (scale,), ..., "fused", None)
     yield "a workspace that is no int", (x, y, (scale,), ..., None, True)
     yield "no workspace", (x, y, (scale,), ..., None, 0)
-    yield "a small workspace", (x, y, (scale,), ..., None, 2 * 12 * 12 * 4 - 1)
+    yield "a small workspace", (x, y, (scale,), ..., None, len(x) ** 2 * 4 - 1)
 
 
 def test_what_is_not_certain_goes_through_all_checks():
     x, y, scale = arguments("clip_loss")
-    call = (x, y, (scale,), ..., None, 2 * 12 * 12 * 4)
+    call = (x, y, (scale,), ..., None, len(x) ** 2 * 4)
     assert one_piece.accept(*call) is not None
     accepted = [reason for reason, other in doubtful(x, y, scale) if one_piece.accept(*other) is not None]
     assert accepted == []

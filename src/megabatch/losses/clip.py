@@ -136,9 +136,10 @@ def clip_loss(
         equal_shards: claim that every rank passes the same shapes, options and scalars. This saves the exchange that compares them
             in every call after the first one on the group.
         backend: "eager" (PyTorch operations) or "fused" (Triton kernels). None: fused on CUDA if Triton can be imported.
-        workspace: bytes of working memory for tiles. None: 32 MiB on a CPU; on CUDA at most a seventeenth of the device's memory,
-            rounded down to a power of two (8 GiB on an H200), and 512 MiB on small devices. If the whole matrix and a buffer of its
-            size fit, value and gradients are computed at once: by default up to 2,048 pairs in float32 on a CPU, 8,192 on CUDA.
+        workspace: bytes of working memory for tiles. None: 64 MiB on a CPU; on CUDA at most a seventeenth of the device's memory,
+            rounded down to a power of two (8 GiB on an H200), and 512 MiB on small devices. If the whole matrix fits (on CUDA with
+            a buffer of its size), value and gradients are computed at once: by default up to 4,096 pairs in float32 on a CPU, 8,192
+            on CUDA.
         precision: of the products of float32 embeddings on CUDA. "ieee": float32. "tf32": operands rounded to 10 bits.
         int8_backward: let backward recompute the similarities of bfloat16 embeddings from int8, on devices that have kernels for
             it (Hopper); large gradients are computed from the bfloat16 embeddings. Faster and slightly less exact. Elsewhere it

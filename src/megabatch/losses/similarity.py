@@ -94,7 +94,7 @@ def similarity_loss(
 
     How it is computed:
         group, equal_shards: as in `clip_loss`.
-        workspace: bytes of working memory for a tile. None: 32 MiB on a CPU, 256 MiB elsewhere.
+        workspace: bytes of working memory for a tile. None: 64 MiB on a CPU, 256 MiB elsewhere.
         pair_bytes: how much of it one pair of rows takes, with intermediate results of the function and its graph. It decides
             the size of a tile.
 

@@ -1,7 +1,8 @@
 """The losses of one block with the whole similarity matrix in the workspace, for small batches on a CPU. Legend: contract.py.
 
 Value and gradients come from one computation of the matrix, 6·M·N·D operations for both losses, with few operations of PyTorch:
-at some hundred rows, their number is what takes the time. All pairs count, and row i of y is the positive of row i of x.
+at some hundred rows, their number is what takes the time. A larger matrix is overwritten in place, a block of rows at a time. All
+pairs count, and row i of y is the positive of row i of x.
 
 As in the contract, sums go over the others, without the positive. t_SM is the logarithm of their odds against the positive, for
 each side S (rows, and columns if the loss is symmetric): softplus(t) is the loss and sigmoid(t) = 1 - p, never as a difference.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,6 +27,8 @@ from .products import operand, units
 SAFE_RANGE = 60.0
 # From here on softplus(t) is t: below the rounding of fp64. PyTorch's default of 20 is right for fp32 only.
 LINEAR_FROM = 40.0
+# Cells of a block of rows for each thread, which stay in its cache. A matrix of up to SMALL_CELLS is one block.
+BLOCK_CELLS, SMALL_CELLS = 2**17, 2**20
 
 
 class EagerGradients(NamedTuple):
@@ -40,9 +44,9 @@ class EagerGradients(NamedTuple):
 
 
 def fits(shape: tuple[int, int, int], dtype: torch.dtype, compute: ComputeOptions) -> bool:
-    """Return whether the workspace holds the matrix and a buffer of its shape, and there is a pair to sum over."""
+    """Return whether the workspace holds the matrix, and there is a pair to sum over."""
     rows, documents, _ = shape
-    return rows > 0 and documents > 1 and 2 * rows * documents * accumulator(dtype).itemsize <= compute.workspace
+    return rows > 0 and documents > 1 and rows * documents * accumulator(dtype).itemsize <= compute.workspace
 
 
 def softmax_loss(x_MD: Tensor, y_ND: Tensor, scale: Tensor, *, needs_grad: NeedsGrad | None, compute: ComputeOptions) -> OnePiece:
@@ -63,32 +67,36 @@ def _softmax_loss(
     x, y = operand(x_MD), operand(y_ND)
     z_MN, kept = _similarities(x_MD, x, y, needs_grad, compute)
     s_MN = z_MN.mul(scale) if kept else z_MN.mul_(scale)
+    blocks = _row_blocks(s_MN)
     diagonal_M = s_MN.diagonal()
     positive_M = diagonal_M.clone()
     lowest, highest = torch.aminmax(s_MN)
     low, high = lowest.item(), highest.item()
+    # Its exponential of zero leaves the positive out of the sums.
+    diagonal_M.fill_(-torch.inf)
     # Logits that are not numbers compare as false.
     shared = high - low <= 2 * SAFE_RANGE
+    rows, columns = [], []
     if shared:
         if high > SAFE_RANGE or low < -SAFE_RANGE:
             middle = (low + high) / 2
             s_MN.sub_(middle)
             positive_M.sub_(middle)
-        row_exp_MN = column_exp_MN = s_MN.exp_()
-        # An exponential of zero leaves the positive out of the sums.
-        diagonal_M.zero_()
-        total_SM = _sums(row_exp_MN, column_exp_MN, symmetric)
+        for block in blocks:
+            rows.append(block.exp_().sum(1))
+            if symmetric:
+                columns.append(block.sum(0))
+        total_SM = _totals(rows, columns)
         t_SM = total_SM.log().sub_(positive_M)
     else:
-        diagonal_M.fill_(-torch.inf)
         peak_M1 = s_MN.amax(1, keepdim=True)
-        row_exp_MN, column_exp_MN = (s_MN - peak_M1).exp_(), s_MN
-        peak_SM = peak_M1.t()
-        if symmetric:
-            peak_1N = s_MN.amax(0, keepdim=True)
-            s_MN.sub_(peak_1N).exp_()
-            peak_SM = torch.cat((peak_SM, peak_1N))
-        total_SM = _sums(row_exp_MN, column_exp_MN, symmetric)
+        peak_1N = s_MN.amax(0, keepdim=True) if symmetric else None
+        for row_exp, column_exp in _exponentials(blocks, peak_M1, peak_1N):
+            rows.append(row_exp.sum(1))
+            if symmetric:
+                columns.append(column_exp.sum(0))
+        total_SM = _totals(rows, columns)
+        peak_SM = peak_M1.t() if peak_1N is None else torch.cat((peak_M1.t(), peak_1N))
         # The difference first: at logits of 1e8, peak + log(total) would round log(total) away.
         t_SM = (peak_SM - positive_M).add_(total_SM.log())
     share = _number(1 / t_SM.numel(), t_SM.dtype)
@@ -97,17 +105,19 @@ def _softmax_loss(
         return OnePiece(loss)
     others_SM = t_SM.sigmoid_().mul_(share)
     row_gain_M, *column_gain_N = (others_SM / total_SM).unbind()
-    row_gain_M1 = row_gain_M.unsqueeze(1)
-    if not symmetric:
-        g_MN = row_exp_MN.mul_(row_gain_M1)
-        g_MN.diagonal().copy_(others_SM[0]).neg_()
-    elif shared:
-        g_MN = row_exp_MN.mul_(row_gain_M1 + column_gain_N[0])
-        diagonal_M.sub_(others_SM.sum(0))
+    row_gains = _as_blocks(row_gain_M.unsqueeze(1), blocks)
+    # The exponentials become the gradient with respect to the logits.
+    if shared:
+        for block, row_gain in zip(blocks, row_gains, strict=True):
+            block.mul_(row_gain + column_gain_N[0] if symmetric else row_gain)
     else:
-        g_MN = row_exp_MN.mul_(row_gain_M1).addcmul_(column_exp_MN, column_gain_N[0])
-        g_MN.diagonal().sub_(others_SM.sum(0))
-    return _gradients(loss, g_MN, z_MN if kept else None, scale, x, y, x_MD, needs_grad, compute, None)
+        exponentials = _exponentials(blocks, peak_M1, peak_1N)
+        for block, row_gain, (row_exp, column_exp) in zip(blocks, row_gains, exponentials, strict=True):
+            torch.mul(row_exp, row_gain, out=block)
+            if symmetric:
+                block.addcmul_(column_exp, column_gain_N[0])
+    diagonal_M.sub_(others_SM.sum(0))
+    return _gradients(loss, s_MN, z_MN if kept else None, scale, x, y, x_MD, needs_grad, compute, None)
 
 
 def sigmoid_loss(
@@ -117,26 +127,61 @@ def sigmoid_loss(
     x, y = operand(x_MD), operand(y_ND)
     z_MN, kept = _similarities(x_MD, x, y, needs_grad, compute)
     s_MN = torch.add(bias, z_MN, alpha=scale.item()) if kept else z_MN.mul_(scale).add_(bias)
+    blocks = _row_blocks(s_MN)
     # A positive costs softplus(-s), a negative softplus(s).
     diagonal_M = s_MN.diagonal().neg_()
-    exp_MN = s_MN.exp_()
-    loss = exp_MN.log1p().sum()
+    loss = _total(block.exp_().log1p() for block in blocks)
     has_exponentials = math.isfinite(loss.item())
     share = _number(1 / x_MD.shape[0], s_MN.dtype)
     if not has_exponentials:
         # A logit is too large, or not a number.
         if not kept:
-            z_MN, _ = _similarities(x_MD, x, y, needs_grad, compute)
+            _similarities(x_MD, x, y, needs_grad, compute, out=s_MN)
         torch.mul(z_MN, scale, out=s_MN).add_(bias)
         diagonal_M.neg_()
-        loss = softplus(s_MN, 1, LINEAR_FROM).sum()
+        loss = _total(softplus(block, 1, LINEAR_FROM) for block in blocks)
     loss.mul_(share)
     if needs_grad is None:
         return OnePiece(loss)
-    g_MN = exp_MN.div_(exp_MN + _number(1, s_MN.dtype)) if has_exponentials else s_MN.sigmoid_()
-    g_MN.mul_(share)
+    # The exponentials become the gradient with respect to the logits.
+    one = _number(1, s_MN.dtype)
+    for block in blocks:
+        (block.div_(block + one) if has_exponentials else block.sigmoid_()).mul_(share)
     diagonal_M.neg_()
-    return _gradients(loss, g_MN, z_MN if kept else None, scale, x, y, x_MD, needs_grad, compute, g_MN.sum())
+    return _gradients(loss, s_MN, z_MN if kept else None, scale, x, y, x_MD, needs_grad, compute, s_MN.sum())
+
+
+def _row_blocks(t_MN: Tensor) -> tuple[Tensor, ...]:
+    """Return blocks of rows: all that is done with one at a time needs buffers of its size only, which stay in the caches."""
+    if t_MN.numel() <= SMALL_CELLS:
+        return (t_MN,)
+    return t_MN.split(max(1, BLOCK_CELLS * torch.get_num_threads() // t_MN.shape[1]))
+
+
+def _as_blocks(t_M1: Tensor, blocks: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the rows of t that belong to each block."""
+    return t_M1.split(blocks[0].shape[0]) if len(blocks) > 1 else (t_M1,)
+
+
+def _exponentials(blocks: Sequence[Tensor], peak_M1: Tensor, peak_1N: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the exponentials of each block's logits relative to the peaks of its rows, and to those of the columns, if given."""
+    for block, row_peak in zip(blocks, _as_blocks(peak_M1, blocks), strict=True):
+        row_exp = (block - row_peak).exp_()
+        yield row_exp, row_exp if peak_1N is None else (block - peak_1N).exp_()
+
+
+def _totals(rows: list[Tensor], columns: list[Tensor]) -> Tensor:
+    """Return the sums over rows and, if there are any, over columns, from those of the blocks."""
+    row_total_M = torch.cat(rows) if len(rows) > 1 else rows[0]
+    if not columns:
+        return row_total_M[None]
+    return torch.stack((row_total_M, torch.stack(columns).sum(0) if len(columns) > 1 else columns[0]))
+
+
+def _total(blocks: Iterable[Tensor]) -> Tensor:
+    """Return the sum of all elements."""
+    sums = [block.sum() for block in blocks]
+    return torch.stack(sums).sum() if len(sums) > 1 else sums[0]
 
 
 @functools.lru_cache(maxsize=256)
@@ -147,16 +192,13 @@ def _number(value: float, dtype: torch.dtype) -> Tensor:
         return torch.full((), value, dtype=dtype, device="cpu")
 
 
-def _similarities(x_MD: Tensor, x: Tensor, y: Tensor, needs_grad: NeedsGrad | None, compute: ComputeOptions) -> tuple[Tensor, bool]:
+def _similarities(
+    x_MD: Tensor, x: Tensor, y: Tensor, needs_grad: NeedsGrad | None, compute: ComputeOptions, out: Tensor | None = None
+) -> tuple[Tensor, bool]:
     """Return x @ y.T, and whether it is kept for the derivative in the scale: if the matrix is smaller than the embeddings."""
     with units(x_MD, compute.precision):
-        z_MN = torch.mm(x, y.t())
+        z_MN = torch.mm(x, y.t(), out=out)
     return z_MN, needs_grad is not None and y.shape[0] <= y.shape[1]
-
-
-def _sums(row_exp_MN: Tensor, column_exp_MN: Tensor, symmetric: bool) -> Tensor:
-    row_total_M = row_exp_MN.sum(1)
-    return torch.stack((row_total_M, column_exp_MN.sum(0))) if symmetric else row_total_M[None]
 
 
 def _gradients(

@@ -14,7 +14,7 @@ from ...tiles.panels import panel_size
 from .setup import Setup
 
 # The default workspace of the backends: on CUDA at least this, and more on devices with more memory.
-MIN_WORKSPACE = {"cuda": 512 * 2**20, "cpu": 32 * 2**20}
+MIN_WORKSPACE = {"cuda": 512 * 2**20, "cpu": 64 * 2**20}
 WORKSPACE_SHARE = 17
 # A tile has 128 rows or more. Its sums are two fp32 numbers per row or column, twice: a run also counts the rank of each positive.
 PARTIAL_BYTES, TILE_SIDE, PARTIALS = 8, 128, 2
