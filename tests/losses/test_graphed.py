@@ -40,7 +40,12 @@ class Recorder:
 
         def replay() -> None:
             self.replays += 1
-            with torch.inference_mode(False), torch.set_grad_enabled(grad), torch.autocast("cpu", enabled=autocast):
+            with (
+                torch.inference_mode(False),
+                torch.set_grad_enabled(grad),
+                torch.autocast("cpu", enabled=autocast),
+                graphs.without_graphs(),
+            ):
                 new = graphs.evaluate(call, leaves)
             for old, t in zip((result.value, *result.gradients), (new.value, *new.gradients), strict=True):
                 if old is not None:
@@ -135,6 +140,36 @@ def test_a_graphed_loss_inside_of_another_one(recorder):
         expected = step(lambda x, y, scale: megabatch.clip_loss(x, y, scale) + megabatch.clip_loss(y, x, scale), inputs)
         assert same(step(criterion, inputs), expected)
     assert len(criterion._graphs) == 1
+    # It is part of that graph; its own is from the first call, which computed the sum without one.
+    assert len(inner._graphs) == 1 and recorder.captures == 2
+
+
+@pytest.mark.parametrize(("first", "second"), [(1, True), (1, 1.0), (0.0, -0.0), ((1,), (True,))])
+def test_values_that_are_equal_but_not_alike_have_graphs_of_their_own(first, second, recorder):
+    criterion = megabatch.graphed(lambda x, value: x.sum() * len(repr(value)))
+    x = torch.ones(3)
+    for value in (first, first, second, second):
+        assert criterion(x, value) == 3 * len(repr(value))
+    assert recorder.captures == 2
+
+
+def test_clearing_while_a_graph_is_captured(recorder, monkeypatch):
+    def capture(call):
+        criterion.clear()
+        return recorder.capture(call)
+
+    monkeypatch.setattr(graphs, "capture", capture)
+    criterion = megabatch.graphed(megabatch.clip_loss)
+    for _ in range(2):
+        criterion(*arguments())
+    assert len(criterion._graphs) == 1
+
+
+def test_anomaly_detection_sees_the_loss_itself(recorder):
+    criterion = captured(recorder)
+    with torch.autograd.set_detect_anomaly(True, check_nan=False):
+        criterion(*arguments()).backward()
+    assert recorder.replays == 0
 
 
 def captured(recorder: Recorder, loss=megabatch.clip_loss, **options) -> graphs.GraphedLoss:
@@ -361,7 +396,7 @@ def test_what_a_graph_cannot_contain_is_refused(create, message):
 
 NOT_CALLED = {
     "diagnostics": ({"diagnostics": True}, "returned a tuple"),
-    "a list": ({"directions": ["x_to_y"]}, "directions is a list: .* must be hashable; pass a tuple"),
+    "a list": ({"directions": ["x_to_y"]}, r"directions is \['x_to_y'\]: .* must be hashable; pass a tuple"),
     "a guide": ({"guide": megabatch.Guide(*embeddings(12))}, "guide is a Guide|guide.* is a tensor"),
     "a group": ({"group": torch.Generator()}, "group is a Generator"),
     "another device": ({"ids": torch.arange(12, device="meta")}, "ids is on meta and the first tensor on cpu"),
@@ -397,7 +432,6 @@ def test_a_parameter_that_is_no_argument_is_refused(recorder):
             criterion(x.detach(), y.detach())
     assert len(criterion._graphs) == 1 and criterion(x.detach(), y.detach()).requires_grad
     vector = megabatch.graphed(lambda x, y: (x * y).sum(1))
-    vector(x, y)
     with pytest.raises(ValueError, match=r"returned a tensor of shape \(12,\)"):
         vector(x, y)
 

@@ -139,6 +139,24 @@ def test_a_graphed_loss_inside_of_another_one():
         inputs = arguments(seed=seed)
         expected = step(lambda x, y, scale: megabatch.clip_loss(x, y, scale) + megabatch.clip_loss(y, x, scale), inputs)
         assert same(step(criterion, inputs), expected)
+    # From the first call, which computed the sum without a graph.
+    assert len(inner._graphs) == 1
+
+
+def test_graphs_own_their_cublas_workspaces():
+    criterion = megabatch.graphed(megabatch.clip_loss)
+    kept, removed = arguments(rows=4096), arguments(rows=4032)
+    for inputs in (kept, kept, removed, removed):
+        criterion(*inputs)
+    expected = step(criterion, kept)
+    # The graph that was captured last, and all workspaces that PyTorch keeps, as torch.compile frees them.
+    del criterion._graphs[list(criterion._graphs)[-1]]
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    others = [torch.full((2**22,), 7.0, device="cuda") for _ in range(64)]
+    for _ in range(3):
+        assert same(step(criterion, kept), expected)
+    assert all(bool((t == 7).all()) for t in others)
 
 
 def test_two_losses_before_one_backward_and_values_that_stay():
@@ -314,7 +332,7 @@ def test_a_loss_that_waits_for_the_device_is_refused_and_does_no_harm(rows):
     expected = step(megabatch.clip_loss, inputs)
     assert same(step(criterion, inputs), expected)
     before = torch.cuda.current_stream()
-    with pytest.raises(ValueError, match="waits for the device in each call"):
+    with pytest.raises(ValueError, match="another thread, waits for the device in each call"):
         criterion(*inputs)
     assert torch.cuda.current_stream() == before and torch.cuda.get_sync_debug_mode() == 0
     assert same(step(megabatch.clip_loss, inputs), expected) and same(step(captured(inputs=inputs), inputs), expected)

@@ -37,10 +37,20 @@ SEEN = 256
 PLAIN_VALUES = (type(None), bool, int, float, str, type(...), torch.dtype)
 
 _generations = itertools.count(1)
-# PyTorch captures one graph at a time. Reentrant, since a graphed loss may be part of another one.
+# PyTorch captures one graph at a time. Reentrant, in case that objects are collected meanwhile which clear a loss.
 _capturing = threading.RLock()
-# For each stream that replays graphs, the one that they are captured on.
-_side_streams: dict[torch.cuda.Stream, torch.cuda.Stream] = {}
+# The streams that graphs are captured on, by device.
+_side_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+class _Thread(threading.local):
+    """State of a thread. captures: whether it captures a graph; a graphed loss that is part of the captured one is then computed
+    by the loss itself."""
+
+    captures = False
+
+
+_thread = _Thread()
 
 
 def graphed(loss: Callable[..., Any], *, max_graphs: int = 8, **options: Any) -> GraphedLoss:
@@ -54,16 +64,16 @@ def graphed(loss: Callable[..., Any], *, max_graphs: int = 8, **options: Any) ->
     There is one graph for each signature: shapes, dtypes, which tensors require a gradient, autocast, grad mode, the stream, and
     the values of all arguments that are no tensors. The first call of a signature is computed by the loss itself, the second one
     captures its graph, which takes as long as many calls. So a shape that occurs once is never captured, nor a scale that is
-    another number in each step; pass that one as a tensor. A graph keeps its memory: copies of the inputs, their gradients, and
-    what the loss needs to compute them (`workspace` limits that).
+    another number in each step; pass that one as a tensor. A graph keeps its memory: copies of the inputs, their gradients, what
+    the loss needs to compute them (`workspace` limits that), and the workspaces of cuBLAS.
 
-    Values and gradients are those of the loss, bit for bit. If the loss is multiplied by something else than a power of two, its
-    gradients are rounded once more. Calls and backward passes may come in any order. All inputs must be unchanged until backward,
-    ids and weights too.
+    Values and gradients are those of the loss for contiguous inputs on the current device, bit for bit. If the loss is multiplied
+    by something else than a power of two, its gradients are rounded once more. Calls and backward passes may come in any order. All
+    inputs must be unchanged until backward, ids and weights too.
 
-    Process groups, diagnostics, tensors inside of other objects (`guide`), functions, and float16 tensors that require a gradient
-    raise a ValueError. On a CPU, inside torch.compile, the transforms of torch.func and dispatch modes, and while the caller
-    captures a graph, the loss itself is called.
+    Process groups, diagnostics, tensors inside of other objects (`guide`), functions, tensors on several devices, and float16
+    tensors that require a gradient raise a ValueError. On a CPU, inside torch.compile, the transforms of torch.func, dispatch modes
+    and autograd's anomaly detection, and while the caller captures a graph, the loss itself is called.
 
     >>> import torch, megabatch
     >>> x, y = torch.nn.functional.normalize(torch.randn(2, 256, 64), dim=-1).unbind()
@@ -113,7 +123,7 @@ class GraphedLoss:
             elif isinstance(value, Tensor):
                 return self._without_graph(args, kwargs)
             else:
-                signature.append(value)
+                signature.append(_constant(value))
         stream = stream_of(tensors[0]) if tensors else None
         if stream is None or _is_special():
             return self._without_graph(args, kwargs)
@@ -142,8 +152,9 @@ class GraphedLoss:
 
     def clear(self) -> None:
         """Remove all graphs and free their memory, as soon as no backward needs them."""
-        self._graphs.clear()
-        self._seen.clear()
+        with _capturing:
+            self._graphs.clear()
+            self._seen.clear()
 
     def __repr__(self) -> str:
         options = "".join(f", {name}={value!r}" for name, value in self.options.items())
@@ -155,7 +166,7 @@ class GraphedLoss:
 
     def _without_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         value = self.loss(*args, **kwargs)
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor) or value.ndim:
             raise _not_a_scalar(value)
         return value
 
@@ -172,7 +183,7 @@ class GraphedLoss:
                     del self._seen[next(iter(self._seen))]
                 return None
             graph = capture(LossCall(self.loss, args, kwargs))
-            del self._seen[key]
+            self._seen.pop(key, None)
             self._graphs[key] = graph
             if len(self._graphs) > self.max_graphs:
                 self._remove_one()
@@ -197,11 +208,13 @@ class GraphedLoss:
         for name, value in zip(names, (*args, *kwargs.values()), strict=True):
             if not isinstance(value, Tensor):
                 _check_value(name, value)
-                if isinstance(value, (list, dict)):
+                try:
+                    hash(value)
+                except TypeError:
                     raise ValueError(
-                        f"{name} is a {type(value).__name__}: a value that is passed with each call must be hashable; pass a "
-                        "tuple, or fix it in graphed(loss, …)"
-                    )
+                        f"{name} is {value!r:.80}: a value that is passed with each call must be hashable; pass a tuple, or fix "
+                        "it in graphed(loss, …)"
+                    ) from None
                 continue
             first = value if first is None else first
             if value.device != first.device:
@@ -317,9 +330,12 @@ def stream_of(t: Tensor) -> int | None:
 
 
 def _is_special() -> bool:
-    """Return whether something else than autograd takes part in this call, or `accumulate`, in which losses raise."""
+    """Return whether something else than autograd takes part in this call, or `accumulate`, in which losses raise, or whether it is
+    captured as part of another loss."""
     return bool(
-        torch._C._are_functorch_transforms_active()
+        _thread.captures
+        or torch.is_anomaly_enabled()
+        or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
         or torch._C._len_torch_dispatch_stack()
         or is_accumulating()
@@ -333,10 +349,9 @@ def capture(call: LossCall) -> LossGraph:
         current = torch.cuda.current_stream()
         # Static inputs belong to the current stream, which replays the graph: they are not reused before a replay is done.
         static, leaves = static_inputs(call.tensors)
-        # Graphs that run at the same time must not share a workspace of cuBLAS, and each stream has its own.
-        if current not in _side_streams:
-            _side_streams[current] = torch.cuda.Stream()
-        side = _side_streams[current]
+        if device not in _side_streams:
+            _side_streams[device] = torch.cuda.Stream()
+        side = _side_streams[device]
         side.wait_stream(current)
         offset = torch.cuda._get_rng_state_offset(device)
         with torch.cuda.stream(side):
@@ -346,8 +361,8 @@ def capture(call: LossCall) -> LossGraph:
         current.wait_stream(side)
         if waits:
             raise ValueError(
-                "the loss waits for the device in each call, as reading a value with .item() does: a graph cannot contain that; "
-                "use the loss itself"
+                "the loss, or another thread, waits for the device in each call, as reading a value with .item() does: a graph "
+                "cannot contain that; use the loss itself"
             )
         if torch.cuda._get_rng_state_offset(device) != offset:
             raise ValueError(
@@ -358,6 +373,7 @@ def capture(call: LossCall) -> LossGraph:
         try:
             # If a capture fails, PyTorch does not restore the stream; the outer context does.
             with (
+                _own_cublas_workspaces(),
                 torch.cuda.stream(side),
                 torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"),
             ):
@@ -445,20 +461,53 @@ def evaluate(call: LossCall, leaves: Sequence[Tensor]) -> Result:
 
 
 @contextmanager
+def _own_cublas_workspaces() -> Iterator[None]:
+    """Context in which a graph gets workspaces of cuBLAS in its own memory.
+
+    A workspace is kept for each stream and thread until someone frees all of them, as torch.compile does before it captures graphs.
+    A graph that uses one from outside of its memory would then write to memory of others.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
+
+
+@contextmanager
+def without_graphs() -> Iterator[None]:
+    """Context in which this thread calls the losses themselves."""
+    before, _thread.captures = _thread.captures, True
+    try:
+        yield
+    finally:
+        _thread.captures = before
+
+
+@contextmanager
 def _own_state() -> Iterator[None]:
-    """Context of a capture: no inference tensors, no casts that autocast keeps, no hooks of the caller for saved tensors."""
+    """Context of a capture: no inference tensors, no casts that autocast keeps, no hooks of the caller for saved tensors, and no
+    other graph."""
     grad, autocast = torch.is_grad_enabled(), torch.is_autocast_enabled(DEVICE)
     with (
         torch.inference_mode(False),
         torch.set_grad_enabled(grad),
         torch.autocast(DEVICE, torch.get_autocast_dtype(DEVICE), enabled=autocast, cache_enabled=False),
         saved_tensors_hooks(_itself, _itself),
+        without_graphs(),
     ):
         yield
 
 
 def _itself(t: Tensor) -> Tensor:
     return t
+
+
+def _constant(value: Any) -> Any:
+    """Return the key of a value in a signature. 1, 1.0 and True are equal, and so are 0.0 and -0.0, but a loss may differ."""
+    if isinstance(value, tuple):
+        return type(value), tuple(map(_constant, value))
+    return type(value), repr(value) if isinstance(value, float) else value
 
 
 def _check_value(name: str, value: Any) -> None:
@@ -475,8 +524,8 @@ def _check_value(name: str, value: Any) -> None:
         )
     elif not isinstance(value, PLAIN_VALUES):
         raise ValueError(
-            f"{name} is a {type(value).__name__}: arguments of a graphed loss must be tensors, numbers, strings, None or tuples of "
-            "those; use the loss itself, which takes process groups, guides, functions and generators too"
+            f"{name} is a {type(value).__name__}: arguments of a graphed loss must be tensors, Python numbers, strings, None or "
+            "tuples of those; use the loss itself, which takes process groups, guides, functions and generators too"
         )
 
 

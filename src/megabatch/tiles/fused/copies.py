@@ -16,6 +16,8 @@ from .launch import cdiv, launch_compiled
 # Tensors of one launch.
 MOST = 4
 BLOCK = 1024
+# What every device can load and store, apart from integers.
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.bool)
 # Triton lets a kernel read several values at once if they start at a multiple of so many bytes.
 ALIGNMENT = 16
 
@@ -77,5 +79,9 @@ class OneLaunch:
 
 def copies_of(like: Sequence[Tensor]) -> OneLaunch | None:
     """Return what copies tensors that are like these, or None if one launch cannot."""
-    fits = 0 < len(like) <= MOST and all(t.numel() and not t.is_complex() for t in like)
+    fits = 0 < len(like) <= MOST and all(t.numel() and (t.dtype in DTYPES or _is_integer(t.dtype)) for t in like)
     return OneLaunch(like) if fits else None
+
+
+def _is_integer(dtype: torch.dtype) -> bool:
+    return not dtype.is_floating_point and not dtype.is_complex
