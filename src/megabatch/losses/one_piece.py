@@ -115,16 +115,16 @@ def _kind(
 
 
 def remember(
-    batch: LossBatch, x: Tensor, y: Tensor, scalars: tuple[Tensor | float, ...], backend: str | None, workspace: int | None
+    batch: LossBatch, x: Tensor, y: Tensor, scalars: tuple[Tensor, ...], backend: str | None, workspace: int | None
 ) -> None:
     """Let `accept` return this batch, which needs the tiles and which `prepare` has checked, for calls like this one."""
-    if batch.ring.group is not None or x.shape != y.shape or not all(isinstance(value, Tensor) for value in scalars):
+    if batch.ring.group is not None or x.shape != y.shape or (backend is not None and (backend != "eager" or x.is_cuda)):
         return
     if x.is_cuda:
         _checked_devices.add(x.device)
     if len(_checked_batches) >= MAX_CHECKED_BATCHES:
         _checked_batches.clear()
-    _checked_batches[_kind(x, y, cast(tuple[Tensor, ...], scalars), batch.dtype, backend, workspace)] = batch
+    _checked_batches[_kind(x, y, scalars, batch.dtype, backend, workspace)] = batch
 
 
 class OnePiecePlan(NamedTuple):
