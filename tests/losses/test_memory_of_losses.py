@@ -52,14 +52,19 @@ def test_extra_memory_grows_linearly_at_most(loss, options):
     assert large < 2 * workspace + 10 * 9000 * WIDTH * 4 + 4 * MIB
 
 
+def work_on_many_cores(*args) -> None:
+    torch.get_num_threads = lambda: 64
+    work(*args)
+
+
 @pytest.mark.parametrize("scale", [0.5, 50.0], ids=["common exponent", "no common exponent"])
 @pytest.mark.parametrize("loss", ["clip_loss", "siglip_loss"])
 def test_a_matrix_that_fits_is_in_memory_once(loss, scale):
     rows = 3000
     matrix = rows * rows * 4
-    extra = measured(work, (loss, 64, 4096, {}, scale), (loss, rows, matrix, {}, scale))
-    # Blocks of rows take 1 MiB, twice.
-    assert matrix < extra < matrix + 10 * rows * WIDTH * 4 + 4 * MIB
+    extra = measured(work_on_many_cores, (loss, 64, 4096, {}, scale), (loss, rows, matrix, {}, scale))
+    # Four blocks of rows at most, each a sixteenth of the matrix, and what the allocator keeps of them.
+    assert matrix < extra < 1.5 * matrix + 10 * rows * WIDTH * 4 + 2 * MIB
 
 
 def test_the_workspace_bounds_the_temporaries():
