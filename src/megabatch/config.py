@@ -225,7 +225,7 @@ class Compute:
         are sent and in every sum. None averages them in the dtype of the weights.
     compile: compile the towers with torch.compile: their blocks if they repeat one, as transformers do.
     channels_last: keep the weights of convolutions in that memory format, which tensor cores read faster; None does so on CUDA in
-        bf16 and fp16, for towers that convolve more than images.
+        bf16 and fp16, for towers of a library that convolve more than images, unless the weights are sharded.
     linear_patches: compute the patch convolutions of images, as in vision transformers, as linear layers, with the same parameters
         and results; None does so on CUDA in bf16 and fp16.
     workspace: working memory of the loss in bytes, 64 KiB or more. threads: of PyTorch on a CPU.
@@ -519,6 +519,9 @@ def _rules(run: Run) -> list[tuple[str, Any, bool, str]]:
         ("evaluate.templates", run.evaluate.templates, all("{}" in each for each in run.evaluate.templates),
          "each must hold {} where the name of the class goes, as in 'a photo of a {}'"),
         ("evaluate.templates", run.evaluate.templates, len(run.evaluate.templates) > 0, "must hold at least one, for example '{}'"),
+        ("compute.channels_last", run.compute.channels_last, not (run.compute.channels_last and run.compute.sharded),
+         f'must be left out with compute.sharding "{run.compute.sharding}", which shards weights in the usual memory format only;'
+         ' or choose sharding "ddp"'),
         ("compute.gradient_exchange", run.compute.gradient_exchange,
          run.compute.gradient_exchange is None or not run.compute.sharded or objectives.OBJECTIVES[run.loss.objective].contrastive,
          f'must be left out with compute.sharding "{run.compute.sharding}" and loss.objective "{run.loss.objective}", whose chunks'

@@ -22,6 +22,8 @@ from ..objectives import OBJECTIVES
 Source = str | Path | Measured
 # The fields of a tower that a measurement must share with the plan.
 TOWER = ("name", "options", "locked")
+# The keys of `compute` that choose other kernels: measurements with other ones are used, and a note says so.
+KERNELS = ("compile", "channels_last", "linear_patches")
 
 
 class MeasuredStep(NamedTuple):
@@ -173,6 +175,13 @@ def _with(
     same_device, notes = _is_same_device(measured.device, machine), list(calibration.notes)
     if measured.kind in ("noise", "sweep") and run.compute.precision != precision:
         notes.append(f"The {measured.kind} was {origin}, in {run.compute.precision}, but the plan is in {precision}.")
+    if measured.kind in ("fit", "profile"):
+        notes += [
+            f"The {measured.kind} was {origin}, with compute.{key} = {getattr(run.compute, key)}, but the plan has"
+            f" {getattr(base.compute, key)}: kernels may differ, so measure again if it decides."
+            for key in KERNELS
+            if getattr(run.compute, key) != getattr(base.compute, key)
+        ]
     match measured.found:
         case Fit(chunk=chunk) as fit if same_device:
             calibration = replace(calibration, fit=fit, ran=strategy_of(run, 1, max(chunk, run.batch.size), chunk, 0, machine.node))

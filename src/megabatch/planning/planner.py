@@ -265,7 +265,12 @@ def run_of(problem: Problem, estimate: Estimate, follows: Hyperparameters) -> co
         optimizer=optimizer,
         schedule=replace(base.schedule, **length, warmup=float(follows.warmup)),
         compute=replace(
-            base.compute, precision=strategy.precision, sharding=strategy.sharding, gradient_exchange=strategy.gradient_exchange
+            base.compute,
+            precision=strategy.precision,
+            sharding=strategy.sharding,
+            gradient_exchange=strategy.gradient_exchange,
+            # Weights with channels last cannot be sharded.
+            channels_last=base.compute.channels_last if strategy.sharding == "ddp" else None,
         ),
         planned=config.Planned(estimate.peak, estimate.seconds),
     )

@@ -171,8 +171,9 @@ def _build(request: Request, run: config.Run, precision: Precision, machine: Mac
         for module in parts.modules:
             linear_image_patches(module)
     with SkipCompute():
-        for module in parts.modules:
-            choose_memory_format(module, run.compute.channels_last, machine.device.type, precision)
+        names = (str(request.model),) if request.objective == "lm" else (run.x.name, run.y.name)
+        for module, name in zip(parts.modules, names, strict=False):
+            choose_memory_format(module, run.compute, machine.device.type, precision, own_code=names_code(name))
     if request.lora is not None:
         with SkipCompute():
             parts = parts._replace(modules=tuple(add_adapters(module, request.lora, precision) for module in parts.modules))

@@ -16,6 +16,7 @@ from ..data.loader import Loader
 from ..data.sampler import InOrder, Order, split
 from ..data.source import Damage, Kind, Source
 from ..objectives import OBJECTIVES
+from ..towers import names_code
 from ..towers.memory_format import choose_memory_format
 from ..towers.model import Classifier, build_pair, build_towers
 from ..towers.patches import linear_image_patches, uses_linear_patches
@@ -92,8 +93,9 @@ def assemble(run: Run, ranks: Ranks) -> Assembly:
     model.to(ranks.device)
     if uses_linear_patches(run.compute.linear_patches, ranks.device.type, run.compute.precision):
         linear_image_patches(model)
-    for tower in {id(t.module): t.module for t in (x, y)}.values():
-        choose_memory_format(tower, run.compute.channels_last, ranks.device.type, run.compute.precision)
+    # Both sides may share a tower.
+    for tower, name in {y.module: run.y.name, x.module: run.x.name}.items():
+        choose_memory_format(tower, run.compute, ranks.device.type, run.compute.precision, own_code=names_code(name))
         if run.compute.compile:
             compile_tower(tower)
     kind = Contrastive if contrastive else Classification
