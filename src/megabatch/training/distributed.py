@@ -171,7 +171,7 @@ def share(module: nn.Module, compute: Compute, ranks: Ranks) -> nn.Module:
     _check_exchange(module, compute)
     devices = None if ranks.device.type == "cpu" else [ranks.device]
     ddp = DistributedDataParallel(module, device_ids=devices, process_group=ranks.group)
-    if compute.gradient_exchange is None:
+    if compute.gradient_exchange is None or ranks.size == 1:
         return ddp
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
@@ -193,7 +193,8 @@ def shard(module: nn.Module, compute: Compute, ranks: Ranks) -> None:
     _check_exchange(module, compute)
     sizes = (ranks.size,) if compute.sharding == "fsdp2" else _nodes_and_ranks(ranks)
     mesh = init_device_mesh(ranks.device.type, sizes, mesh_dim_names=("nodes", "ranks")[-len(sizes) :])
-    policy = MixedPrecisionPolicy(reduce_dtype=None if compute.gradient_exchange is None else torch.bfloat16)
+    in_bf16 = compute.gradient_exchange is not None and ranks.size > 1
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if in_bf16 else None)
     for block in _blocks(module):
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(module, mesh=mesh, mp_policy=policy)
@@ -201,7 +202,7 @@ def shard(module: nn.Module, compute: Compute, ranks: Ranks) -> None:
 
 def _check_exchange(module: nn.Module, compute: Compute) -> None:
     """Raise ValueError if the gradients of a module cannot be exchanged in bf16 as the run asks."""
-    name = next((name for name, p in module.named_parameters() if p.is_complex()), None)
+    name = next((name for name, p in module.named_parameters() if p.requires_grad and p.is_complex()), None)
     if compute.gradient_exchange is not None and name is not None:
         raise ValueError(
             f'compute.gradient_exchange is "bf16", but the weight {name!r} is complex, and bf16 would drop the imaginary part of'
