@@ -167,6 +167,8 @@ def _progress(row: Row) -> str:
     share = f", {row['share']:.0%} of cuBLAS" if "share" in row else ""
     if "rested_share" in row:
         share += f", after idling {report.three_digits(row['rested_s'])} s, {row['rested_share']:.0%}"
+    if "wall_s" in row:
+        share += f", with the host {report.three_digits(row['wall_s'])} s"
     wrong = "" if row["right"] else f", wrong: {worst(row)}"
     return f"{start}{seconds} s{share}, {mib} MiB, gradient error {row['errors']['gradient']:.1e}{wrong}"
 

@@ -117,10 +117,12 @@ def _as_trained(call: LossCall) -> LossCall:
     return run
 
 
-def _megabatch(loss: str, ids: bool = False, **options: Any) -> LossCall:
+def _megabatch(loss: str, ids: bool = False, graphed: bool = False, **options: Any) -> LossCall:
     import megabatch
 
-    function = {"clip": megabatch.clip_loss, "siglip": megabatch.siglip_loss}[loss]
+    function: Callable[..., Any] = {"clip": megabatch.clip_loss, "siglip": megabatch.siglip_loss}[loss]
+    if graphed:
+        function = megabatch.graphed(function)
 
     def call(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
         # All ids are distinct, so the result is that of the loss without ids.
@@ -338,6 +340,8 @@ PEERS: tuple[Peer, ...] = (
     _option("diagnostics", "clip", diagnostics=True),
     _option("default workspace", "clip"),
     _option("default workspace", "siglip"),
+    _option("graphed", "clip", graphed=True),
+    _option("graphed", "siglip", graphed=True),
     # Enough workspace for all exponentials of 65,536 rows in bf16: none of them is computed twice.
     _option("tile of 9 GiB", "clip", workspace=9 * 2**30),
     _option("int8", "clip", int8_backward=True),

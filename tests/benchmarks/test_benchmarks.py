@@ -238,6 +238,20 @@ def test_after_a_rest_a_step_and_matrix_products_of_equal_flops_are_timed(
     assert row["rested_product_tflops"] == pytest.approx(products * 2 * measuring.PRODUCT_SIZE**3 / 0.003 / 1e12)
 
 
+def test_the_time_with_the_host_ends_when_the_device_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting: list[float] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: time.sleep(waiting.pop() if waiting else 0))
+    batch = measuring._inputs(Case("clip", "formula", batch=8, dim=4), 8)
+    formula = peers.find("formula", "clip").load()
+
+    def call(*leaves: Tensor) -> Tensor:
+        waiting.append(0.05)
+        return formula(*leaves)
+
+    row = measuring._with_the_host(call, batch, 3)
+    assert row["host_s"] < 0.05 <= row["wall_s"] and row["wall_s"] - row["host_s"] >= 0.05
+
+
 def test_the_share_counts_only_useful_flops() -> None:
     row = {"loss": "clip", "batch": 1000, "dim": 100, "total_s": 1e-3, "matrix_product_tflops": 2.0}
     assert share(row) == {"useful_flop": 8 * 10**8, "share": pytest.approx(0.4)}
