@@ -127,6 +127,15 @@ def test_measured_steps_replace_predictions_at_their_batch_and_chunk(seconds):
     assert sum(result.time.values()) == pytest.approx(seconds)
 
 
+def test_a_profile_with_other_kernels_is_noted():
+    before = planned()
+    result = profile(point(before.strategy, 1.0))
+    other = dataclasses.replace(RUN, compute=dataclasses.replace(RUN.compute, channels_last=False))
+    note = f"The profile was {ORIGIN}, with compute.channels_last = False, but the plan has None"
+    assert any(line.startswith(note) for line in planned(of(result, other)).notes)
+    assert not any("kernels" in line for line in planned(of(result)).notes)
+
+
 def test_elsewhere_predictions_are_scaled_by_what_was_measured_nearby():
     before = planned()
     # Twice the time and 1.1 times the memory at this batch; another factor at an eighth, which is farther from twice the batch.

@@ -192,6 +192,15 @@ def test_a_classifier_that_must_be_sharded_does_not_keep_gradients_in_bf16(objec
     assert ("compute.gradient_exchange: bf16 → none" in result.edits) == (exchange is None)
 
 
+def test_a_model_that_must_be_sharded_does_not_keep_channels_last():
+    large = (small_work(16e12, 40e9, 40e9, 1000, 7_000_000_000),)
+    tools = Tools(lambda request, run, precision, machine: Workload(large, (nn.Identity(),), (lambda rows: rows,)), predict)
+    asked = config.build(config.EMBEDDED, ["compute.channels_last=true", "evaluate.large=[]"])
+    result = plan(asked, data="10M", gpu="8xH100", batch=4096, tools=tools)
+    assert (result.run.compute.sharding, result.run.compute.channels_last) == ("fsdp2", None)
+    assert "compute.channels_last: True → none" in result.edits
+
+
 def test_several_nodes_shard_inside_each_node():
     # 16 bytes of state for each of 7 billion parameters do not fit on one GPU of 80 GiB, but on the eight of a node.
     large = (small_work(16e12, 40e9, 40e9, 1000, 7_000_000_000),)

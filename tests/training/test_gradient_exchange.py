@@ -177,6 +177,15 @@ def test_a_sharded_classifier_is_refused_because_it_would_accumulate_in_bf16(pai
     assert run_of(pairs, tmp_path, BF16, f"compute.sharding={sharding}").compute.sharded
 
 
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
+def test_one_rank_rounds_nothing(world, pairs, tmp_path, sharding):
+    sharding = f"compute.sharding={sharding}"
+    ((plain,), (alone,)) = (
+        world.run(1, _gradients, str(pairs), str(tmp_path), options) for options in ((sharding,), (sharding, BF16))
+    )
+    assert_equal(plain.averaged, alone.averaged)
+
+
 def test_one_process_has_nothing_to_exchange(pairs, tmp_path):
     for name, options in (("plain", []), ("bf16", [BF16])):
         train(run_of(pairs, tmp_path / name, *options, steps=2))
