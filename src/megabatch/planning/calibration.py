@@ -178,7 +178,7 @@ def _with(
     if measured.kind in ("fit", "profile"):
         notes += [
             f"The {measured.kind} was {origin}, with compute.{key} = {getattr(run.compute, key)}, but the plan has"
-            f" {getattr(base.compute, key)}: kernels may differ, so measure again if it decides."
+            f" {getattr(base.compute, key)}: its kernels may be others, and faster or slower."
             for key in KERNELS
             if getattr(run.compute, key) != getattr(base.compute, key)
         ]

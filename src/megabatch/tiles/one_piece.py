@@ -27,9 +27,9 @@ from .products import operand, units
 SAFE_RANGE = 60.0
 # From here on softplus(t) is t: below the rounding of fp64. PyTorch's default of 20 is right for fp32 only.
 LINEAR_FROM = 40.0
-# Cells of a block of rows for each thread, which stay in its cache; at most a sixteenth of the matrix. One of up to SMALL_CELLS is
-# one block.
-BLOCK_CELLS, SMALLEST_PART, SMALL_CELLS = 2**17, 16, 2**20
+# Cells of a block of rows for each thread, which stay in its cache. A matrix of up to SMALL_CELLS is one block, a larger one
+# FEWEST_BLOCKS or more.
+BLOCK_CELLS, FEWEST_BLOCKS, SMALL_CELLS = 2**17, 16, 2**20
 
 
 class EagerGradients(NamedTuple):
@@ -156,7 +156,7 @@ def _row_blocks(t_MN: Tensor) -> tuple[Tensor, ...]:
     """Return blocks of rows: all that is done with one at a time needs buffers of its size only, which stay in the caches."""
     if t_MN.numel() <= SMALL_CELLS:
         return (t_MN,)
-    cells = min(BLOCK_CELLS * torch.get_num_threads(), t_MN.numel() // SMALLEST_PART)
+    cells = min(BLOCK_CELLS * torch.get_num_threads(), t_MN.numel() // FEWEST_BLOCKS)
     return t_MN.split(max(1, cells // t_MN.shape[1]))
 
 
@@ -169,10 +169,7 @@ def _exponentials(blocks: Sequence[Tensor], peak_M1: Tensor, peak_1N: Tensor | N
     """Yield the exponentials of each block's logits relative to the peaks of its rows, and to those of the columns, if given."""
     for block, row_peak in zip(blocks, _as_blocks(peak_M1, blocks), strict=True):
         row_exp = (block - row_peak).exp_()
-        column_exp = row_exp if peak_1N is None else (block - peak_1N).exp_()
-        yield row_exp, column_exp
-        # Freed before the next ones are computed.
-        del row_exp, column_exp
+        yield row_exp, row_exp if peak_1N is None else (block - peak_1N).exp_()
 
 
 def _totals(rows: list[Tensor], columns: list[Tensor]) -> Tensor:
