@@ -8,14 +8,14 @@ from __future__ import annotations
 import argparse
 import gc
 from collections.abc import Iterator
-from itertools import product
+from itertools import groupby, product
 from pathlib import Path
 
 import torch
 
 from benchmarks import figures, peers, report
 from benchmarks.check import LOSSES
-from benchmarks.measure import Case, Row, measure, run_case, worst
+from benchmarks.measure import Case, Row, Step, measure_device, run_case, with_the_host, worst
 
 RESULTS = Path(__file__).parent / "results"
 # A new row replaces an earlier one that has the same values of these keys.
@@ -49,28 +49,42 @@ def _run(cases: list[Case], rows: list[Row], options: argparse.Namespace, out: P
     """Measure the cases and return the given rows, in which the new rows replace those of the same cases."""
     absent = set()
     in_process = options.in_process
-    for place, case in enumerate(cases, start=1):
-        if (case.loss, case.implementation) in absent:
-            continue
-        row = _measured_here(case) if in_process else run_case(case, options.timeout)
-        print(f"[{place}/{len(cases)}] {_progress(row)}", flush=True)
-        # A failed kernel makes the device unusable for this process: the remaining cases run in separate processes.
-        in_process = in_process and "AcceleratorError" not in row.get("error", "")
-        if "unavailable" in row:
-            absent.add((case.loss, case.implementation))
-            continue
-        rows = [other for other in rows if any(other[key] != row[key] for key in SAME)] + [row]
-        # Written after every case, so that a run that is stopped loses nothing.
-        report.write_rows(out, rows)
+    done = 0
+    for _, same_size in groupby(cases, lambda case: (case.loss, case.batch, case.dim)):
+        # Compiled code of an earlier size would count as a reason to compile for all sizes.
+        torch.compiler.reset()
+        steps: list[tuple[Row, Step]] = []
+        for case in same_size:
+            done += 1
+            if (case.loss, case.implementation) in absent:
+                continue
+            row, step = _measured_here(case) if in_process else (run_case(case, options.timeout), None)
+            if step:
+                steps.append((row, step))
+            print(f"[{done}/{len(cases)}] {_progress(row)}", flush=True)
+            # A failed kernel makes the device unusable for this process: the remaining cases run in separate processes.
+            if "AcceleratorError" in row.get("error", ""):
+                in_process, steps = False, []
+            if "unavailable" in row:
+                absent.add((case.loss, case.implementation))
+                continue
+            rows = [other for other in rows if any(other[key] != row[key] for key in SAME)] + [row]
+            # Written after every case, so that a run that is stopped loses nothing.
+            report.write_rows(out, rows)
+        if steps:
+            for (row, _step), times in zip(steps, with_the_host([step for _, step in steps]), strict=True):
+                row |= times
+                print(f"with the host: {report.title(row):<30}{report.three_digits(1e3 * row['wall_s'])} ms", flush=True)
+            report.write_rows(out, rows)
     return rows
 
 
-def _measured_here(case: Case) -> Row:
-    row = measure(case)
+def _measured_here(case: Case) -> tuple[Row, Step | None]:
+    row, step = measure_device(case)
     gc.collect()
     if case.device == "cuda":
         torch.cuda.empty_cache()
-    return row
+    return row, step
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -87,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--in-process",
         action="store_true",
-        help="run all cases in this process, which saves time on CUDA",
+        help="run all cases in this process, which saves time on CUDA; steps with the host's time then take turns",
     )
     parser.add_argument("--out", type=Path, help="file of rows (default: results/loss-DEVICE.jsonl)")
     parser.add_argument("--append", action="store_true", help="keep the rows of other cases in the file")

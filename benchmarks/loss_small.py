@@ -1,9 +1,8 @@
-"""Time the losses at small batches with the host included, implementations in turn: `python -m benchmarks.loss_small --help`.
+"""Time the losses at small batches on one thread of a CPU, implementations in turn: `python -m benchmarks.loss_small --help`.
 
 In one process every implementation runs one step after the other, forward and backward, many times over, so that other load of the
-machine affects all of them. `wall_s` is the clock's time of a step, `thread_s` the processor time of the thread that runs it, with
-PyTorch restricted to that thread on a CPU; both are medians. On a machine that others use, compare `thread_s`. On CUDA each step is
-followed by a synchronisation, and `host_s` is the time until the step is enqueued.
+machine affects all of them. `wall_s` is the clock's time of a step, `thread_s` the processor time of the thread that runs it; both
+are medians. On a machine that others use, compare `thread_s`. `benchmarks.loss` does the same on CUDA.
 """
 
 from __future__ import annotations
@@ -30,34 +29,29 @@ SIZES = (64, 128, 256, 512, 1024, 2048, 4096)
 BUDGET_S, RUNS = 2.0, (5, 300)
 TITLES = {
     "ours": "megabatch",
-    "ours, graphed": "megabatch, in a CUDA graph",
     "full matrix": "plain formula",
     "full matrix, compiled": "plain formula, compiled",
 }
 # Of the largest entry. The products' own rounding is some 1e-6 at these widths.
 TOLERANCE = {"float32": 2e-5, "bfloat16": 3e-2}
+DEVICE = "cpu"
 
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-def implementations(loss: str, leaves: list[Tensor], compiled: bool) -> dict[str, Loss]:
-    """Return the losses by name: ours, on CUDA also in a graph, and the formula with the whole matrix, as it is and compiled."""
+def implementations(loss: str, compiled: bool) -> dict[str, Loss]:
+    """Return the losses by name: ours, and the formula with the whole matrix, as it is and compiled."""
     plain = peers.find("full matrix", loss).load()
-    calls = {"ours": peers.find("ours, default workspace", loss).load(), "full matrix": plain}
-    if leaves[0].is_cuda:
-        calls["ours, graphed"] = peers.find("ours, graphed", loss).load()
-        # The second call captures the graph, which is not to be timed.
-        for _ in range(2):
-            calls["ours, graphed"](*leaves)
+    calls = {"ours": peers.find("ours", loss).load(), "full matrix": plain}
     if compiled:
         calls["full matrix, compiled"] = torch.compile(plain, dynamic=False)
     return calls
 
 
-def inputs(batch: int, dim: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+def inputs(batch: int, dim: int, dtype: torch.dtype) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
-    x, y = (F.normalize(torch.randn(batch, dim, generator=generator), dim=-1).to(device, dtype) for _ in range(2))
-    return [t.requires_grad_() for t in (x, y, torch.tensor(20.0, device=device), torch.tensor(-10.0, device=device))]
+    x, y = (F.normalize(torch.randn(batch, dim, generator=generator), dim=-1).to(dtype) for _ in range(2))
+    return [t.requires_grad_() for t in (x, y, torch.tensor(20.0), torch.tensor(-10.0))]
 
 
 def error(loss: str, call: Loss, leaves: list[Tensor]) -> float:
@@ -76,71 +70,61 @@ def _formula(loss: str) -> Loss:
     return reference.siglip_loss
 
 
-def step(call: Loss, leaves: list[Tensor], device: str) -> tuple[float, float, float]:
-    """Run a step and return the seconds of the clock, of the thread, and until everything is enqueued."""
+def step(call: Loss, leaves: list[Tensor]) -> tuple[float, float]:
+    """Run a step and return the seconds of the clock and of the thread."""
     for leaf in leaves:
         leaf.grad = None
     wall, thread = time.perf_counter(), time.thread_time()
     call(*leaves).backward()
-    enqueued = time.perf_counter() - wall
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - wall, time.thread_time() - thread, enqueued
+    return time.perf_counter() - wall, time.thread_time() - thread
 
 
 def measure(options: argparse.Namespace, loss: str, batch: int) -> list[report.Row]:
     """Return one row for each implementation."""
-    dtype = getattr(torch, options.dtype)
-    leaves = inputs(batch, options.dim, dtype, options.device)
-    calls = implementations(loss, leaves, not options.no_compile)
+    leaves = inputs(batch, options.dim, getattr(torch, options.dtype))
+    calls = implementations(loss, not options.no_compile)
     errors = {name: error(loss, call, leaves) for name, call in calls.items()} if batch <= options.checked_to else {}
-    for name in ("ours", "ours, graphed"):
-        if errors.get(name, 0.0) > TOLERANCE[options.dtype]:
-            raise SystemExit(f"{loss} of {batch} pairs: the gradient of {name} is off by {errors[name]:.1e}, nothing was timed")
-    first = max(step(call, leaves, options.device)[0] for call in calls.values())
+    if errors.get("ours", 0.0) > TOLERANCE[options.dtype]:
+        raise SystemExit(f"{loss} of {batch} pairs: the gradient is off by {errors['ours']:.1e}, nothing was timed")
+    first = max(step(call, leaves)[0] for call in calls.values())
     runs = options.runs or min(RUNS[1], max(RUNS[0], int(BUDGET_S / first)))
-    times: dict[str, list[tuple[float, float, float]]] = {name: [] for name in calls}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
     for _ in range(runs):
         for name, call in calls.items():
-            times[name].append(step(call, leaves, options.device))
-    case: report.Row = {"loss": loss, "batch": batch, "dim": options.dim, "dtype": options.dtype, "device": options.device}
+            times[name].append(step(call, leaves))
+    case: report.Row = {"loss": loss, "batch": batch, "dim": options.dim, "dtype": options.dtype, "device": DEVICE}
     rows = []
     for name, seconds in times.items():
-        wall, thread, host = (statistics.median(values) for values in zip(*seconds, strict=True))
+        wall, thread = (statistics.median(values) for values in zip(*seconds, strict=True))
         row = {**case, "implementation": name, "runs": runs, "wall_s": wall, "thread_s": thread, "error": errors.get(name)}
         row |= {"wall_min_s": min(seconds)[0], "thread_min_s": min(each[1] for each in seconds)}
-        row |= {"host_s": host} if options.device == "cuda" else {}
-        rows.append({**row, "load_average": os.getloadavg()[0], "machine": describe(options.device)})
+        rows.append({**row, "load_average": os.getloadavg()[0], "machine": describe(DEVICE)})
     return rows
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
     """Return the results as a Markdown table, and a line that describes it."""
-    key = "wall_s" if rows[0]["device"] == "cuda" else "thread_s"
     cells = {(row["loss"], row["batch"], row["implementation"]): row for row in rows}
     names = [name for name in TITLES if any(row["implementation"] == name for row in rows)]
     header = ["loss", "pairs", *(f"{TITLES[name]}, ms" for name in names), "plain ÷ megabatch"]
     lines = [f"| {' | '.join(header)} |", "| --- |" + " ---: |" * (len(header) - 1)]
     for loss, batch in dict.fromkeys((row["loss"], row["batch"]) for row in rows):
-        seconds = [cells[loss, batch, name][key] for name in names]
-        ratio = cells[loss, batch, "full matrix"][key] / cells[loss, batch, "ours"][key]
+        seconds = [cells[loss, batch, name]["thread_s"] for name in names]
+        ratio = cells[loss, batch, "full matrix"]["thread_s"] / cells[loss, batch, "ours"]["thread_s"]
         texts = (report.three_digits(1e3 * each) for each in seconds)
         lines.append(f"| {loss} | {batch:,} | {' | '.join(texts)} | {ratio:.2f} |")
     first = rows[0]
     machine = first["machine"]
-    where = machine.get("gpu") or machine["cpu"]
-    what = "Wall-clock time" if key == "wall_s" else "Processor time on one thread"
     fewest, most = min(row["runs"] for row in rows), max(row["runs"] for row in rows)
     steps = f"{fewest} to {most}" if fewest < most else f"{most}"
     return "\n".join(lines) + (
-        f"\n\n{what} of forward and backward, {first['dtype']}, D = {first['dim']}, on {where} with torch {machine['torch']}, "
-        f"{machine['date'][:10]}: medians of {steps} steps, implementations in turn."
+        f"\n\nProcessor time on one thread of forward and backward, {first['dtype']}, D = {first['dim']}, on {machine['cpu']} with "
+        f"torch {machine['torch']}, {machine['date'][:10]}: medians of {steps} steps, implementations in turn."
     )
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.loss_small", description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", default="float32", choices=tuple(TOLERANCE))
     parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="batch sizes, separated by commas")
     parser.add_argument("--dim", default=512, type=int, help="embedding width")
@@ -148,11 +132,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--checked-to", type=int, default=2048, help="largest batch that is compared with the formula in float64")
     parser.add_argument("--no-compile", action="store_true", help="leave the compiled formula out")
     parser.add_argument("--append", action="store_true", help="keep the rows that the file has")
-    parser.add_argument("--out", type=Path, help="file of rows (default: results/loss-small-DEVICE.jsonl)")
+    parser.add_argument("--out", type=Path, help="file of rows (default: results/loss-small-cpu.jsonl)")
     options = parser.parse_args(arguments)
-    out = options.out or RESULTS / f"loss-small-{options.device}.jsonl"
-    if options.device == "cpu":
-        torch.set_num_threads(1)
+    out = options.out or RESULTS / "loss-small-cpu.jsonl"
+    torch.set_num_threads(1)
     rows = report.read_rows(out) if options.append and out.exists() else []
     for batch in map(int, options.sizes.split(",")):
         for loss in ("clip", "siglip"):

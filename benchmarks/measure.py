@@ -10,7 +10,8 @@ On CUDA the timed steps are enqueued one after the other, as in training. In hal
 `share` is the rate of the useful operations of the loss relative to the rate of the products. A device that was idle is faster for
 a moment: `rested_s` is the time of one step after a rest, and `rested_share` compares it with products of equally many operations
 after a rest. Both are times of the device, whose work is enqueued before it starts; `host_s` is the time that the host takes to
-enqueue a step, and `wall_s` the time until an idle device has computed it.
+enqueue a step, and `wall_s` the time until an idle device has computed it. The host is slower where it executes something else
+between two steps, as in training: steps of several cases take turns there.
 
 The batch contains at most DISTINCT different pairs, repeated as often as its size needs, in random order: this keeps the exact
 result affordable at any size (see check.py).
@@ -26,7 +27,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,12 +48,16 @@ LARGEST_WARM_UP, LARGE_WARM_UP = 262_144, 32_768
 SUSTAINED_S = 0.5
 # Seconds of rest before a step or products are timed on an idle device, the number of runs, and the longest step that is timed so.
 REST_S, RESTED_RUNS, RESTED_BUDGET_S = 0.5, 5, 5.0
+# Steps with fewer useful operations do not heat a device: they are not timed after a rest.
+RESTED_LEAST_FLOP = 1e12
 # The approximate clock of an idle device. It is held back for 20 ms while the host enqueues a step, which takes the host less.
 CYCLES_A_SECOND = 2_000_000_000
 HEAD_START_CYCLES = CYCLES_A_SECOND // 50
 # Useful operations, in units of N² · D: clip needs the logits twice and two products for the gradients, siglip the logits once.
 USEFUL_FLOP = {"clip": 8, "siglip": 6}
 PRODUCT_SIZE, PRODUCTS_A_STEP = 8192, 2
+# About as long as these products take: a step with them takes no less.
+PRODUCTS_S = 3e-3
 # Most seconds and runs for the timing of one case: few runs of a large batch, more of a small one.
 BUDGET_S = {"cpu": 30.0, "cuda": 1.5}
 MOST_RUNS = {"cpu": 10, "cuda": 50}
@@ -107,6 +112,14 @@ class Seconds(NamedTuple):
     backward: float
 
 
+class Step(NamedTuple):
+    """An implementation with its inputs, and how many of its steps are timed."""
+
+    call: Callable[..., Tensor]
+    batch: Batch
+    runs: int
+
+
 def run_case(case: Case, timeout_s: float = 3600.0) -> Row:
     """Return the row of a case, measured in a new process; a process that dies or takes too long gives a row with `error`."""
     command = [sys.executable, "-m", "benchmarks.measure", json.dumps(asdict(case))]
@@ -129,15 +142,21 @@ def measure(case: Case) -> Row:
 
     The reason is stored as `unavailable` (cannot run here at any size), `skipped` (would not fit) or `error`.
     """
+    row, step = measure_device(case)
+    return row | with_the_host([step])[0] if step else row
+
+
+def measure_device(case: Case) -> tuple[Row, Step | None]:
+    """Return the row of a case without the host's times, and on CUDA the step to be timed with the host if there are no errors."""
     row: Row = {**asdict(case), "machine": describe(case.device)}
     peer = peers.find(case.implementation, case.loss)
     reason = peers.unavailable(peer, case.device)
     if reason:
-        return {**row, "unavailable": reason}
+        return {**row, "unavailable": reason}, None
     available, needed = memory.available_bytes(case.device), needed_bytes(peer, case)
     if needed > available:
         free = f"{available / 2**30:,.0f} GiB are free"
-        return {**row, "skipped": f"needs about {needed / 2**30:,.0f} GiB, {free}", "needed_bytes": needed}
+        return {**row, "skipped": f"needs about {needed / 2**30:,.0f} GiB, {free}", "needed_bytes": needed}, None
     try:
         call = peer.load()
         if peer.timed_if_wrong:
@@ -150,14 +169,16 @@ def measure(case: Case) -> Row:
         found = _compare(case, peer.smoothing, batch, float(peak.result[1]))
         row |= found
         if not found["right"] and not peer.timed_if_wrong:
-            return {**row, "error": f"wrong result: {worst(found)}"}
+            return {**row, "error": f"wrong result: {worst(found)}"}, None
         row |= {"extra_bytes": peak.extra_bytes, "memory_method": peak.method}
         row |= _times(case, call, batch, peak.result[0])
-        return row | share(row) if case.device == "cuda" and batch.x.dtype in peers.HALF else row
+        if case.device != "cuda":
+            return row, None
+        return row | (share(row) if batch.x.dtype in peers.HALF else {}), Step(call, batch, row["runs"])
     except peers.Unavailable as error:
-        return {**row, "unavailable": str(error)}
+        return {**row, "unavailable": str(error)}, None
     except Exception as error:  # a failure of an implementation must not end the run
-        return {**row, "error": f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"}
+        return {**row, "error": f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"}, None
 
 
 def needed_bytes(peer: peers.Peer, case: Case) -> int:
@@ -261,7 +282,7 @@ def _enqueued(
     left, right = _factors(size, batch.x.device)
     # The first product loads the library, which would otherwise be timed if there is one step and no warm-up.
     torch.matmul(left, right)
-    warm_up = int(SUSTAINED_S / max(first, 1e-3))
+    warm_up = int(SUSTAINED_S / max(first, PRODUCTS_S))
     marks = []
     for _ in range(warm_up + runs):
         for leaf in batch[:4]:
@@ -330,18 +351,21 @@ def _enqueue(call: Callable[..., Tensor], batch: Batch) -> None:
     call(*batch[:4]).backward()
 
 
-def _with_the_host(call: Callable[..., Tensor], batch: Batch, runs: int) -> Row:
-    """Return the seconds until a step is enqueued and until it is computed, on a device that is idle before."""
-    times = []
-    for _ in range(runs):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        _enqueue(call, batch)
-        enqueued = time.perf_counter()
-        torch.cuda.synchronize()
-        times.append((enqueued - start, time.perf_counter() - start))
-    host, wall = (statistics.median(values) for values in zip(*times, strict=True))
-    return {"host_s": host, "wall_s": wall}
+def with_the_host(steps: Sequence[Step]) -> list[Row]:
+    """Return, for each of several CUDA steps, the seconds until it is enqueued and until it is computed, on a device that is idle
+    before. They run in turn."""
+    times: list[list[tuple[float, float]]] = [[] for _ in steps]
+    for turn in range(max(step.runs for step in steps)):
+        for step, own in zip(steps, times, strict=True):
+            if turn < step.runs:
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                _enqueue(step.call, step.batch)
+                enqueued = time.perf_counter()
+                torch.cuda.synchronize()
+                own.append((enqueued - start, time.perf_counter() - start))
+    medians = [[statistics.median(values) for values in zip(*own, strict=True)] for own in times]
+    return [{"host_s": host, "wall_s": wall} for host, wall in medians]
 
 
 def _mark() -> torch.cuda.Event:
@@ -383,8 +407,8 @@ def _times(case: Case, call: Callable[..., Tensor], batch: Batch, first: Seconds
     if case.device == "cuda":
         seconds, tflops = _enqueued(call, batch, max(1, runs), sum(first))
         few = max(1, min(RESTED_RUNS, int(RESTED_BUDGET_S / max(sum(first), 1e-6))))
-        row = {"matrix_product_tflops": tflops, **_with_the_host(call, batch, max(1, runs))}
-        if sum(first) <= RESTED_BUDGET_S:
+        row = {"matrix_product_tflops": tflops}
+        if sum(first) <= RESTED_BUDGET_S and _useful_flop(case.loss, case.batch, case.dim) >= RESTED_LEAST_FLOP:
             row |= _after_a_rest(case, call, batch, few)
     else:
         seconds = [_step(call, batch)[0] for _ in range(runs)] or [first]

@@ -1,16 +1,17 @@
 """Write the tables of the README and of docs/ from the kept results: `python -m benchmarks.readme`.
 
-A table stands between `<!-- table: FILE -->` and `<!-- end -->`. `FILE#summary` takes a few rows of `benchmarks.loss_small`,
-`FILE#clip` and `FILE#siglip` take the rows of one loss, `FILE#options` those of megabatch's options, `FILE#errors` reads rows of
-`benchmarks.errors`, and any other `FILE#CASE` takes the rows of that case of `benchmarks.encoders`. `FILE#steps`, `FILE#batches`,
-`FILE#clocks`, `FILE#feeding`, `FILE#losses`, `FILE#other_losses`, `FILE#loss_small`, `FILE#ring`,
-`FILE#trainers`, `FILE#open_clip_step` and `FILE#whole_steps` read rows of the programs of those names,
-`FILE#memory` and `FILE#limits` those of `benchmarks.memory_accuracy`, `FILE#time` those of `benchmarks.time_accuracy`.
+A table stands between `<!-- table: FILE -->` and `<!-- end -->`. Of rows of `benchmarks.loss`, `FILE#summary` takes a few,
+`FILE#times` those that were timed with the host, `FILE#clip` and `FILE#siglip` the large batches of one loss, `FILE#options` those
+of megabatch's options. `FILE#errors`, `FILE#steps`, `FILE#batches`, `FILE#clocks`, `FILE#feeding`, `FILE#losses`,
+`FILE#other_losses`, `FILE#loss_small`, `FILE#ring`, `FILE#trainers`, `FILE#open_clip_step` and `FILE#whole_steps` read rows of the
+programs of those names, `FILE#memory` and `FILE#limits` those of `benchmarks.memory_accuracy`, `FILE#time` those of
+`benchmarks.time_accuracy`. Any other `FILE#CASE` takes the rows of that case of `benchmarks.encoders`.
 """
 
 from __future__ import annotations
 
 import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,17 @@ PROGRAMS = {
     "memory": memory,
     "time": seconds,
 }
-# The loss and the batch of each row of the README's table.
-SUMMARY = (("clip", 256), ("clip", 4096), ("clip", 16384), ("clip", 65536), ("siglip", 4096), ("siglip", 65536))
+# The width, the batches and the implementations of the README's table.
+WIDTH = 768
+SUMMARY = (256, 4096, 16_384, 65_536)
+SUMMARY_NAMES = {
+    "ours": "megabatch",
+    report.GRAPHED: "`megabatch.graphed`",
+    "full matrix": "plain formula",
+    "full matrix compiled": "plain formula, compiled",
+}
+# The fewest pairs of the tables of one loss, whose times leave the host out.
+LARGE = 16_384
 PLACE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -66,6 +76,8 @@ def _table(name: str) -> str:
     rows = report.read_rows(ROOT / file)
     if case == "summary":
         return summary_markdown(rows)
+    if case == "times":
+        return report.times_markdown(rows)
     if case == "options":
         return report.options_markdown(rows)
     if case in PROGRAMS:
@@ -73,24 +85,28 @@ def _table(name: str) -> str:
     if case == "limits":
         return memory.limits_markdown(rows)
     if case in LOSSES:
-        return report.markdown([row for row in rows if row["loss"] == case])
+        return report.markdown([row for row in rows if row["loss"] == case and row["batch"] >= LARGE])
     return encoders.markdown([row for row in rows if row["case"] == case]) if case else report.markdown(rows)
 
 
 def summary_markdown(rows: list[dict[str, Any]]) -> str:
-    """Return a table of the time of megabatch's losses beside the plain formula, one line per loss and batch."""
-    cells = {(row["loss"], row["batch"], row["implementation"]): row["wall_s"] for row in rows}
-    lines = ["| loss | pairs | megabatch | plain formula | plain formula, compiled |", "| --- | ---: | ---: | ---: | ---: |"]
-    for loss, batch in SUMMARY:
-        ours, *others = (cells[loss, batch, name] for name in ("ours", "full matrix", "full matrix, compiled"))
-        texts = (f"{report.three_digits(1e3 * each)} ms ({each / ours:.1f}×)" for each in others)
-        lines.append(f"| {loss} | {batch:,} | **{report.three_digits(1e3 * ours)} ms** | {' | '.join(texts)} |")
-    machine = rows[0]["machine"]
-    caption = (
-        f"Wall-clock time of forward and backward with the host, {rows[0]['dtype']} embeddings {rows[0]['dim']} wide: "
-        f"{machine['gpu']}, torch {machine['torch']}, {machine['date'][:10]}."
+    """Return a table of the time of megabatch's losses beside the plain formula, one line per loss and batch. The least is bold."""
+    timed = [row for row in rows if "wall_s" in row and row["dim"] == WIDTH]
+    cells = {(row["loss"], row["batch"], row["implementation"]): row["wall_s"] for row in timed}
+    lines = []
+    for loss, batch in product(LOSSES, SUMMARY):
+        ours, graphed, *others = (cells[loss, batch, name] for name in SUMMARY_NAMES)
+        texts = [f"{report.three_digits(1e3 * each)} ms" for each in (ours, graphed, *others)]
+        texts[graphed < ours] = f"**{texts[graphed < ours]}**"
+        texts[2:] = (f"{text} ({each / ours:.1f}×)" for text, each in zip(texts[2:], others, strict=True))
+        lines.append([loss, f"{batch:,}", *texts])
+    machine = timed[0]["machine"]
+    headers = ("loss", "pairs", *SUMMARY_NAMES.values())
+    return (
+        f"{report.markdown_table(headers, lines, left=('loss',))}\n\n"
+        f"Wall-clock time of forward and backward with the host, {timed[0]['dtype']} embeddings {WIDTH} wide; in parentheses, "
+        f"relative to megabatch. {machine['gpu']}, torch {machine['torch']}, {machine['date'][:10]}."
     )
-    return "\n".join([*lines, "", caption])
 
 
 if __name__ == "__main__":

@@ -12,14 +12,15 @@ from megabatch.reporting.markdown import table_markdown
 from megabatch.reporting.report import Column, Table
 from megabatch.reporting.terminal import print_table
 
+GRAPHED = "ours, graphed"
 TITLES = {
     "ours": "megabatch",
     "ours, ids": "megabatch, ids",
     "ours, label smoothing": "megabatch, label smoothing",
     "ours, diagnostics": "megabatch, diagnostics",
-    "ours, int8": "megabatch, int8",
-    "ours, default workspace": "megabatch, default workspace",
-    "ours, graphed": "megabatch, in a CUDA graph",
+    "ours, int8": "megabatch, int8 with a workspace of 512 MiB",
+    "ours, 512 MiB": "megabatch, workspace of 512 MiB",
+    GRAPHED: "megabatch, in a CUDA graph",
     "full matrix compiled": "full matrix, compiled",
     "openclip": "OpenCLIP",
     "openclip chunked": "OpenCLIP, chunked",
@@ -74,6 +75,14 @@ def is_option(row: Row) -> bool:
     return is_ours(row) and row["implementation"] != "ours"
 
 
+def has_share(row: Row) -> bool:
+    """Return whether a row has a share of a matrix product under the same load.
+
+    A step that takes seconds is timed once, and the products beside it run on a device that was idle: their rate is no measure.
+    """
+    return "share" in row and row.get("warm_up", True)
+
+
 def read_rows(path: Path) -> list[Row]:
     """Return the rows of a JSON-lines file, in its order."""
     if not path.exists():
@@ -110,7 +119,7 @@ def table(rows: list[Row]) -> list[tuple[str, ...]]:
                 f"{row['dim']:,}",
                 row["dtype"],
                 *(three_digits(row[f"{part}_s"]) for part in ("forward", "backward", "total")),
-                f"{row['share']:.1%}" if "share" in row else "",
+                f"{row['share']:.1%}" if has_share(row) else "",
                 _speed(peer, row, "total_s"),
                 three_digits(row["rested_s"]) if "rested_s" in row else "",
                 f"{row['rested_share']:.1%}" if "rested_share" in row else "",
@@ -196,7 +205,7 @@ def _shares_line(row: Row, peer: Row | None) -> list[str]:
         return [*size, title(row), _without_time(row), *[""] * (len(SHARES_HEADERS) - 4)]
     cells = [
         _milliseconds(row["total_s"]),
-        _percent(row["share"]) if "share" in row else "",
+        _percent(row["share"]) if has_share(row) else "",
         _speed(peer, row, "total_s"),
         _milliseconds(row["rested_s"]) if "rested_s" in row else "",
         _percent(row["rested_share"]) if "rested_share" in row else "",
@@ -212,17 +221,63 @@ def _shares_line(row: Row, peer: Row | None) -> list[str]:
     return [*size, name, *cells]
 
 
+def times_markdown(rows: list[Row]) -> str:
+    """Return a table of the times of steps with the host, one line per loss and implementation and one column per batch.
+
+    Of several widths it shows the one with most rows, of megabatch's options the graphed loss alone, and only batches at which
+    at least two implementations were timed. The fastest of a loss and batch is bold.
+    """
+    widths = [row["dim"] for row in rows]
+    width = max(widths, key=widths.count)
+    shown = [row for row in in_order(rows) if row["dim"] == width and (not is_option(row) or row["implementation"] == GRAPHED)]
+    timed = [row for row in shown if "wall_s" in row]
+    if not timed:
+        raise ValueError("no row holds a time with the host: run `python -m benchmarks.loss --device cuda --in-process`")
+    timed_at = [row["batch"] for row in timed]
+    sizes = [size for size in sorted(set(timed_at)) if timed_at.count(size) > 1]
+    fastest = {(loss, size): _fastest(timed, loss, size) for loss in USEFUL_FLOP for size in sizes}
+    cells = {
+        (row["loss"], title(row), row["batch"]): _times_cell(row, row is fastest[row["loss"], row["batch"]])
+        for row in shown
+        if row["batch"] in sizes
+    }
+    lines = [
+        [loss, name, *(cells.get((loss, name, size), "") for size in sizes)]
+        for loss, name in dict.fromkeys((row["loss"], title(row)) for row in timed)
+    ]
+    headers = ("loss", "implementation", *(f"{size:,}" for size in sizes))
+    return (
+        f"{markdown_table(headers, lines, left=headers[:2])}\n\n{_start(timed)} Milliseconds of the clock by number of pairs; in "
+        "parentheses those until the host has enqueued the step, and those that the step takes on the device under sustained load. "
+        "Medians, implementations in turn; an asterisk marks gradients that are off."
+    )
+
+
+def _fastest(rows: list[Row], loss: str, size: int) -> Row | None:
+    right = (row for row in rows if (row["loss"], row["batch"]) == (loss, size) and _right(row))
+    return min(right, key=lambda row: row["wall_s"], default=None)
+
+
+def _times_cell(row: Row, is_fastest: bool) -> str:
+    if "wall_s" not in row:
+        return _without_time(row)
+    times = (1e3 * row[field] for field in ("wall_s", "host_s", "total_s"))
+    wall, host, device = (f"{ms:.3f}" if ms < 1 else three_digits(ms) for ms in times)
+    wall = f"**{wall}**" if is_fastest else wall
+    return f"{wall}{'' if _right(row) else '*'} ({host}, {device})"
+
+
 def options_markdown(rows: list[Row]) -> str:
     """Return the table of megabatch's options: the time of each, and relative to the same loss without it."""
     plain = {_place(row): row for row in _measured(rows) if row["implementation"] == "ours"}
-    with_option = [row for row in in_order(rows) if is_option(row)]
+    with_option = [row for row in in_order(rows) if is_option(row) and row["implementation"] != GRAPHED]
     if not with_option:
         raise ValueError("no row holds an option: run `python -m benchmarks.loss --only` with names such as 'ours, ids'")
     lines = []
     for row in with_option:
         other = plain.get(_place(row))
         relative = f"{row['total_s'] / other['total_s']:.2f}×" if other and "total_s" in row else ""
-        option = row["implementation"].partition(", ")[2]
+        option = title(row).partition(", ")[2]
         time = _milliseconds(row["total_s"]) if "total_s" in row else _without_time(row)
         lines.append([row["loss"], f"{row['batch']:,}", f"{row['dim']:,}", option, time, relative])
     headers = ("loss", "batch", "D", "option", "time", "relative")

@@ -248,8 +248,27 @@ def test_the_time_with_the_host_ends_when_the_device_is_done(monkeypatch: pytest
         waiting.append(0.05)
         return formula(*leaves)
 
-    row = measuring._with_the_host(call, batch, 3)
+    (row,) = measuring.with_the_host([measuring.Step(call, batch, 3)])
     assert row["host_s"] < 0.05 <= row["wall_s"] and row["wall_s"] - row["host_s"] >= 0.05
+
+
+def test_steps_of_one_size_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    order = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+    def device(case: Case) -> tuple[Row, measuring.Step]:
+        def call(x: Tensor, *_: Tensor) -> Tensor:
+            order.append((case.batch, case.implementation))
+            return x.sum()
+
+        batch = measuring._inputs(case, case.batch)
+        return measured(case.batch, case.implementation, 1.0, 1) | {"right": True}, measuring.Step(call, batch, 2)
+
+    monkeypatch.setattr(loss, "measure_device", device)
+    only = ["--losses", "clip", "--only", "ours,full matrix", "--sizes", "8,16", "--in-process"]
+    assert loss.main([*only, "--out", str(tmp_path / "rows.jsonl")]) == 0
+    assert order == [(batch, name) for batch in (8, 16) for _ in range(2) for name in ("ours", "full matrix")]
+    assert all(0 < row["host_s"] <= row["wall_s"] for row in report.read_rows(tmp_path / "rows.jsonl"))
 
 
 def test_the_share_counts_only_useful_flops() -> None:
@@ -280,15 +299,15 @@ def test_rows_of_several_runs_are_combined(tmp_path: Path) -> None:
 def test_after_a_failed_kernel_each_case_runs_in_a_new_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     places = []
 
-    def failing(case: Case) -> Row:
+    def failing(case: Case) -> tuple[Row, None]:
         places.append("here")
-        return {**asdict(case), "error": "AcceleratorError: an illegal memory access"}
+        return {**asdict(case), "error": "AcceleratorError: an illegal memory access"}, None
 
     def fresh(case: Case, timeout_s: float) -> Row:
         places.append("fresh")
         return measured(case.batch, "ours", 1.0, 1) | {"right": True}
 
-    monkeypatch.setattr(loss, "measure", failing)
+    monkeypatch.setattr(loss, "measure_device", failing)
     monkeypatch.setattr(loss, "run_case", fresh)
     options = ["--losses", "clip", "--only", "ours", "--sizes", "8,16,32", "--in-process", "--out", str(tmp_path / "rows.jsonl")]
     assert loss.main(options) == 1
@@ -315,10 +334,11 @@ def shared(tmp_path: Path) -> Path:
         shared_row("siglip", "ours", 65536, 768, 31),
         shared_row("clip", "ours", 65536, 768, 40),
         shared_row("clip", "ours", 65536, 1024, 52),
-        shared_row("clip", "ours", 8192, 768, 0.7),
-        shared_row("clip", "ours", 2**20, 768, 10_600),
+        shared_row("clip", "ours", 8192, 768, 0.7, wall_s=1.2e-3, host_s=1e-3),
+        shared_row("clip", "ours", 2**20, 768, 10_600, wall_s=10.7, host_s=5.2, warm_up=False),
         gpu | {"loss": "clip", "implementation": "openclip", "batch": 2**20, "dim": 768, "needed_bytes": 2**43, "skipped": "large"},
         shared_row("clip", "ours, ids", 65536, 768, 42),
+        shared_row("clip", "ours, graphed", 8192, 768, 0.0784, wall_s=0.9e-3, host_s=0.5e-3),
         shared_row("siglip", "ours, diagnostics", 65536, 768, 62),
     ]
     report.write_rows(tmp_path / "shared.jsonl", rows)
@@ -334,7 +354,7 @@ def test_rows_with_shares_as_markdown(shared: Path) -> None:
     assert lines[3] == f"| 65,536 | 768 | **megabatch** | {times} | 512 MiB |"
     assert lines[4].startswith("| 65,536 | 768 | OpenCLIP | 127 ms | 30 % | 1.00× | 102 ms |")
     assert lines[5].startswith("| 65,536 | 768 | Cut Cross-Entropy (gradient off by 9e-01) | 1.50 s | 3 % | 0.08× | 1.20 s |")
-    assert lines[7] == "| 1,048,576 | 768 | **megabatch** | **10.6 s** | 91 % |  |  |  |  | 512 MiB |"
+    assert lines[7] == "| 1,048,576 | 768 | **megabatch** | **10.6 s** |  |  |  |  |  | 512 MiB |"
     assert lines[8] == "| 1,048,576 | 768 | OpenCLIP | needs 8,192 GiB |  |  |  |  |  |  |"
     assert "with torch 2.11.0, OpenCLIP 3.3.0, Cut Cross-Entropy 25.1.1, 2026-11-15." in lines[-1]
     assert "700 TFLOP/s; percentages are shares of their rate, counting 8·N²·D (clip) and 6·N²·D (siglip) operations" in lines[-1]
@@ -348,6 +368,12 @@ def test_tables_of_parts_of_a_file(shared: Path, monkeypatch: pytest.MonkeyPatch
     assert options[2:4] == [
         "| clip | 65,536 | 768 | ids | 42.0 ms | 1.05× |",
         "| siglip | 65,536 | 768 | diagnostics | 62.0 ms | 2.00× |",
+    ]
+    times = readme._table(f"{shared.name}#times").splitlines()
+    assert times[0] == "| loss | implementation | 8,192 |"
+    assert times[2:4] == [
+        "| clip | megabatch | 1.20 (1.00, 0.700) |",
+        "| clip | megabatch, in a CUDA graph | **0.900** (0.500, 0.078) |",
     ]
     siglip = readme._table(f"{shared.name}#siglip")
     assert siglip.count("**megabatch**") == 1 and "8·N²·D" not in siglip and "D = 768" in siglip
@@ -431,7 +457,7 @@ def test_clocks_are_not_measured_without_a_gpu(capsys: pytest.CaptureFixture[str
 
 
 def test_a_row_of_clocks_compares_times_after_the_same_rest() -> None:
-    times = {"ours": (0.04, 0.03), "ours, int8": (0.03, 0.024), "products": (0.05, 0.031), "openclip": (0.12, 0.12)}
+    times = {"ours, 512 MiB": (0.04, 0.03), "ours, int8": (0.03, 0.024), "products": (0.05, 0.031), "openclip": (0.12, 0.12)}
     rows = [
         {"implementation": name, "rest": rest, "total_s": s, "matrix_product_tflops": 799.6 if rest and name == "products" else 700}
         for name, both in times.items()
