@@ -2,10 +2,10 @@
 
 A table stands between `<!-- table: FILE -->` and `<!-- end -->`. Of rows of `benchmarks.loss`, `FILE#summary` takes a few,
 `FILE#times` those that were timed with the host, `FILE#clip` and `FILE#siglip` the large batches of one loss, `FILE#options` those
-of megabatch's options. `FILE#errors`, `FILE#steps`, `FILE#batches`, `FILE#clocks`, `FILE#feeding`, `FILE#losses`,
-`FILE#other_losses`, `FILE#loss_small`, `FILE#ring`, `FILE#trainers`, `FILE#open_clip_step` and `FILE#whole_steps` read rows of the
-programs of those names, `FILE#memory` and `FILE#limits` those of `benchmarks.memory_accuracy`, `FILE#time` those of
-`benchmarks.time_accuracy`. Any other `FILE#CASE` takes the rows of that case of `benchmarks.encoders`.
+of megabatch's options. `FILE#attention`, `FILE#errors`, `FILE#steps`, `FILE#batches`, `FILE#clocks`, `FILE#feeding`,
+`FILE#losses`, `FILE#other_losses`, `FILE#loss_small`, `FILE#ring`, `FILE#trainers`, `FILE#open_clip_step` and `FILE#whole_steps`
+read rows of the programs of those names, `FILE#memory` and `FILE#limits` those of `benchmarks.memory_accuracy`, `FILE#time` those
+of `benchmarks.time_accuracy`. Any other `FILE#CASE` takes the rows of that case of `benchmarks.encoders`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import (
+    attention,
     batches,
     clocks,
     errors,
@@ -37,6 +38,7 @@ from benchmarks.time_accuracy import report as seconds
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAMS = {
+    "attention": attention,
     "errors": errors,
     "steps": steps,
     "batches": batches,

@@ -58,6 +58,7 @@ OPTIMIZATIONS = {
     "channels_last": "channels last",
     "layers": "compiled layers",
     "compile": "compiled towers",
+    "attention": "short attention",
 } | {name: recipe.title for name, recipe in RECIPES.items()}
 
 
@@ -289,6 +290,9 @@ def apply(clip: Clip, optimizations: tuple[str, ...]) -> None:
     towers = {id(tower): tower for tower in (clip.image, clip.text)}.values()
     if "linear" in optimizations:
         megabatch.linear_patches(clip)
+    if "attention" in optimizations:
+        for tower in towers:
+            megabatch.short_attention(tower)
     if "channels_last" in optimizations:
         clip.to(memory_format=torch.channels_last)
     blocks = [module for module in clip.modules() if type(module).__name__ in LAYERS]

@@ -173,9 +173,36 @@ def test_the_shares_of_whole_steps_are_those_of_the_kept_rows():
     text = " ".join((ROOT / "docs" / "benchmarks.md").read_text().split())
     sentence = f"reaches {whole} % of the rate of a large product without chunks, and {in_chunks[0]} to {in_chunks[1]} % in chunks"
     assert sentence in text
+    short = {
+        model: [
+            round(100 * row["useful_share"])
+            for row in rows
+            if row["case"]["model"] == model and "attention" in row["case"]["optimizations"]
+        ]
+        for model in ("l14", "b32")
+    }
+    (whole, *in_chunks), small = short.values()
+    assert f"reaches {whole} %, and {in_chunks[0]} to {in_chunks[1]} % in chunks, ViT-B/32 {small[0]} % and {small[1]} %" in text
     bert = [row for row in rows if row["case"]["model"] == "bert" and "layers" in row["case"]["optimizations"]]
     whole, *in_chunks = (round(100 * row["useful_share"]) for row in bert)
     assert f"BERT-base {whole} % and {in_chunks[0]} to {in_chunks[1]} %" in text
+
+
+def test_the_speed_of_short_attention_is_that_of_the_kept_rows():
+    rows = read_rows(ROOT / "benchmarks/results/attention-cuda.jsonl")
+    seconds = {(row["length"], row["implementation"]): row["forward_s"] + row["backward_s"] for row in rows}
+    ratios = [s / seconds[length, "megabatch"] for (length, name), s in seconds.items() if name == "PyTorch's choice"]
+    text = " ".join((ROOT / "docs" / "encoders.md").read_text().split())
+    assert f"they are {min(ratios):.1f} to {max(ratios):.1f} times as fast, forward and backward" in text
+    worst = max(row["error"] for row in rows if row["implementation"] == "megabatch")
+    assert f"at most {worst:.0e} of the largest entry".replace("e-0", "e-") in text
+    steps = {
+        (row["case"]["model"], row["case"]["optimizations"][-1]): row["seconds"]
+        for row in read_rows(ROOT / "benchmarks/results/whole-steps-cuda.jsonl")
+        if row["case"]["chunk"] is None and row["case"]["optimizations"]
+    }
+    large, small = (f"{1 - steps[model, 'attention'] / steps[model, 'layers']:.0%}".replace("%", " %") for model in ("l14", "b32"))
+    assert f"ViT-L/14 takes {large} less time, of ViT-B/32 {small}" in text
 
 
 def test_the_speed_of_reading_is_that_of_the_kept_rows():

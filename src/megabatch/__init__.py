@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     )
     from .measuring import NoiseScale, find_chunk, fitted, micro_batches
     from .planning.planner import plan
+    from .towers.attention import short_attention
     from .towers.patches import linear_patches
 
 __all__ = [
@@ -80,6 +81,7 @@ __all__ = [
     "predict_memory",
     "reference",
     "retry_on_oom",
+    "short_attention",
     "siglip_loss",
     "similarity_loss",
     "spread_out_loss",
@@ -123,6 +125,7 @@ _MODULES = {
     "predict_memory": "costs.memory",
     "reference": "reference",
     "retry_on_oom": "chunks.oom",
+    "short_attention": "towers.attention",
     "siglip_loss": "losses",
     "similarity_loss": "losses",
     "spread_out_loss": "losses",

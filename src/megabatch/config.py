@@ -228,6 +228,8 @@ class Compute:
         bf16 and fp16, for towers of a library that convolve more than images, unless the weights are sharded.
     linear_patches: compute the patch convolutions of images, as in vision transformers, as linear layers, with the same parameters
         and results; None does so on CUDA in bf16 and fp16.
+    short_attention: compute attention over up to 257 positions by kernels of this package, on Hopper GPUs in bf16; results differ
+        by rounding.
     workspace: working memory of the loss in bytes, 64 KiB or more. threads: of PyTorch on a CPU.
     """
 
@@ -239,6 +241,7 @@ class Compute:
     compile: bool = False
     channels_last: bool | None = None
     linear_patches: bool | None = None
+    short_attention: bool = False
     workspace: int | None = None
     threads: int | None = None
 

@@ -189,6 +189,17 @@ def test_a_run_without_patches_may_ask_for_linear_ones(pairs, tmp_path):
     train(run_of(pairs, tmp_path / "run", "compute.linear_patches=true", steps=1))
 
 
+def test_a_run_may_ask_for_short_attention(pairs, tmp_path):
+    run = run_of(pairs, tmp_path / "run", "compute.short_attention=true", steps=1)
+    with pytest.warns(UserWarning, match=r"compute\.short_attention has no effect, because the kernels are for Hopper GPUs"):
+        train(run)
+    with ranks(run.compute) as here, pytest.warns(UserWarning, match="has no effect"):
+        parts = assemble(run, here)
+    # One hook before forward and one after it, on each tower.
+    for tower in (parts.x.module, parts.y.module):
+        assert len(tower._forward_pre_hooks) == len(tower._forward_hooks) == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("gpu", "settings", "linear"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from ..data.sampler import InOrder, Order, split
 from ..data.source import Damage, Kind, Source
 from ..objectives import OBJECTIVES
 from ..towers import names_code
+from ..towers.attention import short_attention, unavailable
 from ..towers.memory_format import choose_memory_format
 from ..towers.model import Classifier, build_pair, build_towers
 from ..towers.patches import linear_image_patches, uses_linear_patches
@@ -93,9 +95,13 @@ def assemble(run: Run, ranks: Ranks) -> Assembly:
     model.to(ranks.device)
     if uses_linear_patches(run.compute.linear_patches, ranks.device.type, run.compute.precision):
         linear_image_patches(model)
+    if run.compute.short_attention and (reason := unavailable(ranks.device)):
+        warnings.warn(f"compute.short_attention has no effect, because {reason}: PyTorch computes attention", stacklevel=2)
     # Both sides may share a tower.
     for tower, name in {y.module: run.y.name, x.module: run.x.name}.items():
         choose_memory_format(tower, run.compute, ranks.device.type, run.compute.precision, own_code=names_code(name))
+        if run.compute.short_attention:
+            short_attention(tower)
         if run.compute.compile:
             compile_tower(tower)
     kind = Contrastive if contrastive else Classification

@@ -1,4 +1,4 @@
-"""The tile contract in Triton: the only package that imports it. Contract and legend: ../contract.py.
+"""The tile contract in Triton. Contract and legend: ../contract.py.
 
 A pass goes over panels of the similarity matrix. Forward, one launch computes the tiles of a panel and the sums of each tile, and
 a second small launch adds these. Backward, one launch writes the gradient in the logits of a panel, and two GEMMs with it follow.
