@@ -353,19 +353,26 @@ def _enqueue(call: Callable[..., Tensor], batch: Batch) -> None:
 
 def with_the_host(steps: Sequence[Step]) -> list[Row]:
     """Return, for each of several CUDA steps, the seconds until it is enqueued and until it is computed, on a device that is idle
-    before. They run in turn."""
+    before. They run in turn, the first time to allocate their memory. A step that runs out of it has no times."""
     times: list[list[tuple[float, float]]] = [[] for _ in steps]
-    for turn in range(max(step.runs for step in steps)):
-        for step, own in zip(steps, times, strict=True):
-            if turn < step.runs:
-                torch.cuda.synchronize()
-                start = time.perf_counter()
+    failed = set()
+    for turn in range(1 + max(step.runs for step in steps)):
+        for place, step in enumerate(steps):
+            if turn > step.runs or place in failed:
+                continue
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            try:
                 _enqueue(step.call, step.batch)
-                enqueued = time.perf_counter()
-                torch.cuda.synchronize()
-                own.append((enqueued - start, time.perf_counter() - start))
-    medians = [[statistics.median(values) for values in zip(*own, strict=True)] for own in times]
-    return [{"host_s": host, "wall_s": wall} for host, wall in medians]
+            except torch.OutOfMemoryError:
+                failed.add(place)
+                continue
+            enqueued = time.perf_counter()
+            torch.cuda.synchronize()
+            if turn:
+                times[place].append((enqueued - start, time.perf_counter() - start))
+    medians = [None if place in failed else map(statistics.median, zip(*own, strict=True)) for place, own in enumerate(times)]
+    return [{} if found is None else dict(zip(("host_s", "wall_s"), found, strict=True)) for found in medians]
 
 
 def _mark() -> torch.cuda.Event:

@@ -97,10 +97,10 @@ def summary_markdown(rows: list[dict[str, Any]]) -> str:
     cells = {(row["loss"], row["batch"], row["implementation"]): row["wall_s"] for row in timed}
     lines = []
     for loss, batch in product(LOSSES, SUMMARY):
-        ours, graphed, *others = (cells[loss, batch, name] for name in SUMMARY_NAMES)
-        texts = [f"{report.three_digits(1e3 * each)} ms" for each in (ours, graphed, *others)]
-        texts[graphed < ours] = f"**{texts[graphed < ours]}**"
-        texts[2:] = (f"{text} ({each / ours:.1f}×)" for text, each in zip(texts[2:], others, strict=True))
+        times = [cells[loss, batch, name] for name in SUMMARY_NAMES]
+        texts = [f"{report.three_digits(1e3 * each)} ms" for each in times]
+        texts = [f"**{text}**" if each == min(times) else text for text, each in zip(texts, times, strict=True)]
+        texts[2:] = (f"{text} ({each / times[0]:.1f}×)" for text, each in zip(texts[2:], times[2:], strict=True))
         lines.append([loss, f"{batch:,}", *texts])
     machine = timed[0]["machine"]
     headers = ("loss", "pairs", *SUMMARY_NAMES.values())

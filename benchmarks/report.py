@@ -233,8 +233,8 @@ def times_markdown(rows: list[Row]) -> str:
     timed = [row for row in shown if "wall_s" in row]
     if not timed:
         raise ValueError("no row holds a time with the host: run `python -m benchmarks.loss --device cuda --in-process`")
-    timed_at = [row["batch"] for row in timed]
-    sizes = [size for size in sorted(set(timed_at)) if timed_at.count(size) > 1]
+    timed_at = [(row["loss"], row["batch"]) for row in timed]
+    sizes = sorted({size for loss, size in timed_at if timed_at.count((loss, size)) > 1})
     fastest = {(loss, size): _fastest(timed, loss, size) for loss in USEFUL_FLOP for size in sizes}
     cells = {
         (row["loss"], title(row), row["batch"]): _times_cell(row, row is fastest[row["loss"], row["batch"]])

@@ -29,7 +29,8 @@ MAY_IMPORT = {
     "costs": FOUNDATION | {"tiles.panels", "towers"},
     "reporting": FOUNDATION,
     "trust": {"config", "towers"},
-    "towers": FOUNDATION,
+    "towers": FOUNDATION | {"towers.attention_kernels"},
+    "towers.attention_kernels": set(),
     "data": FOUNDATION,
     "chunks": {"host_memory", "losses", "ring"},
     "losses": {
@@ -73,7 +74,7 @@ MAY_IMPORT = {
 # Packages of others, and where they may be imported. The standard library may be imported anywhere.
 THIRD_PARTY = {
     "torch": set(MAY_IMPORT),
-    "triton": {"tiles.fused"},
+    "triton": {"tiles.fused", "towers.attention_kernels"},
     "open_clip": {"adapters", "towers"},
     "sentence_transformers": {"adapters"},
     "tqdm": {"adapters"},

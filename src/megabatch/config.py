@@ -525,6 +525,9 @@ def _rules(run: Run) -> list[tuple[str, Any, bool, str]]:
         ("compute.channels_last", run.compute.channels_last, not (run.compute.channels_last and run.compute.sharded),
          f'must be left out with compute.sharding "{run.compute.sharding}", which shards weights in the usual memory format only;'
          ' or choose sharding "ddp"'),
+        ("compute.short_attention", run.compute.short_attention,
+         not (run.compute.short_attention and (run.x.checkpointing or run.y.checkpointing)),
+         "must be false with x.checkpointing or y.checkpointing, which compute blocks again by other kernels; or turn those off"),
         ("compute.gradient_exchange", run.compute.gradient_exchange,
          run.compute.gradient_exchange is None or not run.compute.sharded or objectives.OBJECTIVES[run.loss.objective].contrastive,
          f'must be left out with compute.sharding "{run.compute.sharding}" and loss.objective "{run.loss.objective}", whose chunks'

@@ -267,8 +267,22 @@ def test_steps_of_one_size_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setattr(loss, "measure_device", device)
     only = ["--losses", "clip", "--only", "ours,full matrix", "--sizes", "8,16", "--in-process"]
     assert loss.main([*only, "--out", str(tmp_path / "rows.jsonl")]) == 0
-    assert order == [(batch, name) for batch in (8, 16) for _ in range(2) for name in ("ours", "full matrix")]
+    # The first turn is not timed.
+    assert order == [(batch, name) for batch in (8, 16) for _ in range(3) for name in ("ours", "full matrix")]
     assert all(0 < row["host_s"] <= row["wall_s"] for row in report.read_rows(tmp_path / "rows.jsonl"))
+
+
+def test_a_step_that_runs_out_of_memory_beside_others_has_no_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    batch = measuring._inputs(Case("clip", "formula", batch=8, dim=4), 8)
+
+    def too_large(*leaves: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError
+
+    found = measuring.with_the_host(
+        [measuring.Step(too_large, batch, 2), measuring.Step(peers.find("formula", "clip").load(), batch, 2)]
+    )
+    assert found[0] == {} and found[1].keys() == {"host_s", "wall_s"}
 
 
 def test_the_share_counts_only_useful_flops() -> None:

@@ -11,6 +11,8 @@ import sys
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 import megabatch
@@ -62,6 +64,16 @@ def test_results_are_those_of_pytorch(length, causal, on_cpu):
     assert found[0].transpose(1, 2).is_contiguous()
 
 
+def test_inputs_of_any_layout_are_read(on_cpu):
+    inputs = heads(20)
+    true = results(F.scaled_dot_product_attention, inputs)
+    odd = [torch.empty(2, 2, 20, 67)[..., 1:65].copy_(t.detach()).requires_grad_() for t in inputs]
+    transposed = [t.detach().transpose(2, 3).contiguous().transpose(2, 3).requires_grad_() for t in inputs]
+    for other in (odd, transposed):
+        assert not any(t.is_contiguous() for t in other)
+        assert_close(results(attention._attention, other), true, 1e-5)
+
+
 def test_a_given_scale_is_used(on_cpu):
     inputs = heads(20)
     assert_close(results(attention._attention, inputs, scale=0.3), results(F.scaled_dot_product_attention, inputs, scale=0.3), 1e-5)
@@ -93,12 +105,89 @@ def mask(length: int) -> Tensor:
         lambda q, k, v: (tuple(F.pad(t, (0, 0, 0, 250)) for t in (q, k, v)), {}),
         lambda q, k, v: (tuple(F.pad(t, (0, 0, 0, 130)) for t in (q, k, v)), {}),
         lambda q, k, v: ((q, k[:, :1], v[:, :1]), {"enable_gqa": True}),
+        lambda q, k, v: ((q, k, v), {"scale": -1.0}),
+        lambda q, k, v: ((q[:0], k[:0], v[:0]), {}),
     ],
-    ids=["mask", "dropout", "fewer keys", "no batch", "float64", "narrow", "long", "padded by PyTorch alike", "grouped heads"],
+    ids=[
+        "mask",
+        "dropout",
+        "fewer keys",
+        "no batch",
+        "float64",
+        "narrow",
+        "long",
+        "padded by PyTorch alike",
+        "grouped heads",
+        "negative scale",
+        "empty",
+    ],
 )
 def test_other_calls_are_left_to_pytorch(change, on_cpu):
     args, options = change(*heads(8))
     assert attention._attention(*args, **options) is None
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_tensors_of_other_kinds_are_left_to_pytorch(on_cpu):
+    q, k, v = (t.detach() for t in heads(8))
+    assert attention._attention(q, k, v) is not None
+
+    class Other(Tensor):
+        pass
+
+    assert attention._attention(q.as_subclass(Other), k, v) is None
+    for layout in (torch.strided, torch.jagged):
+        nested = torch.nested.nested_tensor([torch.randn(n, 2, 64) for n in (3, 5)], layout=layout).transpose(1, 2)
+        assert attention._attention(nested, nested, nested) is None
+    with FakeTensorMode():
+        fake = torch.empty(2, 2, 8, 64, device="cuda")
+        assert attention._attention(fake, fake, fake) is None
+    with forward_ad.dual_level():
+        assert attention._attention(q, k, v) is None
+    called = torch.vmap(lambda a: torch.zeros(()) if attention._attention(a, k, v) is None else torch.ones(()))
+    assert not called(torch.stack([q, q])).any()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"need_weights": True},
+        {"is_causal": True},
+        {"attn_mask": torch.zeros(20, 20)},
+        {"key_padding_mask": torch.zeros(2, 20, dtype=torch.bool)},
+        {"dropout_p": 0.1},
+        {"add_zero_attn": True},
+        {"bias_k": torch.zeros(1, 1, 128)},
+        {"use_separate_proj_weight": True, "q_proj_weight": torch.zeros(128, 128)},
+        {"static_k": torch.zeros(4, 20, 64)},
+        {"num_heads": 4},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_multi_head_attention_with_more_is_left_to_pytorch(change, on_cpu):
+    module = nn.MultiheadAttention(128, 2)
+    x = torch.randn(20, 2, 128)
+    inputs = {
+        "embed_dim": 128,
+        "heads": 2,
+        "weight": module.in_proj_weight,
+        "bias": module.in_proj_bias,
+        "out_weight": module.out_proj.weight,
+    }
+    inputs |= {"bias_k": None, "bias_v": None, "add_zero_attn": False, "dropout_p": 0.0, "out_bias": module.out_proj.bias}
+    inputs |= {"need_weights": False, "average_attn_weights": True, "is_causal": False}
+    output = attention._multi_head_attention(x, x, x, **inputs)[0]
+    torch.testing.assert_close(output, module(x, x, x, need_weights=False)[0])
+    assert output.is_contiguous()
+    change = {"heads" if name == "num_heads" else name: value for name, value in change.items()}
+    assert attention._multi_head_attention(x, x, x, **inputs | change) is None
+    assert attention._multi_head_attention(x, x.clone(), x, **inputs) is None
+
+
+def test_rows_that_are_too_far_apart_are_copied():
+    far = torch.empty_strided((2, 2, 20, 64), (64, 64, 2**28, 1), device="meta")
+    near = torch.empty(2, 2, 20, 64, device="meta")
+    assert kernels._aligned(far).stride() == (20 * 128, 64, 128, 1) and kernels._aligned(near) is near
 
 
 def test_without_the_kernels_pytorch_computes():

@@ -189,6 +189,12 @@ def test_a_run_without_patches_may_ask_for_linear_ones(pairs, tmp_path):
     train(run_of(pairs, tmp_path / "run", "compute.linear_patches=true", steps=1))
 
 
+def test_short_attention_and_checkpointing_exclude_each_other():
+    both = ["compute.short_attention=true", "x.checkpointing=true"]
+    with pytest.raises(ValueError, match=r"compute\.short_attention.*must be false with x\.checkpointing"):
+        config.build(config.EMBEDDED, both)
+
+
 def test_a_run_may_ask_for_short_attention(pairs, tmp_path):
     run = run_of(pairs, tmp_path / "run", "compute.short_attention=true", steps=1)
     with pytest.warns(UserWarning, match=r"compute\.short_attention has no effect, because the kernels are for Hopper GPUs"):

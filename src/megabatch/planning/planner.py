@@ -271,6 +271,8 @@ def run_of(problem: Problem, estimate: Estimate, follows: Hyperparameters) -> co
             gradient_exchange=strategy.gradient_exchange,
             # Weights with channels last cannot be sharded.
             channels_last=base.compute.channels_last if strategy.sharding == "ddp" else None,
+            # Blocks that are computed again would use other kernels.
+            short_attention=base.compute.short_attention and not strategy.checkpointing,
         ),
         planned=config.Planned(estimate.peak, estimate.seconds),
     )

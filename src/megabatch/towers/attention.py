@@ -7,7 +7,6 @@ texts fill such blocks badly.
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import importlib.util
 import math
 from collections.abc import Callable
@@ -15,8 +14,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+
+from .patches import product_dtype
 
 Model = TypeVar("Model", bound=nn.Module)
 # Width of a head and dtype of the kernels, and the most positions that they take.
@@ -35,7 +37,8 @@ def short_attention(model: Model) -> Model:
     to it), for 1 to 128 and 193 to 257 positions and heads 64 wide, with as many keys as queries, causal or not, without a mask and
     without dropout. Everything else is computed by PyTorch as before. The softmax is computed in fp32, as in PyTorch's kernels:
     results differ by rounding alone. Parameters and the state dict do not change. Call it on the module that is called,
-    `model.visual` if that is called by itself, and before `torch.compile`.
+    `model.visual` if that is called by itself, and before `torch.compile`. Blocks under activation checkpointing are computed again
+    outside of the model's forward, and PyTorch raises a CheckpointError there: use one or the other.
 
     >>> import torch, megabatch
     >>> layer = torch.nn.TransformerEncoderLayer(d_model=128, nhead=2, batch_first=True)
@@ -45,7 +48,8 @@ def short_attention(model: Model) -> Model:
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is a {type(model).__name__}: must be a torch.nn.Module whose forward calls attention")
     if _enter not in model._forward_pre_hooks.values():
-        model.register_forward_pre_hook(_enter)
+        # First, so that _leave undoes it if another hook raises.
+        model.register_forward_pre_hook(_enter, prepend=True)
         model.register_forward_hook(_leave, always_call=True)
     return model
 
@@ -82,20 +86,17 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor | None:
     """Return what scaled_dot_product_attention does, or None if PyTorch has to compute it."""
-    if attn_mask is not None or dropout_p or query.ndim != 4 or not query.shape == key.shape == value.shape:
+    if attn_mask is not None or dropout_p or not _are_plain(query, key, value):
         return None
-    if query.shape[-1] != WIDTH or not _is_short(query.shape[2], query.device):
+    if query.ndim != 4 or not query.shape == key.shape == value.shape or not query.device == key.device == value.device:
         return None
-    inputs = []
-    for t in (query, key, value):
-        if t.is_floating_point() and t.dtype != torch.float64 and torch.is_autocast_enabled(query.device.type):
-            t = t.to(torch.get_autocast_dtype(query.device.type))
-        if t.dtype != DTYPE or t.device != query.device:
-            return None
-        # The kernels read rows.
-        inputs.append(t if t.stride(-1) == 1 else t.contiguous())
+    if query.shape[-1] != WIDTH or not query.numel() or not _is_short(query.shape[2], query.device):
+        return None
+    # The kernels subtract the largest similarity, which a negative scale would make the smallest logit.
+    if any(product_dtype(t) != DTYPE for t in (query, key, value)) or (scale is not None and not scale > 0):
+        return None
     factor = 1 / math.sqrt(WIDTH) if scale is None else float(scale)
-    return torch.ops.megabatch.short_attention(*inputs, is_causal, factor)[0]
+    return torch.ops.megabatch.short_attention(query.to(DTYPE), key.to(DTYPE), value.to(DTYPE), is_causal, factor)[0]
 
 
 def _multi_head_attention(
@@ -122,11 +123,15 @@ def _multi_head_attention(
 
     PyTorch's own function calls scaled_dot_product_attention outside of the mode.
     """
-    is_plain = not (need_weights or add_zero_attn or (training and dropout_p))
-    missing = (key_padding_mask, attn_mask, bias_k, bias_v, more.get("static_k"), more.get("static_v"))
-    if not is_plain or any(t is not None for t in missing) or weight is None or not (query is key and key is value):
+    more.pop("average_attn_weights", None)
+    given = (key_padding_mask, attn_mask, bias_k, bias_v, *more.values())
+    if need_weights or add_zero_attn or (training and dropout_p) or any(t is not None and t is not False for t in given):
         return None
-    if query.ndim != 3 or embed_dim != query.shape[2] or heads * WIDTH != embed_dim or not _is_short(query.shape[0], query.device):
+    if weight is None or query is not key or key is not value:
+        return None
+    if not _are_plain(query) or query.ndim != 3 or product_dtype(query) != DTYPE or not query.numel():
+        return None
+    if embed_dim != query.shape[2] or heads * WIDTH != embed_dim or not _is_short(query.shape[0], query.device):
         return None
     # Both products read and write (N, L, E), which is how batch_first=True has it in memory.
     x = query.transpose(0, 1)
@@ -134,13 +139,21 @@ def _multi_head_attention(
     output = _attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
     if output is None:
         return None
-    return F.linear(output.transpose(1, 2).flatten(2), out_weight, out_bias).transpose(0, 1), None
+    result = F.linear(output.transpose(1, 2).flatten(2), out_weight, out_bias).transpose(0, 1)
+    return result.contiguous() if query.is_contiguous() else result, None
 
 
 OWN: dict[Any, Callable[..., Any]] = {
     F.scaled_dot_product_attention: _attention,
     F.multi_head_attention_forward: _multi_head_attention,
 }
+
+
+def _are_plain(*tensors: Tensor) -> bool:
+    """Return whether tensors are PyTorch's own, in one dense piece of memory, and autograd alone differentiates them."""
+    if not torch.compiler.is_compiling() and (torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0):
+        return False
+    return not any(type(t) not in (Tensor, nn.Parameter) or t.is_nested for t in tensors)
 
 
 def _is_short(length: int, device: torch.device) -> bool:
@@ -157,13 +170,16 @@ def has_kernels(device: torch.device) -> bool:
 @functools.cache
 def unavailable(device: torch.device) -> str | None:
     """Return why the kernels do not run on a device, or None."""
-    if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) != CAPABILITY:
+    if device.type != "cuda" or not torch.cuda.is_available() or torch.version.hip is not None:
+        return "the kernels are for Hopper GPUs"
+    if torch.cuda.get_device_capability(device) != CAPABILITY:
         return "the kernels are for Hopper GPUs"
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
-    version = importlib.metadata.version("triton")
-    if not version.startswith(TRITON_VERSIONS):
-        return f"Triton is {version}, and the kernels were run with {' and '.join(TRITON_VERSIONS)}x"
+    from .attention_kernels import TRITON_VERSION
+
+    if not TRITON_VERSION.startswith(TRITON_VERSIONS):
+        return f"Triton is {TRITON_VERSION}, and the kernels were run with {' and '.join(TRITON_VERSIONS)}x"
     return None
 
 

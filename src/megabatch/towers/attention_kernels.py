@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+TRITON_VERSION: str = triton.__version__
 LOG2_E = 1.4426950408889634
 # Positions behind a tile: the smallest side of a product.
 TAIL = 16
@@ -24,7 +25,7 @@ TILES = (64, 128, 256)
 LONGEST = TILES[-1] + 1
 
 
-class Launch(NamedTuple):
+class AttentionLaunch(NamedTuple):
     """block: queries of forward, keys of backward, that a program has at a time."""
 
     block: int
@@ -33,8 +34,8 @@ class Launch(NamedTuple):
 
 
 # By the positions of the tile, the best of six or more on an H200 (docs/log.md).
-FORWARD = {64: Launch(64, 4, 1), 128: Launch(64, 4, 2), 256: Launch(64, 4, 2)}
-BACKWARD = {64: Launch(64, 4, 1), 128: Launch(32, 8, 2), 256: Launch(64, 8, 2)}
+FORWARD = {64: AttentionLaunch(64, 4, 1), 128: AttentionLaunch(64, 4, 2), 256: AttentionLaunch(64, 4, 2)}
+BACKWARD = {64: AttentionLaunch(64, 4, 1), 128: AttentionLaunch(32, 8, 2), 256: AttentionLaunch(64, 8, 2)}
 
 
 def divide(length: int, causal: bool) -> tuple[int, int]:
@@ -58,6 +59,7 @@ def divide(length: int, causal: bool) -> tuple[int, int]:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Return the output, (B, H, S, D) as a view of (B, S, H, D) memory, and lse (B, H, S)."""
+    q, k, v = map(_aligned, (q, k, v))
     batch, heads, length, width = q.shape
     tile, tail = divide(length, causal)
     launch = FORWARD[tile]
@@ -74,10 +76,10 @@ def backward(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, laid out as the output is."""
+    q, k, v, o, do = map(_aligned, (q, k, v, o, do))
     batch, heads, length, width = q.shape
     tile, tail = divide(length, causal)
     launch = BACKWARD[tile]
-    do = do if do.stride(-1) == 1 else do.contiguous()
     dq, dk, dv = new_like(q), new_like(q), new_like(q)
     is_one = length == tile + 1
     # P and dS of the one query behind the tile.
@@ -94,6 +96,13 @@ def new_like(t: Tensor) -> Tensor:
     """Return a new (B, H, S, D) tensor, a view of (B, S, H, D) memory, as the next projection of a transformer reads it."""
     batch, heads, length, width = t.shape
     return t.new_empty((batch, length, heads, width)).transpose(1, 2)
+
+
+def _aligned(t: Tensor) -> Tensor:
+    """Return the tensor, or a copy of it if rows start elsewhere than at multiples of 16 elements, for which Triton would compile
+    another kernel, or so far apart that 32 bits cannot address them."""
+    is_aligned = t.stride(-1) == 1 and not t.data_ptr() % 16 and not any(stride % 16 for stride in t.stride()[:3])
+    return t if is_aligned and t.shape[2] * t.stride(2) < 2**31 else new_like(t).copy_(t)
 
 
 def _strides(*tensors: Tensor) -> tuple[int, ...]:
@@ -122,7 +131,8 @@ def _store(base, stride, start, values, length, ROWS: tl.constexpr, D: tl.conste
         tl.store(at, rounded, mask=(i < length)[:, None])
 
 
-@triton.jit
+# One kernel for all numbers of heads and positions of a tile.
+@triton.jit(do_not_specialize=["heads", "length"])
 def attention_kernel(
     q, k, v, o, lse, qb, qh, qs, kb, kh, ks, vb, vh, vs, ob, oh, os, heads, length, factor,
     KEYS: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, T: tl.constexpr, FULL: tl.constexpr, CAUSAL: tl.constexpr,
@@ -198,7 +208,7 @@ def _attend(
         tl.store(lse + i, peak + tl.log2(total), mask=i < length)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "length"])
 def attention_backward_kernel(
     q, k, v, o, do, lse, last, dq, dk, dv,
     qb, qh, qs, kb, kh, ks, vb, vh, vs, ob, oh, os, db, dh, ds, gb, gh, gs, heads, length, scale, factor,

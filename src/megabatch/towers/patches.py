@@ -31,7 +31,7 @@ class PatchConv2d(nn.Conv2d):
         images = input[..., : rows * height, : columns * width]
         grid = images.unflatten(-1, (columns, width)).unflatten(-3, (rows, height))
         # (…, channels, rows, height, columns, width) to (…, rows, columns, channels, height, width), in one copy.
-        patches = grid.movedim((-4, -2), (-5, -4)).to(_product_dtype(input), memory_format=torch.contiguous_format)
+        patches = grid.movedim((-4, -2), (-5, -4)).to(product_dtype(input), memory_format=torch.contiguous_format)
         return F.linear(patches.flatten(-3), self.weight.flatten(1), self.bias).movedim(-1, -3)
 
 
@@ -94,7 +94,7 @@ def _is_patch_convolution(module: nn.Module) -> bool:
     )
 
 
-def _product_dtype(tensor: Tensor) -> torch.dtype:
+def product_dtype(tensor: Tensor) -> torch.dtype:
     """Return the dtype in which autocast, where it is enabled, computes a product of the tensor."""
     kind = tensor.device.type
     if tensor.dtype != torch.float32 or not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):

@@ -95,8 +95,10 @@ def assemble(run: Run, ranks: Ranks) -> Assembly:
     model.to(ranks.device)
     if uses_linear_patches(run.compute.linear_patches, ranks.device.type, run.compute.precision):
         linear_image_patches(model)
-    if run.compute.short_attention and (reason := unavailable(ranks.device)):
-        warnings.warn(f"compute.short_attention has no effect, because {reason}: PyTorch computes attention", stacklevel=2)
+    if run.compute.short_attention:
+        reason = unavailable(ranks.device) or ("compute.precision is not bf16" if run.compute.precision != "bf16" else None)
+        if reason:
+            warnings.warn(f"compute.short_attention has no effect, because {reason}: PyTorch computes attention", stacklevel=2)
     # Both sides may share a tower.
     for tower, name in {y.module: run.y.name, x.module: run.x.name}.items():
         choose_memory_format(tower, run.compute, ranks.device.type, run.compute.precision, own_code=names_code(name))
