@@ -97,6 +97,8 @@ def _is_patch_convolution(module: nn.Module) -> bool:
 def product_dtype(tensor: Tensor) -> torch.dtype:
     """Return the dtype in which autocast, where it is enabled, computes a product of the tensor."""
     kind = tensor.device.type
-    if tensor.dtype != torch.float32 or not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+    # Some devices have no autocast. torch.compile of PyTorch 2.11 breaks the graph at that question.
+    has_autocast = kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)
+    if tensor.dtype != torch.float32 or not has_autocast or not torch.is_autocast_enabled(kind):
         return tensor.dtype
     return torch.get_autocast_dtype(kind)
