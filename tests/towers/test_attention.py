@@ -64,6 +64,29 @@ def test_results_are_those_of_pytorch(length, causal, on_cpu):
     assert found[0].transpose(1, 2).is_contiguous()
 
 
+@pytest.mark.parametrize("wrong", ["dv", "nan"])
+def test_kernels_that_were_compiled_wrongly_raise_at_their_first_call(wrong, on_cpu, monkeypatch):
+    backward = kernels.backward
+
+    def miscompiled(*args: object) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = backward(*args)
+        return (dq, dk, dv.flip(2)) if wrong == "dv" else (dq * torch.nan, dk, dv)
+
+    monkeypatch.setattr(kernels, "backward", miscompiled)
+    monkeypatch.setattr(kernels, "_checked", set())
+    state = torch.get_rng_state()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"attention over 20 positions, as Triton .* compiles them, are wrong: d[qv] is off"):
+            attention._attention(*heads(20))
+    assert torch.equal(state, torch.get_rng_state())
+    monkeypatch.setattr(kernels, "backward", backward)
+    kernels._checked.clear()
+    attention._attention(*heads(20))
+    assert len(kernels._checked) == 1
+    attention._attention(*heads(33))
+    assert len(kernels._checked) == 1, "the same kernel"
+
+
 def test_inputs_of_any_layout_are_read(on_cpu):
     inputs = heads(20)
     true = results(F.scaled_dot_product_attention, inputs)

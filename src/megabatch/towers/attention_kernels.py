@@ -10,7 +10,7 @@ those of O · dO. lse: the logarithm, to the base 2, of the sums of exponentials
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -58,7 +58,18 @@ def divide(length: int, causal: bool) -> tuple[int, int]:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Return the output, (B, H, S, D) as a view of (B, S, H, D) memory, and lse (B, H, S)."""
+    """Return the output, (B, H, S, D) as a view of (B, S, H, D) memory, and lse (B, H, S).
+
+    The first call of each compiled kernel raises a RuntimeError if the results of a small example are wrong.
+    """
+    variant = q.device, q.dtype, divide(q.shape[2], causal), q.shape[2] in TILES, causal
+    if variant not in _checked and not (q.is_cuda and torch.cuda.is_current_stream_capturing()):
+        check(q, causal)
+        _checked.add(variant)
+    return _forward(q, k, v, causal, scale)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     q, k, v = map(_aligned, (q, k, v))
     batch, heads, length, width = q.shape
     tile, tail = divide(length, causal)
@@ -90,6 +101,44 @@ def backward(
         ONE=is_one, num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
     return dq, dk, dv
+
+
+# Device, dtype, tile and tail, whether the tile is full, and causal, of kernels whose results were compared with the formula.
+_checked: set[tuple[Any, ...]] = set()
+# Largest errors, as shares of the largest entry, that rounding explains.
+TOLERANCES = {torch.bfloat16: 3e-2, torch.float16: 5e-3, torch.float32: 1e-4}
+
+
+def check(like: Tensor, causal: bool) -> None:
+    """Raise a RuntimeError unless the kernels are right for random heads of this length. Triton has compiled some to wrong code."""
+    length, width = like.shape[2:]
+    # Not torch's own generator: a training draws the same numbers with and without this check.
+    generator = torch.Generator(like.device).manual_seed(0)
+    random = torch.randn((4, 2, length, 3, width), generator=generator, device=like.device)
+    q, k, v, do = random.to(like.dtype).transpose(2, 3).unbind()
+    scale = width**-0.5
+    o, lse = _forward(q, k, v, causal, scale)
+    found = o, *backward(q, k, v, o, lse, do, causal, scale)
+    for name, a, b in zip(("output", "dq", "dk", "dv"), found, formula(q, k, v, do, causal, scale), strict=True):
+        error = float((a.double() - b).abs().max() / b.abs().max().clamp(min=0.1))
+        # NaN is wrong too.
+        if not error <= TOLERANCES[like.dtype]:
+            raise RuntimeError(
+                f"the kernels for attention over {length} positions, as Triton {TRITON_VERSION} compiles them, are wrong: {name} "
+                f"is off by {error:.0e}; do not call short_attention, and set compute.short_attention=false in a run"
+            )
+
+
+def formula(q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the output and the gradients of q, k and v in float64, without autograd."""
+    q, k, v, do = (t.double() for t in (q, k, v, do))
+    s = q @ k.mT * scale
+    if causal:
+        s = s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), float("-inf"))
+    p = s.softmax(-1)
+    dp = do @ v.mT
+    ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * scale
+    return p @ v, ds @ k, ds.mT @ q, p.mT @ do
 
 
 def new_like(t: Tensor) -> Tensor:
