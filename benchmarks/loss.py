@@ -74,8 +74,8 @@ def _run(cases: list[Case], rows: list[Row], options: argparse.Namespace, out: P
         if steps:
             for (row, _step), times in zip(steps, with_the_host([step for _, step in steps]), strict=True):
                 row |= times
-                ms = report.three_digits(1e3 * row["wall_s"]) if "wall_s" in row else "no "
-                print(f"with the host: {report.title(row):<30}{ms} ms", flush=True)
+                text = f"{report.three_digits(1e3 * row['wall_s'])} ms" if times else "out of memory"
+                print(f"with the host: {report.title(row):<30}{text}", flush=True)
             report.write_rows(out, rows)
     return rows
 

@@ -354,25 +354,24 @@ def _enqueue(call: Callable[..., Tensor], batch: Batch) -> None:
 def with_the_host(steps: Sequence[Step]) -> list[Row]:
     """Return, for each of several CUDA steps, the seconds until it is enqueued and until it is computed, on a device that is idle
     before. They run in turn, the first time to allocate their memory. A step that runs out of it has no times."""
-    times: list[list[tuple[float, float]]] = [[] for _ in steps]
-    failed = set()
+    times: dict[int, list[tuple[float, float]]] = {place: [] for place in range(len(steps))}
     for turn in range(1 + max(step.runs for step in steps)):
-        for place, step in enumerate(steps):
-            if turn > step.runs or place in failed:
-                continue
+        for place in [place for place in times if turn <= steps[place].runs]:
             torch.cuda.synchronize()
             start = time.perf_counter()
             try:
-                _enqueue(step.call, step.batch)
+                _enqueue(steps[place].call, steps[place].batch)
             except torch.OutOfMemoryError:
-                failed.add(place)
+                del times[place]
                 continue
             enqueued = time.perf_counter()
             torch.cuda.synchronize()
             if turn:
                 times[place].append((enqueued - start, time.perf_counter() - start))
-    medians = [None if place in failed else map(statistics.median, zip(*own, strict=True)) for place, own in enumerate(times)]
-    return [{} if found is None else dict(zip(("host_s", "wall_s"), found, strict=True)) for found in medians]
+    rows: list[Row] = [{} for _ in steps]
+    for place, own in times.items():
+        rows[place] = dict(zip(("host_s", "wall_s"), map(statistics.median, zip(*own, strict=True)), strict=True))
+    return rows
 
 
 def _mark() -> torch.cuda.Event:

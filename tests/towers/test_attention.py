@@ -231,20 +231,6 @@ def block() -> nn.Module:
     return Block()
 
 
-@pytest.fixture
-def calls(monkeypatch) -> list[int]:
-    """Return the lengths of the sequences that the kernels are launched for."""
-    seen = []
-    forward = kernels.forward
-
-    def counted(q: Tensor, *args: object) -> tuple[Tensor, Tensor]:
-        seen.append(q.shape[2])
-        return forward(q, *args)
-
-    monkeypatch.setattr(kernels, "forward", counted)
-    return seen
-
-
 def test_a_model_uses_the_kernels_in_forward_alone(on_cpu, calls):
     plain, model = block(), megabatch.short_attention(block())
     x = torch.randn(2, 20, 128)

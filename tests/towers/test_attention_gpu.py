@@ -66,21 +66,6 @@ def test_many_heads_do_not_disturb_each_other(length):
             assert torch.equal(a, b[some])
 
 
-@pytest.fixture
-def calls(monkeypatch) -> list[int]:
-    from megabatch.towers import attention_kernels
-
-    seen = []
-    forward = attention_kernels.forward
-
-    def counted(q: Tensor, *args: object) -> tuple[Tensor, Tensor]:
-        seen.append(q.shape[2])
-        return forward(q, *args)
-
-    monkeypatch.setattr(attention_kernels, "forward", counted)
-    return seen
-
-
 def layers(batch_first: bool) -> nn.Module:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(128, 2, 256, dropout=0.0, batch_first=batch_first)

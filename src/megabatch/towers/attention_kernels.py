@@ -33,7 +33,7 @@ class AttentionLaunch(NamedTuple):
     stages: int
 
 
-# By the positions of the tile, the best of six or more on an H200 (docs/log.md).
+# By the positions of the tile. Of 64 and 256 the best of those in docs/log.md; others were not tried for 128.
 FORWARD = {64: AttentionLaunch(64, 4, 1), 128: AttentionLaunch(64, 4, 2), 256: AttentionLaunch(64, 4, 2)}
 BACKWARD = {64: AttentionLaunch(64, 4, 1), 128: AttentionLaunch(32, 8, 2), 256: AttentionLaunch(64, 8, 2)}
 
@@ -41,8 +41,8 @@ BACKWARD = {64: AttentionLaunch(64, 4, 1), 128: AttentionLaunch(32, 8, 2), 256: 
 def divide(length: int, causal: bool) -> tuple[int, int]:
     """Return the positions of the tile of a sequence, and TAIL if it has more, otherwise 0.
 
-    Other sequences have no positions behind the tile: Triton 3.6 compiled the kernels of 65 to 80 that are not causal to ones with
-    wrong addresses.
+    The kernels of 65 to 80 positions that are not causal, as Triton 3.6 compiled them, gave a wrong dv and illegal addresses on an
+    H200: these sequences are padded to 128.
 
     >>> divide(50, False), divide(77, True), divide(77, False), divide(257, False)
     ((64, 0), (64, 16), (128, 0), (256, 16))
@@ -143,8 +143,7 @@ def formula(q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool, scale: fl
 
 def new_like(t: Tensor) -> Tensor:
     """Return a new (B, H, S, D) tensor, a view of (B, S, H, D) memory, as the next projection of a transformer reads it."""
-    batch, heads, length, width = t.shape
-    return t.new_empty((batch, length, heads, width)).transpose(1, 2)
+    return torch.empty_like(t.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
 
 
 def _aligned(t: Tensor) -> Tensor:
