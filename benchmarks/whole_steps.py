@@ -59,6 +59,7 @@ OPTIMIZATIONS = {
     "layers": "compiled layers",
     "compile": "compiled towers",
     "attention": "short attention",
+    "residuals": "bf16 residuals",
 } | {name: recipe.title for name, recipe in RECIPES.items()}
 
 
@@ -293,6 +294,8 @@ def apply(clip: Clip, optimizations: tuple[str, ...]) -> None:
     if "attention" in optimizations:
         for tower in towers:
             megabatch.short_attention(tower)
+    if "residuals" in optimizations:
+        megabatch.bf16_residuals(clip)
     if "channels_last" in optimizations:
         clip.to(memory_format=torch.channels_last)
     blocks = [module for module in clip.modules() if type(module).__name__ in LAYERS]

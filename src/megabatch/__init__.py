@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from .planning.planner import plan
     from .towers.attention import short_attention
     from .towers.patches import linear_patches
+    from .towers.residuals import bf16_residuals
 
 __all__ = [
     "ClassSoftmaxLoss",
@@ -61,6 +62,7 @@ __all__ = [
     "__version__",
     "accumulate",
     "audit",
+    "bf16_residuals",
     "cached",
     "class_softmax_loss",
     "clip_loss",
@@ -103,6 +105,7 @@ _MODULES = {
     "SimilarityLoss": "losses",
     "accumulate": "chunks.accumulate",
     "audit": "audit",
+    "bf16_residuals": "towers.residuals",
     "cached": "chunks.cached",
     "chunks": "chunks",
     "class_softmax_loss": "losses",

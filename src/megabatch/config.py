@@ -230,6 +230,8 @@ class Compute:
         and results; None does so on CUDA in bf16 and fp16.
     short_attention: compute attention over up to 257 positions by kernels of this package, on Hopper GPUs in bf16; results differ
         by rounding.
+    bf16_residuals: with precision "bf16", keep the residual stream of transformers in bf16 too, which makes compiled steps shorter
+        and rounds every sum of the stream.
     workspace: working memory of the loss in bytes, 64 KiB or more. threads: of PyTorch on a CPU.
     """
 
@@ -242,6 +244,7 @@ class Compute:
     channels_last: bool | None = None
     linear_patches: bool | None = None
     short_attention: bool = False
+    bf16_residuals: bool = False
     workspace: int | None = None
     threads: int | None = None
 

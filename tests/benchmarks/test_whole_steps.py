@@ -56,6 +56,17 @@ def test_steps_are_timed_if_their_gradients_are_those_of_a_plain_step(monkeypatc
     assert "the gradients differ" in bench.row(cases[0], 1)["failed"]
 
 
+def test_residuals_in_bf16_change_the_blocks_of_both_towers(monkeypatch):
+    title, kind, shape = whole_steps.MODELS["tiny"]
+    deeper = {name: shape[name] | {"num_hidden_layers": 6} for name in ("vision_config", "text_config")}
+    monkeypatch.setitem(whole_steps.MODELS, "tiny", (title, kind, shape | deeper))
+    case = Case.of("tiny:8/4+residuals")
+    bench = Bench([case], "cpu")
+    assert 0 < bench.row(case, 1)["difference"] < whole_steps.AGREEMENT
+    layers = [module for module in bench.clip.modules() if type(module).__name__ in whole_steps.LAYERS]
+    assert len(layers) == 12 and all(layer._forward_pre_hooks for layer in layers)
+
+
 @pytest.mark.slow
 def test_a_failure_of_one_case_is_a_row(tmp_path):
     out = tmp_path / "rows.jsonl"

@@ -15,7 +15,7 @@ from megabatch.costs.counting import count_work
 from megabatch.costs.hardware import find_machine
 from megabatch.costs.lora import add_adapters
 from megabatch.costs.operations import flops_of
-from megabatch.costs.strategy import Strategy
+from megabatch.costs.strategy import Precision, Strategy
 from megabatch.costs.time import StepWork, step_time
 from megabatch.planning.reading import reading_rate
 from megabatch.planning.request import Request, base_run
@@ -65,6 +65,23 @@ def test_towers_are_counted_as_the_device_computes_them() -> None:
     assert cpu.towers[0].forward.flops == h200.towers[0].forward.flops
     half = workload(Request(run, data=100_000), run, "bf16", find_machine("H200")).towers[0]
     assert {"attention"} == {call.op_class for call in half.forward.calls if "attention" in call.op_class}
+
+
+def test_a_bf16_residual_stream_is_less_memory() -> None:
+    def peak(*overrides: str, precision: Precision = "bf16", checkpointing: bool = False) -> int:
+        tower = ["x.name=vit", "x.options={}", "x.options.size=64", "x.options.depth=8", f"compute.precision={precision}"]
+        run = config.build(config.EMBEDDED, [*tower, *overrides])
+        request, machine = Request(run, data=100_000), find_machine("H200")
+        strategy = Strategy(1, 256, 256, 1, precision=precision, checkpointing=checkpointing)
+        return traced(request, run, workload(request, run, precision, machine), machine)(strategy).peak_bytes
+
+    # Checkpointing saves the inputs of eight blocks, 64 positions of 96 numbers. All but the first have two bytes less a number;
+    # there is one more copy of the stream at the peak.
+    saved = peak(checkpointing=True) - peak("compute.bf16_residuals=true", checkpointing=True)
+    assert saved == 6 * 256 * 64 * 96 * 2
+    # Otherwise norms save their inputs in fp32, to which autocast on CUDA casts them: temporaries alone are smaller.
+    assert peak() > peak("compute.bf16_residuals=true")
+    assert peak(precision="fp32") == peak("compute.bf16_residuals=true", precision="fp32")
 
 
 def test_a_locked_tower_has_no_backward(work: Workload) -> None:

@@ -206,6 +206,39 @@ def test_a_run_may_ask_for_short_attention(pairs, tmp_path):
         assert len(tower._forward_pre_hooks) == len(tower._forward_hooks) == 1
 
 
+WITH_BLOCKS = ["y.name=text", "y.options.depth=6", "y.options.width=16", "y.options.heads=2"]
+
+
+def test_a_run_with_bf16_residuals_trains_and_resumes_exactly(pairs, tmp_path, monkeypatch):
+    settings = [*WITH_BLOCKS, "compute.precision=bf16", "compute.bf16_residuals=true"]
+    whole, stopped = (run_of(pairs, tmp_path / name, *settings, steps=4) for name in ("whole", "stopped"))
+    train(whole)
+    stopping(monkeypatch, after=2)
+    with pytest.raises(Stopped):
+        train(stopped)
+    monkeypatch.undo()
+    train(stopped)
+    assert_equal(final(whole.out), final(stopped.out))
+    plain = run_of(pairs, tmp_path / "plain", *settings[:-1], steps=4)
+    train(plain)
+    before, after = final(plain.out), final(whole.out)
+    assert before.keys() == after.keys() and any(not torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ([*WITH_BLOCKS, "compute.precision=fp32"], r"compute\.precision is not bf16"),
+        ([*WITH_BLOCKS, "compute.precision=fp16"], r"compute\.precision is not bf16"),
+        (["compute.precision=bf16"], "no tower has 6 equal blocks with norms"),
+    ],
+)
+def test_a_run_says_why_bf16_residuals_have_no_effect(pairs, tmp_path, settings, reason):
+    run = run_of(pairs, tmp_path / "run", "compute.bf16_residuals=true", *settings)
+    with ranks(run.compute) as here, pytest.warns(UserWarning, match=rf"compute\.bf16_residuals has no effect, because {reason}"):
+        assemble(run, here)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("gpu", "settings", "linear"),

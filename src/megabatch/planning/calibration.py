@@ -23,7 +23,7 @@ Source = str | Path | Measured
 # The fields of a tower that a measurement must share with the plan.
 TOWER = ("name", "options", "locked")
 # The keys of `compute` that choose other kernels: measurements with other ones are used, and a note says so.
-KERNELS = ("compile", "channels_last", "linear_patches", "short_attention")
+KERNELS = ("compile", "channels_last", "linear_patches", "short_attention", "bf16_residuals")
 
 
 class MeasuredStep(NamedTuple):

@@ -25,6 +25,7 @@ from ..towers import BuiltTower, find_library, full_name, names_code
 from ..towers.memory_format import choose_memory_format
 from ..towers.model import Classifier
 from ..towers.patches import linear_image_patches, uses_linear_patches
+from ..towers.residuals import keep_residuals_in_bf16
 from ..towers.transformers import PREFIX, language_model
 from .request import Request
 
@@ -174,6 +175,9 @@ def _build(request: Request, run: config.Run, precision: Precision, machine: Mac
         names = (str(request.model),) if request.objective == "lm" else (run.x.name, run.y.name)
         for module, name in zip(parts.modules, names, strict=False):
             choose_memory_format(module, run.compute, machine.device.type, precision, own_code=names_code(name))
+    if request.objective != "lm" and run.compute.bf16_residuals:
+        for module in parts.modules:
+            keep_residuals_in_bf16(module)
     if request.lora is not None:
         with SkipCompute():
             parts = parts._replace(modules=tuple(add_adapters(module, request.lora, precision) for module in parts.modules))

@@ -96,9 +96,13 @@ def _is_patch_convolution(module: nn.Module) -> bool:
 
 def product_dtype(tensor: Tensor) -> torch.dtype:
     """Return the dtype in which autocast, where it is enabled, computes a product of the tensor."""
-    kind = tensor.device.type
-    # Some devices have no autocast. torch.compile of PyTorch 2.11 breaks the graph at that question.
-    has_autocast = kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)
-    if tensor.dtype != torch.float32 or not has_autocast or not torch.is_autocast_enabled(kind):
+    if tensor.dtype != torch.float32:
         return tensor.dtype
-    return torch.get_autocast_dtype(kind)
+    return autocast_dtype(tensor.device) or torch.float32
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Return the dtype of autocast on a device, or None where it is not enabled."""
+    # Some devices have no autocast. torch.compile of PyTorch 2.11 breaks the graph at that question.
+    has_autocast = device.type in ("cpu", "cuda") or torch.amp.is_autocast_available(device.type)
+    return torch.get_autocast_dtype(device.type) if has_autocast and torch.is_autocast_enabled(device.type) else None

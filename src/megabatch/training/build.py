@@ -22,7 +22,8 @@ from ..towers.attention import short_attention, unavailable
 from ..towers.memory_format import choose_memory_format
 from ..towers.model import Classifier, build_pair, build_towers
 from ..towers.patches import linear_image_patches, uses_linear_patches
-from ..towers.repeats import equal_blocks
+from ..towers.repeats import SHORTEST, equal_blocks
+from ..towers.residuals import keep_residuals_in_bf16
 from ..towers.tower import BuiltTower
 from .distributed import Ranks
 from .objective import Classification, Contrastive
@@ -99,6 +100,11 @@ def assemble(run: Run, ranks: Ranks) -> Assembly:
         reason = unavailable(ranks.device) or ("compute.precision is not bf16" if run.compute.precision != "bf16" else None)
         if reason:
             warnings.warn(f"compute.short_attention has no effect, because {reason}: PyTorch computes attention", stacklevel=2)
+    if run.compute.bf16_residuals:
+        missing = not keep_residuals_in_bf16(model)
+        if missing or run.compute.precision != "bf16":
+            reason = f"no tower has {SHORTEST} equal blocks with norms" if missing else "compute.precision is not bf16"
+            warnings.warn(f"compute.bf16_residuals has no effect, because {reason}", stacklevel=2)
     # Both sides may share a tower.
     for tower, name in {y.module: run.y.name, x.module: run.x.name}.items():
         choose_memory_format(tower, run.compute, ranks.device.type, run.compute.precision, own_code=names_code(name))
