@@ -134,7 +134,7 @@ hopper = Namespace(mbarrier=mbarrier, tma=tma, **_taken("fence_async_shared", "w
 language = Namespace(
     **DTYPES,
     **FUNCTIONS,
-    **dict.fromkeys(("NVMMADistributedLayout", "SliceLayout"), Layout),
+    **dict.fromkeys(("BlockedLayout", "DotOperandLayout", "NVMMADistributedLayout", "SliceLayout"), Layout),
     # One thread simulates all threads of a warp group.
     **dict.fromkeys(("barrier", "thread_barrier"), lambda: None),
     **_taken("allocate_shared_memory", "load", "store"),

@@ -299,6 +299,17 @@ def _sum(value: Any, axis: int | None = None) -> Value:
     return _reduce(value, axis, operator.add)
 
 
+def _inline_asm(asm: str, constraints: str, args: Sequence[Any], dtype: DType, is_pure: bool, pack: int) -> Value:
+    """The two instructions on pairs of bf16 numbers that kernels contain: products, and sums with one, rounded once."""
+    instruction, values = asm.split()[0], [value_of(arg) for arg in args]
+    as_many_axes(*values)
+    if instruction not in ("fma.rn.bf16x2", "mul.rn.bf16x2") or pack != 2 or any(value.dtype is not dtype for value in values):
+        raise AttributeError(f"the Gluon interpreter has no {instruction!r} of {[value.dtype.name for value in values]}")
+    # The product of two bf16 numbers is exact in fp64.
+    a, b, *c = (value.held.double() for value in values)
+    return fitted(a * b + c[0] if c else a * b, dtype)
+
+
 def _check(condition: Any, message: str = "", **_: Any) -> None:
     assert bool(condition.held.all() if isinstance(condition, Value) else condition), message
 
@@ -314,6 +325,7 @@ FUNCTIONS: dict[str, Any] = {
     "convert_layout": lambda value, *_, **__: value,
     "expand_dims": _expand_dims,
     "full": full,
+    "inline_asm_elementwise": _inline_asm,
     "join": _join,
     "max": lambda value, axis=None: _reduce(value, axis, maximum),
     "maximum": maximum,

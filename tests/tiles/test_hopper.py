@@ -14,21 +14,26 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, int8
 from megabatch.tiles.fused.hopper import pipeline
+from megabatch.tiles.fused.hopper import saved_products
 from megabatch.tiles.fused.hopper.softmax_backward import gradient_kernel
-from megabatch.tiles.fused.hopper.softmax_forward import stats_kernel
+from megabatch.tiles.fused.hopper.softmax_forward import LAG_TO_SAVE, OUT_SLOTS, Y_SLOTS_TO_SAVE, stats_kernel
 from megabatch.tiles.fused.tuned_configs import TUNED
 
-def described(width, dtype=bfloat16):
-    layout = NVMMASharedLayout.get_default_for([pipeline.TILE, width], dtype)
+def described(width, dtype=bfloat16, rows=pipeline.TILE):
+    layout = NVMMASharedLayout.get_default_for([rows, width], dtype)
     name = {bfloat16: "bf16", int8: "i8"}[dtype]
-    return f"tensordesc<{name}[{pipeline.TILE}, {width}],{layout!r}>"
+    return f"tensordesc<{name}[{rows}, {width}],{layout!r}>"
 
 def compiled(kernel, sizes, dtype=bfloat16, **without):
     depth = 8 * pipeline.STEP_BYTES // dtype.primitive_bitwidth
     constants = {"IS_LOCAL": True, "WIDTH": 768, "M": pipeline.TILE, "N": pipeline.TILE, "K": depth, **sizes, **without}
-    kinds = dict.fromkeys(("x", "y"), described(depth, dtype)) | {"gradient": described(pipeline.TILE // 4)}
+    kinds = dict.fromkeys(("x", "y"), described(depth, dtype))
+    kinds |= dict.fromkeys(("gradient", "saved"), described(pipeline.TILE // 4))
     kinds |= dict.fromkeys(("rows", "columns", "shift"), "i32") | dict.fromkeys(("needs_fallback", "ids_M", "ids_N"), "*i32")
     kinds |= dict.fromkeys(("matches", "large"), "*i8")
+    check(kernel, kinds, constants)
+
+def check(kernel, kinds, constants):
     signature = {name: "constexpr" if name in constants else kinds.get(name, "*fp32") for name in kernel.arg_names}
     attributes = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}
     source = GluonASTSource(kernel, signature, constants, attributes)
@@ -44,6 +49,9 @@ for entry in json.loads(TUNED.read_text())["pipelines"]:
     if entry["kind"] not in ("bfloat16", "int8") or entry["width"] != 768:
         continue
     if entry["kernel"] == "stats":
+        compiled(stats_kernel, {**sizes, "OUT_SLOTS": 0}, saved=None, **no_ids)
+        compiled(stats_kernel, {**sizes, "OUT_SLOTS": 0}, saved=None)
+        sizes |= {"Y_SLOTS": Y_SLOTS_TO_SAVE, "LAG": LAG_TO_SAVE, "OUT_SLOTS": OUT_SLOTS}
         compiled(stats_kernel, sizes, **no_ids)
         compiled(stats_kernel, sizes)
     elif entry["kernel"] == "gradient":
@@ -55,9 +63,17 @@ for entry in json.loads(TUNED.read_text())["pipelines"]:
             compiled(gradient_kernel, sizes, **no_ids, **no_shares, **no_steps)
             compiled(gradient_kernel, sizes, **no_steps)
     print(entry["kernel"])
+rows, depth, columns = saved_products.ROWS, saved_products.DEPTH, saved_products.COLUMNS
+for transposed in (False, True):
+    kinds = {"exp": described(*((rows, bfloat16, depth) if transposed else (depth, bfloat16, rows)))}
+    kinds |= {"embeddings": described(columns, bfloat16, depth)} | dict.fromkeys(("high", "low", "inner"), "*bf16")
+    kinds |= dict.fromkeys(("rows", "steps"), "i32")
+    sizes = {"WIDTH": 768, "M": rows, "K": depth, "N": columns, "SLOTS": saved_products.SLOTS}
+    check(saved_products.product_kernel, kinds, {"TRANSPOSED": transposed, **sizes})
+print("product")
 """
 
 
 @pytest.mark.slow
 def test_they_compile_for_hopper():
-    assert sorted(compiled_apart(COMPILE)) == ["gradient", "gradient", "stats"]
+    assert sorted(compiled_apart(COMPILE)) == ["gradient", "gradient", "product", "stats"]

@@ -41,7 +41,7 @@ OPTIONS = [
 @pytest.fixture
 def launched(monkeypatch):
     """How often each kernel is launched."""
-    from megabatch.tiles.fused.hopper import softmax_backward, softmax_forward
+    from megabatch.tiles.fused.hopper import saved_products, softmax_backward, softmax_forward
 
     number = collections.Counter()
 
@@ -62,6 +62,7 @@ def launched(monkeypatch):
     monkeypatch.setattr(softmax_forward, "stats_kernel", Counted("stats", softmax_forward.stats_kernel))
     monkeypatch.setattr(softmax_backward, "gradient_kernel", Counted("gradient", softmax_backward.gradient_kernel))
     monkeypatch.setattr(softmax_backward, "correct_large", counted_correct)
+    monkeypatch.setattr(saved_products, "product_kernel", Counted("product", saved_products.product_kernel))
     return number
 
 
@@ -74,6 +75,110 @@ def everywhere(monkeypatch, launched):
     monkeypatch.setattr(pipeline, "pipeline_for", lambda *args: (found := tuned(*args)) and found._replace(min_tile_pairs=0))
     monkeypatch.setattr(gradient_panels, "MIN_WIDTH_TO_SAVE_EXP", {})
     return launched
+
+
+@pytest.fixture
+def saved(monkeypatch, launched):
+    """Use the Hopper kernels for every panel that they support, however small, and save all exponentials."""
+    from megabatch.tiles.fused.hopper import pipeline, saved_products
+
+    tuned = pipeline.pipeline_for
+    monkeypatch.setattr(pipeline, "pipeline_for", lambda *args: (found := tuned(*args)) and found._replace(min_tile_pairs=0))
+    monkeypatch.setattr(gradient_panels, "MIN_WIDTH_TO_SAVE_EXP", {"bfloat16": 0})
+    monkeypatch.setattr(saved_products, "MIN_BUSY", 0)
+    return launched
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_saved_exponentials_give_the_formula(options, saved):
+    # Once in one panel, once in several of which the first is saved.
+    for workspace in (2**24, 2**18):
+        case = build("clip_loss", 700, (20.0,), options, width=512).rounded(torch.bfloat16)
+        for name, e in errors(case, on_gpu(case, torch.bfloat16, workspace=workspace), formula(case)).items():
+            assert e <= (2e-5 if name == "value" else 1e-2), (workspace, name, e)
+    # With label smoothing, gradients need more than exponentials and gains.
+    assert bool(saved["stats"]) == bool(saved["product"]) == ("label_smoothing" not in options)
+
+
+@pytest.mark.parametrize("width", [254, 256, 300, 768])
+@pytest.mark.parametrize("rows", [1, 2, 63, 129, 257, 700])
+def test_saved_exponentials_of_any_shape_are_right_and_every_element_is_written(rows, width, saved):
+    torch.use_deterministic_algorithms(True)  # which also fills new memory with NaN
+    try:
+        for scale, symmetric in itertools.product((30.0, -30.0), (True, False)):
+            options = {"symmetric": symmetric}
+            case = Case("clip_loss", *embeddings(rows, width=width, kind="clustered"), (scale,), options).rounded(torch.bfloat16)
+            for name, e in errors(case, on_gpu(case, torch.bfloat16), formula(case)).items():
+                assert e <= (2e-5 if name == "value" else 1e-2), (scale, symmetric, name, e)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert saved["stats"] and saved["product"]
+
+
+@pytest.mark.parametrize("gap", [50.0, 1000.0, 1e5])
+def test_products_with_extreme_logits_are_those_of_the_gradient(gap, saved):
+    x, y = embeddings(300, width=256, seed=1)
+    x = x * torch.where(torch.arange(300) % 3 == 0, gap, 1.0)[:, None].double()
+    y[5:7] *= gap
+    case = Case("clip_loss", x, y, (1.0,)).rounded(torch.bfloat16)
+    for name, e in errors(case, on_gpu(case, torch.bfloat16), formula(case)).items():
+        assert e < 64 * torch.finfo(torch.float32).eps + (0 if name == "value" else 2 * torch.finfo(torch.bfloat16).eps), (name, e)
+    assert saved["product"]
+
+
+def test_one_side_alone_has_the_same_gradient(saved):
+    x, y = (t.cuda().bfloat16() for t in embeddings(1000, width=256))
+    both = [t.clone().requires_grad_() for t in (x, y)]
+    megabatch.clip_loss(*both, 20.0).backward()
+    for place in range(2):
+        one = [t.clone().requires_grad_(place == i) for i, t in enumerate((x, y))]
+        megabatch.clip_loss(*one, 20.0).backward()
+        assert torch.equal(one[place].grad, both[place].grad)
+    assert saved["product"] == 4
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+def test_steps_that_save_are_bit_equal_can_be_captured_and_never_wait(saved):
+    x, y = (t.cuda().bfloat16().requires_grad_() for t in embeddings(1000, width=256))
+    scale = torch.tensor(20.0, device="cuda", requires_grad=True)
+
+    def step():
+        return torch.autograd.grad(megabatch.clip_loss(x, y, scale), (x, y, scale))
+
+    runs = [step() for _ in range(10)]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        runs.append(step())
+    graph.replay()
+    assert saved["stats"] and saved["product"]
+    assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_a_large_batch_multiplies_saved_exponentials_and_agrees_with_the_portable_kernels(symmetric, launched, monkeypatch):
+    g = torch.Generator(device="cuda").manual_seed(0)
+    x, y = (torch.randn(16_384, 768, device="cuda", generator=g) for _ in range(2))
+    x, y = (torch.nn.functional.normalize(t, dim=1).bfloat16().requires_grad_() for t in (x, y + x))
+
+    def step():
+        value = megabatch.clip_loss(x, y, 30.0, workspace=2**30, symmetric=symmetric)
+        return value.detach(), *torch.autograd.grad(value, (x, y))
+
+    value, *gradients = step()
+    assert launched["stats"] and launched["product"] == 2 and not launched["gradient"]
+    launched.clear()
+    monkeypatch.setattr("megabatch.tiles.fused.hopper.pipeline.pipeline_for", lambda *_: None)
+    monkeypatch.setattr("megabatch.tiles.fused.hopper.softmax_backward.fits", lambda *_: False)
+    again, *portable = step()
+    assert not launched
+    assert abs(value / again - 1) < 1e-6
+    assert all((a.float() - b.float()).norm() < 3e-3 * b.float().norm() for a, b in zip(gradients, portable, strict=True))
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -236,6 +341,10 @@ def test_the_sanitizer_finds_nothing(tmp_path):
         "megabatch.clip_loss(x, y, 3.0, ids=ids).backward()\n"
         "megabatch.clip_loss(x, y, 3.0, label_smoothing=0.1, workspace=40_000).backward()\n"
         "megabatch.clip_loss(x / 9, y / 9, 3.0, int8_backward=True, workspace=40_000).backward()\n"
+        "from megabatch.tiles.fused.hopper import saved_products\n"
+        "gradient_panels.MIN_WIDTH_TO_SAVE_EXP, saved_products.MIN_BUSY = {'bfloat16': 0}, 0\n"
+        "x, y = (torch.randn(300, 256, device='cuda', dtype=torch.bfloat16).requires_grad_() for _ in range(2))\n"
+        "megabatch.clip_loss(x / 9, y / 9, 3.0, ids=ids).backward()\n"
     )
     command = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", sys.executable, str(script)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=400)

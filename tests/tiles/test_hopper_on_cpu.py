@@ -28,7 +28,7 @@ from megabatch.tiles.contract import ComputeOptions, NeedsGrad, Pairs, Softmax
 pytestmark = pytest.mark.sampled(3)
 
 HOPPER = Path(__file__).parents[2] / "src" / "megabatch" / "tiles" / "fused" / "hopper"
-FILES = {"stats": "softmax_forward.py", "gradient": "softmax_backward.py"}
+FILES = {"stats": "softmax_forward.py", "gradient": "softmax_backward.py", "product": "saved_products.py"}
 TILE = 64
 SIZES = {"M": TILE, "N": TILE, "K": 16, "GROUP": 2, "X_SLOTS": 2, "Y_SLOTS": 3, "LAG": 2}
 # Sums of exponentials out of this range set a mark (fused/tile.py).
@@ -135,14 +135,23 @@ def sums_of_tiles(panel: Panel, z: Tensor, counts: Tensor) -> Tensor:
     return torch.stack([((panel.scale * part).exp() * counted).sum(1) for part, counted in tiles]).double()
 
 
-def assert_the_sums(panel: Panel, symmetric: bool = True, change: tuple[str, ...] = (), **given: Any) -> Tensor:
-    """Assert the sums of all tiles, and the marks of those out of range. Return the marks."""
+def assert_the_sums(
+    panel: Panel, symmetric: bool = True, change: tuple[str, ...] = (), saves: bool = False, **given: Any
+) -> Tensor:
+    """Assert the sums of all tiles, the marks of those out of range and, if `saves`, the exponentials. Return the marks."""
     z, counts = panel.z, panel.counts
     expected = [sums_of_tiles(panel, *side) for side in [(z, counts), (z.T, counts.T)][: 1 + symmetric]]
     parts = [torch.full((1, 2, *sums.shape), torch.nan) for sums in expected]
     needs_fallback, marks = torch.zeros(2, TILE, dtype=torch.int32)
     outputs = {"row_parts": parts[0], "column_parts": parts[1] if symmetric else None, "needs_fallback": needs_fallback}
-    panel.run(kernel("stats", *change), **outputs, **given)
+    saved = surrounded(torch.full((panel.rows, panel.columns), torch.nan, dtype=torch.bfloat16))
+    if saves:
+        outputs |= {"saved": described(saved, TILE, TILE // 4), "OUT_SLOTS": 2}
+    panel.run(kernel("stats", *change), **{**outputs, **given})
+    if saves:
+        exact = (panel.scale * z).exp() * counts
+        torch.testing.assert_close(saved.double(), exact, rtol=panel.error + torch.finfo(torch.bfloat16).eps / 2, atol=1e-36)
+        assert is_written_alone(saved)
     for found, sums in zip(parts, expected, strict=True):
         peaks, totals = found[0]
         # The peak of a plain sum of exponentials is not written.
@@ -197,16 +206,62 @@ def assert_the_gradient(
         assert large[most > LIMIT * (1 + panel.error)].all() and not large[most < LIMIT * (1 - panel.error)].any()
 
 
+def assert_the_product(
+    rows: int, depth: int, width: int, transposed: bool, change: tuple[str, ...] = (), block: int = 32, **given: Any
+) -> None:
+    """Assert the product of exponentials, or of transposed ones, times their gains. block: columns of a program's product."""
+    g = torch.Generator().manual_seed(rows + depth)
+    exp, embeddings = torch.rand(rows, depth, generator=g).bfloat16(), torch.randn(depth, width, generator=g).bfloat16()
+    # Values that nobody may write follow.
+    around, K = torch.full((rows + 1, width), torch.nan), 16
+    product = around[:rows]
+    # Gains as bf16_gains makes them: whole steps, the inner ones in the order of the threads that need them.
+    outer = torch.cat((torch.rand(rows, generator=g), torch.zeros(128)))
+    inner = torch.cat((torch.rand(depth, generator=g), torch.zeros(-depth % K))).bfloat16()
+    high = outer.bfloat16()
+    placed = inner.view(-1, K // 16, 2, 4, 2).permute(0, 3, 1, 2, 4)
+    stored = {"high": high, "low": (outer - high.float()).bfloat16(), "inner": placed}
+    blocks = {"exp": described(surrounded(exp.T if transposed else exp), *((K, 64) if transposed else (64, K)))}
+    blocks["embeddings"] = described(surrounded(embeddings), K, block)
+    sizes = {"WIDTH": width, "M": 64, "K": K, "N": block, "SLOTS": 3, "TRANSPOSED": transposed}
+    gains = {name: t.contiguous().view(-1) for name, t in stored.items()}
+    numbers = {"product": product, "rows": rows, "steps": -(-depth // K)}
+    programs = -(-rows // 128) * -(-width // block)
+    kernel("product", *change)[(programs,)](**blocks, **gains, **numbers, **{**sizes, **given})
+    gradient = exp.double() * (outer[:rows, None].double() + inner[:depth].double())
+    exact, size = gradient @ embeddings.double(), gradient @ embeddings.double().abs()
+    assert around[rows].isnan().all()
+    # Two sums are rounded to bf16, and what is small beside them.
+    assert ((product - exact).abs() <= 2.1 * torch.finfo(torch.bfloat16).eps / 2 * size + 1e-6).all()
+    # An error of a whole row, which a rounded gain of it would be, does not average out.
+    rounded = exp.double() * (high[:rows, None].double() + inner[:depth].double()) @ embeddings.double()
+    if depth > 100:
+        assert (product - exact).norm() < (product - rounded).norm()
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("rows, depth, width", [(1, 1, 32), (64, 16, 30), (129, 48, 64), (130, 70, 33), (257, 200, 96)])
+def test_products_of_any_shape(rows, depth, width, transposed):
+    assert_the_product(rows, depth, width, transposed, seed=rows)
+
+
+@pytest.mark.parametrize("slots", [2, 3, 5])
+def test_products_through_any_number_of_slots(slots):
+    for seed in range(3):
+        assert_the_product(130, 150, 32, seed % 2 == 1, SLOTS=slots, seed=seed)
+
+
 @shapes
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_sums_of_any_shape(rows, columns, width, programs, symmetric):
-    assert_the_sums(Panel(rows, columns, width), symmetric, programs=programs)
+    assert_the_sums(Panel(rows, columns, width), symmetric, programs=programs, saves=rows % 2 == 0)
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("pairs", [*PAIRS, {"shift": 3, "dtype": torch.float16}], ids=str)
 def test_sums_with_any_options(pairs, symmetric):
-    assert_the_sums(Panel(150, 140, 40, **pairs), symmetric, seed=symmetric)
+    panel = Panel(150, 140, 40, **pairs)
+    assert_the_sums(panel, symmetric, seed=symmetric, saves=panel.dtype == torch.bfloat16)
 
 
 @pytest.mark.parametrize("scale, number", [(-0.3, 0), (0.0, 0), (30.0, TILE), (-30.0, TILE)])
@@ -282,7 +337,7 @@ def started(monkeypatch) -> collections.Counter[str]:
     """Let the library use these kernels wherever it can, interpreted. Return how often it has launched each."""
     pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
     from megabatch.tiles.fused import architectures, gradient_panels, hopper, launch, tuned_configs
-    from megabatch.tiles.fused.hopper import pipeline, softmax_backward, softmax_forward
+    from megabatch.tiles.fused.hopper import pipeline, saved_products, softmax_backward, softmax_forward
 
     if not architectures.INTERPRETED:
         pytest.skip("the other kernels are compiled here")
@@ -306,6 +361,7 @@ def started(monkeypatch) -> collections.Counter[str]:
     monkeypatch.setattr(architectures, "INTERPRETER", architectures.INTERPRETER._replace(load_kernels=lambda: hopper))
     monkeypatch.setattr(softmax_forward, "stats_kernel", Counted("stats"))
     monkeypatch.setattr(softmax_backward, "gradient_kernel", Counted("gradient"))
+    monkeypatch.setattr(saved_products, "product_kernel", Counted("product"))
     config = tuned_configs.Pipeline(2, x_slots=2, y_slots=3, lag=2, out_slots=2, min_tile_pairs=0)
     monkeypatch.setattr(pipeline, "pipeline_for", lambda *_: config)
     blocks = tuned_configs.Blocks(pipeline.TILE, pipeline.TILE, pipeline.STEP_BYTES, 4, 1)
@@ -314,7 +370,10 @@ def started(monkeypatch) -> collections.Counter[str]:
 
 
 # Triton's interpreter warns when numpy divides by zero, in values that the kernels discard.
-@pytest.mark.filterwarnings(r"ignore:divide by zero encountered in log2:RuntimeWarning:triton\.runtime\.interpreter")
+DISCARDED = pytest.mark.filterwarnings(r"ignore:divide by zero encountered in log2:RuntimeWarning:triton\.runtime\.interpreter")
+
+
+@DISCARDED
 def test_the_library_launches_them_with_all_arguments(started):
     from megabatch.tiles import fused
 
@@ -338,6 +397,57 @@ def test_the_library_launches_them_with_all_arguments(started):
         # The gradient in the logits is rounded to bf16.
         assert (ours.double() - theirs).norm() < torch.finfo(torch.bfloat16).eps * theirs.norm()
     assert started == {"stats": 4, "gradient": 4}
+
+
+@DISCARDED
+@pytest.mark.parametrize("symmetric, workspace, width", [(True, 2**20, 256), (False, 2**20, 254), (True, 50_000, 256)])
+def test_the_library_multiplies_saved_exponentials(symmetric, workspace, width, started, monkeypatch):
+    from megabatch.tiles import fused
+    from megabatch.tiles.fused.hopper import saved_products
+
+    monkeypatch.setattr(saved_products, "MIN_BUSY", 0)
+    # A width of 254 is padded.
+    x, y = (t.bfloat16() for t in embeddings(190, width=width, kind="clustered"))
+    exact, scale, pairs = (x.double(), y.double()), torch.tensor(10.0), Pairs(is_local=True)
+    compute, needs_grad = ComputeOptions(workspace), NeedsGrad(True, True)
+    found = fused.softmax_stats(x, y, scale, pairs, columns=symmetric, compute=compute, save_exp=True)
+    true = eager.softmax_stats(*exact, scale.double(), pairs, columns=symmetric, compute=ComputeOptions(2**24))
+    weights_M = 1 + torch.arange(190.0).double()
+    normalised = eager.normalise(true.rows, true.columns, (exact[0] * exact[1]).sum(1), scale.double(), weights_M, 0.0)
+    sides = normalised.rows, normalised.columns
+    softmax = [side and Softmax(*(None if t is None else t.float() for t in side)) for side in sides]
+    launched = dict(started)
+    gradients = fused.softmax_grads(x, y, scale, pairs, *softmax, needs_grad=needs_grad, compute=compute, saved_exp=found.saved_exp)
+    expected = eager.softmax_grads(*exact, scale.double(), pairs, *sides, needs_grad=needs_grad, compute=ComputeOptions(2**24))
+    for ours, theirs in zip(gradients, expected, strict=True):
+        # Exponentials and gradients in the logits are rounded to bf16.
+        assert (ours.double() - theirs).norm() < torch.finfo(torch.bfloat16).eps * theirs.norm()
+    assert launched["stats"] and started["product"] == 2 and bool(started["gradient"]) == (workspace < 2**20)
+    # One side alone.
+    for wanted in (NeedsGrad(True, False), NeedsGrad(False, True)):
+        found = fused.softmax_stats(x, y, scale, pairs, columns=symmetric, compute=compute, save_exp=True)
+        alone = fused.softmax_grads(x, y, scale, pairs, *softmax, needs_grad=wanted, compute=compute, saved_exp=found.saved_exp)
+        assert [t is not None for t in alone] == list(wanted)
+        assert all(torch.equal(a, b) for a, b in zip(alone, gradients, strict=True) if a is not None)
+
+
+@pytest.mark.parametrize("is_marked", [False, True])
+def test_gains_in_bf16_are_those_of_a_gradient_that_is_written_already(is_marked):
+    saved_products = pytest.importorskip("megabatch.tiles.fused.hopper.saved_products")
+    if torch.cuda.is_available():
+        pytest.skip("the kernel is interpreted here")
+    gains, marks = torch.rand(200) * 1e-3, torch.zeros(256, dtype=torch.int32)
+    marks[200] = is_marked
+    made, none = saved_products.bf16_gains(gains, 128, marks), saved_products.bf16_gains(None, 192, marks)
+    assert torch.equal(none.high, torch.full((192,), float(is_marked)).bfloat16()) and not none.low.any() and not none.inner.any()
+    if is_marked:
+        assert made.high.eq(1).all() and not made.low.any() and not made.inner.any()
+    else:
+        # Triton's interpreter rounds to bf16 towards zero, a device to nearest.
+        torch.testing.assert_close(made.high.double() + made.low.double(), gains[:128].double(), rtol=2.0**-14, atol=0)
+        # In each step of 64, thread q of four has entries 2q and 2q + 1 of every eight.
+        steps = made.inner.view(2, 4, 8, 2).permute(0, 2, 1, 3).reshape(128)
+        assert torch.equal(steps, made.high)
 
 
 @pytest.mark.slow
@@ -391,6 +501,15 @@ CHANGES = {
         "changes while a store reads",
     ),
     "stores are not waited for": ("gradient", "tma.store_wait(0)", "pass", "before its stores are waited for"),
+    "saved tiles are not waited for": ("saved", "tma.store_wait(0)", "pass", "before its stores are waited for"),
+    "exponentials are released too early": (
+        "product",
+        "z, g, next_g = warpgroup_mma_wait(0, deps=(z, g, next_g))",
+        "pass",
+        "changes while a product reads|before it is waited for",
+    ),
+    "one gain for all rows": ("product", "gl.load(gains.high + i)", "gl.load(gains.high + 0 * i)", "assert"),
+    "gains in another order": ("product", "(1, 2, 0, 3)", "(0, 1, 2, 3)", "assert"),
     "the step of one row for all": ("int8", "gl.load(int8.row_step + i)", "gl.load(int8.row_step + 0 * i)", "assert"),
     "only one quarter is looked at": ("int8", "gl.maximum(largest, _fold_max(g, M, QUARTER))", "largest", "assert"),
 }
@@ -402,6 +521,8 @@ def test_the_interpreter_finds_errors(name, before, after, message):
         "stats": assert_the_sums,
         "gradient": assert_the_gradient,
         "int8": functools.partial(assert_the_gradient, int8=True),
+        "saved": functools.partial(assert_the_sums, saves=True),
+        "product": lambda _, change: assert_the_product(150, 200, 32, transposed=False, change=change),
     }[name]
     with pytest.raises((Broken, AssertionError), match=message):
         check(Panel(150, 200, 40), change=(before, after))
@@ -533,5 +654,7 @@ def test_other_code_sees_the_real_modules():
 
 
 def test_a_missing_feature_of_the_language_is_named():
-    with pytest.raises(AttributeError, match="has no 'inline_asm_elementwise'"):
-        gl.inline_asm_elementwise("", "", [], gl.int32, True, 1)
+    with pytest.raises(AttributeError, match="has no 'dot_fma'"):
+        gl.dot_fma(0, 0, 0)
+    with pytest.raises(AttributeError, match=r"has no 'add\.rn\.bf16x2'"):
+        gl.inline_asm_elementwise("add.rn.bf16x2 $0, $1, $2;", "=r,r,r", [1.0, 1.0], gl.float32, is_pure=True, pack=2)

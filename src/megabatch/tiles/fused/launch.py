@@ -60,6 +60,20 @@ class GradsRequest(NamedTuple):
     dpos_M: Tensor | None
 
 
+class SpecialisedGrads(Protocol):
+    """Kernels of one architecture for one backward pass."""
+
+    def __call__(self, p: Panel, panel: Tensor, pair_args: PairArgs) -> bool:
+        """Write the gradient of a panel, and return whether that was done."""
+        ...
+
+    def saved_products(self, p: Panel) -> Callable[[Tensor, Tensor | None, Tensor | None], None] | None:
+        """Return a function that writes both products with a panel, given its saved exponentials or, if a mark is set, its
+        gradient; or None. Marks peaks out of range. The function takes the panel and where to write the products, if they are
+        wanted."""
+        ...
+
+
 class SpecialisedKernels(Protocol):
     """Kernels of one architecture, for pairs that all count alike: no further positives, no drop_above; in forward no ranking and
     no label smoothing either.
@@ -69,10 +83,12 @@ class SpecialisedKernels(Protocol):
     """
 
     def softmax_stats(
-        self, launch: Launch, p: Panel, scale: Tensor, sums: PartialSums, pair_args: PairArgs, pairs: Pairs
-    ) -> bool: ...
+        self, launch: Launch, p: Panel, scale: Tensor, sums: PartialSums, pair_args: PairArgs, pairs: Pairs, saved: Tensor | None
+    ) -> bool:
+        """saved: where to write the exponentials, if anywhere."""
+        ...
 
-    def softmax_grads(self, launch: Launch, request: GradsRequest) -> Callable[[Panel, Tensor, PairArgs], bool]: ...
+    def softmax_grads(self, launch: Launch, request: GradsRequest) -> SpecialisedGrads: ...
 
 
 class Architecture(NamedTuple):

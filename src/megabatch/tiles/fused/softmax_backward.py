@@ -1,9 +1,9 @@
 """Backward of the softmax loss: the kernels and the launcher. Legend: ../contract.py; panels and tiles: tile.py; why there are a
-fast
-and a safe launch: softmax_forward.py.
+fast and a safe launch: softmax_forward.py.
 
 A kernel writes the gradient in the logits of a panel, from similarities that it computes again or from exponentials that forward
-has saved. Two GEMMs with the panel follow (gradient_panels.py).
+has saved. Two GEMMs with the panel follow (gradient_panels.py). An architecture may have products that take saved exponentials
+themselves (launch.SpecialisedGrads); the gradient is then written only where the safe launch is needed.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from ..contract import ComputeOptions, NeedsGrad, Pairs, Softmax
 from .architectures import architecture_of
 from .gradient_panels import ROW_ALIGNMENT, GradientProducts, SavedExp
 from .launch import (
+    MARKS,
     GradsRequest,
     Launch,
     Panel,
     as_compared_ids,
     cdiv,
     is_multi_positive,
+    multiprocessors,
     on_device_of_input,
     part,
     run_kernel,
@@ -217,9 +219,34 @@ def gradient_from_saved_exp_kernel(
     stride_units: the stride in units of ROW_ALIGNMENT, by which the compiler knows that it may read vectors. Sets a mark where a
     peak is out of the range in which exp(s) may be used without subtracting it.
     """
-    stride = stride_units * ROW_ALIGNMENT
     across = tl.cdiv(columns, N)
-    row, column = tl.program_id(0) // across * M, tl.program_id(0) % across * N
+    _put_gradient_from_saved_exp(
+        tl.program_id(0) // across * M, tl.program_id(0) % across * N, panel, needs_fallback, row_peak, row_gain, row_counted,
+        column_peak, column_gain, column_counted, rows, columns, stride_units, M, N, ROUND_TO_TF32,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows", "columns", "stride_units"])
+def gradient_if_marked_kernel(
+    panel, needs_fallback, row_peak, row_gain, row_counted, column_peak, column_gain, column_counted, rows, columns, stride_units,
+    M: tl.constexpr, N: tl.constexpr, ROUND_TO_TF32: tl.constexpr, MARKS: tl.constexpr,
+):  # fmt: skip
+    """The same with any number of programs, and only if a mark is set already."""
+    across = tl.cdiv(columns, N)
+    tiles = tl.where(any_fallback(needs_fallback, MARKS), tl.cdiv(rows, M) * across, 0)
+    for t in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
+        _put_gradient_from_saved_exp(
+            t // across * M, t % across * N, panel, needs_fallback, row_peak, row_gain, row_counted, column_peak, column_gain,
+            column_counted, rows, columns, stride_units, M, N, ROUND_TO_TF32,
+        )  # fmt: skip
+
+
+@triton.jit
+def _put_gradient_from_saved_exp(
+    row, column, panel, needs_fallback, row_peak, row_gain, row_counted, column_peak, column_gain, column_counted, rows, columns,
+    stride_units, M: tl.constexpr, N: tl.constexpr, ROUND_TO_TF32: tl.constexpr,
+):  # fmt: skip
+    stride = stride_units * ROW_ALIGNMENT
     i, j = row + tl.arange(0, M), column + tl.arange(0, N)
     place = panel + (i.to(tl.int64) * stride)[:, None] + j[None, :]
     inside = (i < rows)[:, None] & (j < stride)[None, :]
@@ -275,8 +302,9 @@ def softmax_grads(
         panel, pair_args = products.panel(p), launch.pair_args(pairs, p)
         softmax = SoftmaxArgs(*(part(v, p.r) for v in rows), *(part(v, p.c) for v in columns or (None,) * 4))
         was_saved = saved_exp is not None and saved_exp.contains(p)
+        multiply = specialised.saved_products(p) if was_saved and specialised is not None else None
         if was_saved:
-            _gradient_from_saved_exp(panel, p, softmax, needs_fallback, products.rounds_to_tf32)
+            _gradient_from_saved_exp(panel, p, softmax, needs_fallback, products.rounds_to_tf32, if_marked=multiply is not None)
         computed = was_saved or (specialised is not None and specialised(p, panel, pair_args))
         operands, target = launch.operands(p), launch.target(panel)
         for safe in (True,) if computed else (False, True):
@@ -285,15 +313,24 @@ def softmax_grads(
                 *operands, scale, target, needs_fallback, *softmax, *pair_args, panel.stride(0), IS_LOCAL=pairs.is_local,
                 MULTI_POSITIVE=multi_positive, DROP=drops, SAFE=safe, ROUND_TO_TF32=products.rounds_to_tf32, **launch.constants,
             )  # fmt: skip
-        products.add(panel, p)
+        if multiply is None:
+            products.add(panel, p)
+        else:
+            multiply(panel, part(products.gx_MD, p.r), part(products.gy_ND, p.c))
     return products.gx_MD, products.gy_ND
 
 
-def _gradient_from_saved_exp(panel: Tensor, p: Panel, softmax: SoftmaxArgs, needs_fallback: Tensor, rounds_to_tf32: bool) -> None:
-    grid = (cdiv(p.rows, SAVED_ROWS) * cdiv(p.columns, SAVED_COLUMNS),)
+def _gradient_from_saved_exp(
+    panel: Tensor, p: Panel, softmax: SoftmaxArgs, needs_fallback: Tensor, rounds_to_tf32: bool, *, if_marked: bool
+) -> None:
+    """Turn exponentials into the gradient; if_marked: only if a mark is set, which the device decides."""
+    tiles = cdiv(p.rows, SAVED_ROWS) * cdiv(p.columns, SAVED_COLUMNS)
+    kernel, programs, constants = gradient_from_saved_exp_kernel, tiles, {}
+    if if_marked:
+        kernel, programs, constants = gradient_if_marked_kernel, min(tiles, multiprocessors(panel.device)), {"MARKS": MARKS}
     run_kernel(
-        gradient_from_saved_exp_kernel, grid,
+        kernel, (programs,),
         panel, needs_fallback, softmax.row_peak, softmax.row_gain, softmax.row_counted, softmax.column_peak, softmax.column_gain,
         softmax.column_counted, p.rows, p.columns, panel.stride(0) // ROW_ALIGNMENT.value, M=SAVED_ROWS, N=SAVED_COLUMNS,
-        ROUND_TO_TF32=rounds_to_tf32,
+        ROUND_TO_TF32=rounds_to_tf32, **constants,
     )  # fmt: skip

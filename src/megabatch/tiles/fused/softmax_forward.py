@@ -428,13 +428,13 @@ def softmax_stats(
         row_parts = row_sums.new_parts(across, p.rows)
         column_parts = column_sums.new_parts(down, p.columns) if column_sums else None
         sums, pair_args = PartialSums(row_parts, column_parts, needs_fallback), launch.pair_args(pairs, p)
-        saves = saved is not None and saved.contains(p)
-        computed = specialised is not None and not saves and specialised.softmax_stats(launch, p, scale, sums, pair_args, pairs)
+        view = saved.view(p) if saved is not None and saved.contains(p) else None
+        computed = specialised is not None and specialised.softmax_stats(launch, p, scale, sums, pair_args, pairs, view)
         operands = launch.operands(p)
         for safe in (True,) if computed else (False, True):
             split, target, stride = launch, None, 0
-            if saved and saves and not safe:
-                split, view = launch.with_pieces(SAVED_PIECES), saved.view(p)
+            if view is not None and not safe:
+                split = launch.with_pieces(SAVED_PIECES)
                 target, stride = split.target(view), view.stride(0)
             run_kernel(
                 stats_kernel, launch.grid(p),

@@ -35,6 +35,8 @@ OPTIONS = {"num_warps": 4, "maxnreg": 168}
 # Of all partitions but the first, consumer 0, which has the remaining registers: consumer 1, and the producers.
 WARPS = gl.constexpr([4, 1, 1, 1])
 REGISTERS = gl.constexpr([232, 40, 40, 40])
+# Triton 3.7 renames it.
+_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 class Slots(NamedTuple):
@@ -218,6 +220,34 @@ def _exchange(first, second, AXIS: gl.constexpr, OP: gl.constexpr):
     place = gl.reshape(gl.arange(0, 2), [1] * AXIS + [2] + [1] * (3 - AXIS))
     own, given = gl.where(place == 0, first, second), gl.where(place == 0, second, first)
     return combine(own, swap(given, AXIS), OP)
+
+
+@gluon.jit
+def split_quarters(z, M: gl.constexpr, N: gl.constexpr):
+    """Return the quarters of a tile from left to right, each in the layout of a product of that width."""
+    layout: gl.constexpr = tile_layout(M, N // 4)
+    left, right = gl.split(gl.permute(gl.reshape(z, (M, 2, N // 2)), (0, 2, 1)))
+    a, b = gl.split(gl.permute(gl.reshape(left, (M, 2, N // 4)), (0, 2, 1)))
+    c, d = gl.split(gl.permute(gl.reshape(right, (M, 2, N // 4)), (0, 2, 1)))
+    return (
+        gl.convert_layout(a, layout, assert_trivial=True),
+        gl.convert_layout(b, layout, assert_trivial=True),
+        gl.convert_layout(c, layout, assert_trivial=True),
+        gl.convert_layout(d, layout, assert_trivial=True),
+    )
+
+
+@gluon.jit
+def store_quarter(values, target, out, row, column, CONSUMER: gl.constexpr, QUARTER: gl.constexpr, OUT_SLOTS: gl.constexpr):
+    """Start the store of a quarter of a tile through its slot. All stores have to be waited for before the kernel ends."""
+    # The previous store from this slot has finished reading it.
+    tma.store_wait(OUT_SLOTS - 1)
+    _barrier()
+    slot = out.index(CONSUMER * OUT_SLOTS + QUARTER % OUT_SLOTS)
+    slot.store(values.to(target.dtype))
+    fence_async_shared()
+    _barrier()
+    tma.async_copy_shared_to_global(target, [row, column], slot)
 
 
 def select_pipeline(launch: Launch, p: Panel, dtype: torch.dtype | None = None) -> Pipeline | None:

@@ -15,11 +15,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from ...contract import Softmax
 from ..int8 import Correction, Int8Embeddings, Int8Operands, correct_large
-from ..launch import GradsRequest, Launch, Panel, cdiv, part
+from ..launch import GradsRequest, Launch, Panel, SpecialisedGrads, cdiv, part
 from ..tile import LOG2_E, PairArgs, exp_peak_out_of_range, load_vector, mark_fallback, unshifted_gain
 from ..tuned_configs import Pipeline
 from .pipeline import (
@@ -39,15 +39,16 @@ from .pipeline import (
     operands,
     select_pipeline,
     similarities,
+    split_quarters,
+    store_quarter,
     tile_layout,
     tile_needs_mask,
     tile_pair_at,
     tile_pairs,
 )
+from .saved_products import bf16_gains, fits, padded, write_product
 
 UNSHIFTED_ROWS = 128
-# Triton 3.7 renames it.
-_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 class UnshiftedSoftmax(NamedTuple):
@@ -121,13 +122,13 @@ def _consume(
             gains_N = _load_quarters(softmax.column_gain, column + across, QUARTER)
         if int8.row_step is None:
             z = similarities(z, n, slots, CONSUMER, WIDTH, K, X_SLOTS, Y_SLOTS)
-            quarters = _split_quarters(z, M, N)
+            quarters = split_quarters(z, M, N)
         else:
             factors_M = factor * gl.load(int8.row_step + i)
             steps_N = _load_quarters(int8.column_step, column + across, QUARTER)
             # Given the previous product instead of zeros, the compiler would keep it beside what is made of it.
             zeros = gl.zeros((M, N), gl.int32, tile_layout(M, N, 8))
-            quarters = _split_quarters(similarities(zeros, n, slots, CONSUMER, WIDTH, K, X_SLOTS, Y_SLOTS), M, N)
+            quarters = split_quarters(similarities(zeros, n, slots, CONSUMER, WIDTH, K, X_SLOTS, Y_SLOTS), M, N)
         needs_mask = tile_needs_mask(pairs, row, column, IS_LOCAL, M, N, MATCH_WIDTH)
         for q in gl.static_range(4):
             first = column + q * QUARTER
@@ -149,40 +150,12 @@ def _consume(
                     largest = _fold_max(g, M, QUARTER)
                 else:
                     largest = gl.maximum(largest, _fold_max(g, M, QUARTER))
-            _store_quarter(g, gradient, out, row, first, CONSUMER, q, OUT_SLOTS)
+            store_quarter(g, gradient, out, row, first, CONSUMER, q, OUT_SLOTS)
         if int8.row_step is not None:
             place = (column // N).to(gl.int64) * rows + i
             largest_M = gl.convert_layout(gl.max(largest, 1), gl.SliceLayout(1, layout), assert_trivial=True)
             gl.store(int8.large + place, (largest_M > gl.load(int8.limit)).to(gl.int8), mask=i < rows)
     tma.store_wait(0)
-
-
-@gluon.jit
-def _split_quarters(z, M: gl.constexpr, N: gl.constexpr):
-    """Return the quarters of a tile from left to right, each in the layout of a product of that width."""
-    layout: gl.constexpr = tile_layout(M, N // 4)
-    left, right = gl.split(gl.permute(gl.reshape(z, (M, 2, N // 2)), (0, 2, 1)))
-    a, b = gl.split(gl.permute(gl.reshape(left, (M, 2, N // 4)), (0, 2, 1)))
-    c, d = gl.split(gl.permute(gl.reshape(right, (M, 2, N // 4)), (0, 2, 1)))
-    return (
-        gl.convert_layout(a, layout, assert_trivial=True),
-        gl.convert_layout(b, layout, assert_trivial=True),
-        gl.convert_layout(c, layout, assert_trivial=True),
-        gl.convert_layout(d, layout, assert_trivial=True),
-    )
-
-
-@gluon.jit
-def _store_quarter(g, gradient, out, row, column, CONSUMER: gl.constexpr, QUARTER: gl.constexpr, OUT_SLOTS: gl.constexpr):
-    """Start the store of a quarter through its slot. All stores have to be waited for before the kernel ends."""
-    # The previous store from this slot has finished reading it.
-    tma.store_wait(OUT_SLOTS - 1)
-    _barrier()
-    slot = out.index(CONSUMER * OUT_SLOTS + QUARTER % OUT_SLOTS)
-    slot.store(g.to(gradient.dtype))
-    fence_async_shared()
-    _barrier()
-    tma.async_copy_shared_to_global(gradient, [row, column], slot)
 
 
 @gluon.jit
@@ -261,10 +234,34 @@ class _GradientWriter:
         pipeline = pipeline or select_pipeline(self.launch, p)
         if pipeline is None:
             return False
+        self._write(pipeline, p, panel, pair_args, self._unshifted_gains(), int8)
+        return True
+
+    def saved_products(self, p: Panel) -> Callable[[Tensor, Tensor | None, Tensor | None], None] | None:
+        """See launch.SpecialisedGrads."""
+        x, y = self.launch.x_MD, self.launch.y_ND
+        is_first = not p.r.start and not p.c.start
+        if x.dtype != torch.bfloat16 or self.request.rows.counted is not None or not is_first:
+            return None
+        if not all(fits(rows, x.shape[1], x.device) for rows in (p.rows, p.columns)):
+            return None
+        gains = self._unshifted_gains()
+
+        def multiply(panel: Tensor, gx: Tensor | None, gy: Tensor | None) -> None:
+            marks = self.request.needs_fallback
+            rows = bf16_gains(gains.rows, padded(p.rows), marks)
+            columns = bf16_gains(gains.columns, padded(p.columns), marks)
+            if gx is not None:
+                write_product(panel, part(y, p.c), rows, columns, gx, transposed=False)
+            if gy is not None:
+                write_product(panel, part(x, p.r), columns, rows, gy, transposed=True)
+
+        return multiply
+
+    def _unshifted_gains(self) -> UnshiftedGains:
         if self.gains is None:
             self.gains = unshifted_gains(self.request.rows, self.request.columns, self.request.needs_fallback)
-        self._write(pipeline, p, panel, pair_args, self.gains, int8)
-        return True
+        return self.gains
 
     def _write(
         self, pipeline: Pipeline, p: Panel, panel: Tensor, pair_args: PairArgs, unshifted: UnshiftedGains, int8: Int8Operands | None
@@ -286,6 +283,6 @@ class _GradientWriter:
             correct_large(launch, p, panel, Correction(scale, int8_args.large, TILE, int8.limit, *gains))
 
 
-def softmax_grads(launch: Launch, request: GradsRequest) -> Callable[[Panel, Tensor, PairArgs], bool]:
-    """Return a function that writes the gradient of a panel; see launch.SpecialisedKernels."""
+def softmax_grads(launch: Launch, request: GradsRequest) -> SpecialisedGrads:
+    """Return the kernels of a backward pass; see launch.SpecialisedKernels."""
     return _GradientWriter(launch, request)
