@@ -17,9 +17,11 @@ def panel_size(rows: int, columns: int, tile: tuple[int, int], cells: float, max
     # Squares, or longer than a square along one side where the other is short.
     side = math.isqrt(max(1, int(cells)))
     widest = min(columns, max(max_columns or columns, tile[1]))
-    height = min(rows, max(side, int(cells / widest)))
-    width = min(widest, max(side, int(cells / height)))
-    return _even(rows, height, tile[0]), _even(columns, width, tile[1])
+    height = min(rows, max(side, int(cells / widest), tile[0]))
+    width = _even(columns, min(widest, int(cells / height)), tile[1])
+    # A tile may be wider than what fits beside so many rows.
+    height = min(height, int(cells / min(width, columns)))
+    return _even(rows, height, tile[0]), width
 
 
 def _even(length: int, longest: int, tile: int) -> int:
