@@ -814,4 +814,8 @@ def test_gains_are_unshifted_and_peaks_out_of_range_are_marked():
         assert not needs_fallback.any()
     peaks[1][3] = 65.0
     unshifted_gains(rows, columns, needs_fallback)
-    assert needs_fallback.any()
+    assert needs_fallback.nonzero().tolist() == [[3]]
+    # Gains that are zero are exact in bf16, and those of tiny weights are not.
+    peaks[1][3], gains[0][5], gains[0][140] = 0.0, 0.0, 1e-36
+    unshifted_gains(rows, columns, needs_fallback.zero_())
+    assert needs_fallback.nonzero().tolist() == [[140 - 128]]

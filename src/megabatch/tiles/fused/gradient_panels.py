@@ -1,7 +1,8 @@
 """Panels of the gradient in the logits: their buffer, the exponentials that forward saves in it, and the two products with them.
 
 The products are left to the vendor's GEMM: a kernel that computed the gradient and both products would have no registers for sums
-as wide as the embeddings. The buffer of a panel is the workspace. Legend: ../contract.py.
+as wide as the embeddings. Hopper has its own for saved exponentials (hopper/saved_products.py). The buffer of a panel is the
+workspace. Legend: ../contract.py.
 """
 
 from __future__ import annotations

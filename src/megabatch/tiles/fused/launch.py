@@ -78,8 +78,8 @@ class SpecialisedKernels(Protocol):
     """Kernels of one architecture, for pairs that all count alike: no further positives, no drop_above; in forward no ranking and
     no label smoothing either.
 
-    Each returns whether it has computed the panel. If not, the portable kernel is faster there, or the only one. The safe launch of
-    the portable kernel follows in both cases.
+    What computes a panel returns whether it has done so. If not, the portable kernel is faster there, or the only one. The safe
+    launch of the portable kernel follows in both cases.
     """
 
     def softmax_stats(

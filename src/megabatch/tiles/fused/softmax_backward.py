@@ -53,6 +53,8 @@ from .tile import (
 
 # The tile of the kernel that reads saved exponentials.
 SAVED_ROWS, SAVED_COLUMNS = 16, 512
+# Programs per multiprocessor of the one that does so only if a mark is set.
+PROGRAMS_IF_MARKED = 8
 
 
 class SoftmaxArgs(NamedTuple):
@@ -327,7 +329,8 @@ def _gradient_from_saved_exp(
     tiles = cdiv(p.rows, SAVED_ROWS) * cdiv(p.columns, SAVED_COLUMNS)
     kernel, programs, constants = gradient_from_saved_exp_kernel, tiles, {}
     if if_marked:
-        kernel, programs, constants = gradient_if_marked_kernel, min(tiles, multiprocessors(panel.device)), {"MARKS": MARKS}
+        programs = min(tiles, PROGRAMS_IF_MARKED * multiprocessors(panel.device))
+        kernel, constants = gradient_if_marked_kernel, {"MARKS": MARKS}
     run_kernel(
         kernel, (programs,),
         panel, needs_fallback, softmax.row_peak, softmax.row_gain, softmax.row_counted, softmax.column_peak, softmax.column_gain,

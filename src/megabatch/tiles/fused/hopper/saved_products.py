@@ -123,7 +123,7 @@ def _multiply(
     for k in range(steps - 1):
         slot, next_slot = k % SLOTS, (k + 1) % SLOTS
         z = warpgroup_mma(g, others.index(slot), z, is_async=True)
-        # The next operand is computed during the product.
+        # The next block is loaded during the product. ptxas puts its arithmetic after that, where the other consumer multiplies.
         mbarrier.wait(full.index(next_slot), ((k + 1) // SLOTS) & 1)
         next_g = _gradient(exps.index(2 * next_slot + CONSUMER), high, low, gains, k + 1, TRANSPOSED, K, operand)
         z, g, next_g = warpgroup_mma_wait(0, deps=(z, g, next_g))
@@ -166,7 +166,7 @@ def _product(a, b):
 
 @triton.jit(do_not_specialize=["length"])
 def bf16_gains_kernel(gains, needs_fallback, high, low, inner, length, MARKS: tl.constexpr, K: tl.constexpr, R: tl.constexpr):
-    """Write what Bf16Gains has, for as many gains. None are zeros."""
+    """Write the Bf16Gains of the first `length` gains; gains that are None are zeros."""
     i = tl.program_id(0) * R + tl.arange(0, R)
     inside = i < length
     is_gradient = any_fallback(needs_fallback, MARKS)
@@ -188,12 +188,12 @@ def _place(i, K: tl.constexpr):
 
 
 def padded(rows: int) -> int:
-    """Return so many rows up to the end of the last program's, with which every vector of gains is aligned."""
+    """Return the number of rows of all programs, which is a multiple that keeps vectors of gains aligned."""
     return cdiv(rows, 2 * ROWS) * 2 * ROWS
 
 
 def bf16_gains(gains: Tensor | None, length: int, needs_fallback: Tensor) -> Bf16Gains:
-    """Return the first gains, of which there are at least so many, or zeros. length: a multiple of DEPTH."""
+    """Return the first `length` gains in bf16, zeros if there are none. length: a multiple of DEPTH, as `padded` gives it."""
     made = Bf16Gains(*torch.empty(3, length, dtype=torch.bfloat16, device=needs_fallback.device))
     grid = (cdiv(length, GAINS_OF_A_PROGRAM),)
     bf16_gains_kernel[grid](gains, needs_fallback, *made, length, MARKS=MARKS, K=DEPTH, R=GAINS_OF_A_PROGRAM)

@@ -49,6 +49,8 @@ from .pipeline import (
 from .saved_products import bf16_gains, fits, padded, write_product
 
 UNSHIFTED_ROWS = 128
+# Below, the second of two bf16 numbers (saved_products.py) may be subnormal.
+SMALLEST_BF16_GAIN = tl.constexpr(2.0**-110)
 
 
 class UnshiftedSoftmax(NamedTuple):
@@ -185,7 +187,7 @@ def _load(values, i, length):
 def unshifted_gains_kernel(
     row_peak, row_gain, column_peak, column_gain, gains_M, gains_N, needs_fallback, rows, columns, R: tl.constexpr
 ):  # fmt: skip
-    """Write unshifted gains of rows and columns, zero beyond their end, and mark peaks out of range."""
+    """Write unshifted gains of rows and columns, zero beyond their end. Mark peaks out of range, and gains too small for bf16."""
     programs = tl.cdiv(rows, R)
     if tl.program_id(0) < programs:
         _put_unshifted(row_peak, row_gain, gains_M, needs_fallback, tl.program_id(0) * R, rows, R)
@@ -196,8 +198,10 @@ def unshifted_gains_kernel(
 @triton.jit
 def _put_unshifted(peak, gain, gains, needs_fallback, first, length, R: tl.constexpr):
     peaks = load_vector(peak, first, length, R)
-    mark_fallback(needs_fallback, tl.arange(0, R), exp_peak_out_of_range(peaks))
-    tl.store(gains + first + tl.arange(0, R), unshifted_gain(load_vector(gain, first, length, R), peaks))
+    values = unshifted_gain(load_vector(gain, first, length, R), peaks)
+    is_tiny = (values != 0) & (tl.abs(values) < SMALLEST_BF16_GAIN)
+    mark_fallback(needs_fallback, tl.arange(0, R), exp_peak_out_of_range(peaks) | is_tiny)
+    tl.store(gains + first + tl.arange(0, R), values)
 
 
 class UnshiftedGains(NamedTuple):
