@@ -324,3 +324,23 @@ def test_a_model_without_equal_blocks_is_refused(model):
 def test_what_is_no_module_is_refused():
     with pytest.raises(ValueError, match=r"must be a torch\.nn\.Module"):
         megabatch.bf16_residuals(F.layer_norm)
+
+
+def test_blocks_that_take_the_stream_by_another_name_are_warned_about():
+    class Named(nn.TransformerEncoderLayer):
+        def forward(self, *, x: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Named(16, 2, 32, batch_first=True) for _ in range(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x=x)
+            return x
+
+    model = megabatch.bf16_residuals(Model())
+    with torch.autocast("cpu", torch.bfloat16), pytest.warns(UserWarning, match="bf16_residuals has no effect on a Named"):
+        model(torch.randn(2, 3, 16))

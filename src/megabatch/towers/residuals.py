@@ -6,6 +6,7 @@ that the stream to which blocks add is fp32. In bf16 it has half the bytes to re
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +22,7 @@ NORMS = (nn.LayerNorm, nn.RMSNorm)
 def bf16_residuals(model: Model) -> Model:
     """Keep the residual stream of a transformer in bf16 under autocast to bf16; return the model.
 
-    In each run of at least six equal blocks, inputs of blocks and results of layer norms are rounded to bf16. The last block
+    In each run of at least six equal blocks, inputs of blocks and results of layer norms are rounded to bf16. The last of them
     returns fp32, so that what follows is computed as before. Without autocast to bf16, and for a stream that is bf16 already, as in
     OpenCLIP's own towers, nothing changes. Parameters and the state dict do not change. Call it before `torch.compile`.
 
@@ -52,10 +53,10 @@ def keep_residuals_in_bf16(model: nn.Module) -> int:
 
 
 class ResidualStream:
-    """Hooks of a run of blocks. Hooks and blocks are copied and pickled together.
+    """Hooks of a run of blocks. They are copied and pickled with the model.
 
-    rounds: whether the stream was fp32 at the first block when autocast to bf16 was last enabled there. Under autocast that is the
-    same in every call of a model, so that blocks which are computed again in backward find it as it was in forward.
+    rounds: whether the stream was fp32 at the first block when autocast to bf16 was last enabled there. Blocks that are computed
+    again in backward expect that it was the same in all calls since, as it is unless one model has inputs of several kinds.
     """
 
     def __init__(self) -> None:
@@ -63,7 +64,12 @@ class ResidualStream:
 
     def enter_first(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
         stream = args[0] if args else kwargs.get("hidden_states")
-        if isinstance(stream, Tensor) and autocast_dtype(stream.device) == torch.bfloat16:
+        if not isinstance(stream, Tensor):
+            warnings.warn(
+                f"bf16_residuals has no effect on a {type(block).__name__}: its first argument is no tensor, nor is hidden_states",
+                stacklevel=2,
+            )
+        elif autocast_dtype(stream.device) == torch.bfloat16:
             self.rounds = stream.dtype == torch.float32
         return self.enter(block, args, kwargs)
 
