@@ -37,6 +37,8 @@ LOSS = 2.0
 # are at larger batches.
 BATCH = {"cpu": 4096, "cuda": 16_384}
 WORKSPACE = 2**27
+# Holds all exponentials of that batch.
+ALL_SAVED = 2**30
 # Without it gradients in float16 underflow; a power of two changes nothing else.
 FLOAT16_LOSS_SCALE = 2.0**12
 HEADERS = ("loss", "scale", "value", "implementation", "gradient", "scale gradient", "bias gradient", "value off")
@@ -60,8 +62,8 @@ class Contestant:
 
 
 def contestants(device: str, loss: str) -> list[Contestant]:
-    """Return what is compared on a device. Only CUDA has a choice of precisions, and only clip an int8 backward, because it
-    computes the similarities twice."""
+    """Return what is compared on a device. Only CUDA has a choice of precisions, and only clip an int8 backward and saved
+    exponentials, because it computes the similarities twice."""
     on_cuda = device == "cuda"
     options: dict[str, Any] = {"workspace": WORKSPACE} if on_cuda else {}
 
@@ -72,6 +74,8 @@ def contestants(device: str, loss: str) -> list[Contestant]:
     return [
         ours(torch.bfloat16),
         *([ours(torch.bfloat16, "int8", int8_backward=True)] if on_cuda and loss == "clip" else []),
+        # On Hopper the products read exponentials that are saved, and do not write the gradient in the logits.
+        *([ours(torch.bfloat16, "all saved", workspace=ALL_SAVED)] if on_cuda and loss == "clip" else []),
         Contestant("OpenCLIP, bfloat16 autocast", "openclip", torch.bfloat16),
         ours(torch.float16),
         *([ours(torch.float32, p, precision=p) for p in ("tf32", "ieee")] if on_cuda else [ours(torch.float32)]),
