@@ -56,6 +56,7 @@ def test_steps_are_timed_if_their_gradients_are_those_of_a_plain_step(monkeypatc
     assert "the gradients differ" in bench.row(cases[0], 1)["failed"]
 
 
+@pytest.mark.slow
 def test_residuals_in_bf16_change_the_blocks_of_both_towers(monkeypatch):
     title, kind, shape = whole_steps.MODELS["tiny"]
     deeper = {name: shape[name] | {"num_hidden_layers": 6} for name in ("vision_config", "text_config")}

@@ -67,6 +67,7 @@ def test_towers_are_counted_as_the_device_computes_them() -> None:
     assert {"attention"} == {call.op_class for call in half.forward.calls if "attention" in call.op_class}
 
 
+@pytest.mark.slow
 def test_a_bf16_residual_stream_is_less_memory() -> None:
     def peak(*overrides: str, precision: Precision = "bf16", checkpointing: bool = False) -> int:
         tower = ["x.name=vit", "x.options={}", "x.options.size=64", "x.options.depth=8", f"compute.precision={precision}"]

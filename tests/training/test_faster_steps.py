@@ -209,6 +209,7 @@ def test_a_run_may_ask_for_short_attention(pairs, tmp_path):
 WITH_BLOCKS = ["y.name=text", "y.options.depth=6", "y.options.width=16", "y.options.heads=2"]
 
 
+@pytest.mark.slow
 def test_a_run_with_bf16_residuals_trains_and_resumes_exactly(pairs, tmp_path, monkeypatch):
     settings = [*WITH_BLOCKS, "compute.precision=bf16", "compute.bf16_residuals=true"]
     whole, stopped = (run_of(pairs, tmp_path / name, *settings, steps=4) for name in ("whole", "stopped"))
