@@ -67,26 +67,28 @@ def launched(monkeypatch):
 
 
 @pytest.fixture
-def everywhere(monkeypatch, launched):
-    """Use the Hopper kernels for every panel that they support, however small, and save no exponentials."""
-    from megabatch.tiles.fused.hopper import pipeline
-
-    tuned = pipeline.pipeline_for
-    monkeypatch.setattr(pipeline, "pipeline_for", lambda *args: (found := tuned(*args)) and found._replace(min_tile_pairs=0))
-    monkeypatch.setattr(gradient_panels, "MIN_WIDTH_TO_SAVE_EXP", {})
-    return launched
-
-
-@pytest.fixture
-def saved(monkeypatch, launched):
-    """Use the Hopper kernels for every panel that they support, however small, and save all exponentials."""
+def small_panels(monkeypatch, launched):
+    """Use the Hopper kernels for every panel that they support, however small."""
     from megabatch.tiles.fused.hopper import pipeline, saved_products
 
     tuned = pipeline.pipeline_for
     monkeypatch.setattr(pipeline, "pipeline_for", lambda *args: (found := tuned(*args)) and found._replace(min_tile_pairs=0))
-    monkeypatch.setattr(gradient_panels, "MIN_WIDTH_TO_SAVE_EXP", {"bfloat16": 0})
     monkeypatch.setattr(saved_products, "MIN_BUSY", 0)
     return launched
+
+
+@pytest.fixture
+def everywhere(monkeypatch, small_panels):
+    """Save no exponentials, so that all panels are computed again."""
+    monkeypatch.setattr(gradient_panels, "MIN_WIDTH_TO_SAVE_EXP", {})
+    return small_panels
+
+
+@pytest.fixture
+def saved(monkeypatch, small_panels):
+    """Save exponentials of any width."""
+    monkeypatch.setattr(gradient_panels, "MIN_WIDTH_TO_SAVE_EXP", {"bfloat16": 0})
+    return small_panels
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
