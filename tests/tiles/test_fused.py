@@ -271,6 +271,17 @@ def test_ordinary_logits_need_no_fallback_which_is_right_for_them_too(loss, monk
     assert all(e < 1e-6 for e in errors(case, found, formula(case)).values())
 
 
+@pytest.mark.parametrize("options", [{}, {"symmetric": False}, {"label_smoothing": 0.1}, {"ids": torch.arange(21) // 2}], ids=str)
+@pytest.mark.parametrize("similarity", [0.9, 0.1])
+def test_unit_vectors_need_no_fallback_at_a_temperature_of_a_hundredth(similarity, options, monkeypatch):
+    x, y = (torch.nn.functional.normalize(t, dim=1) * math.sqrt(1 - similarity) for t in embeddings(21, width=7))
+    x, y = (torch.cat((t, torch.full((21, 1), similarity).sqrt()), 1) for t in (x, y))
+    case = Case("clip_loss", x.double(), y.double(), (100.0,), options)
+    set_fallback(monkeypatch, where=-math.inf)
+    found = errors(case, ours(case, torch.float32, backend="fused"), formula(case))
+    assert all(e < 2e-5 for e in found.values()), found
+
+
 def far_apart(gap: float) -> Case:
     """Return rows whose largest logits are far below and above those of their neighbours in the tile."""
     x, y = embeddings(21, width=4, seed=1)
@@ -805,17 +816,20 @@ def test_gains_are_unshifted_and_peaks_out_of_range_are_marked():
     peaks, gains = (torch.randn(2, 300, generator=torch.Generator().manual_seed(seed)).unbind() for seed in (0, 1))
     rows, columns = Softmax(peaks[0], gains[0]), Softmax(peaks[1][:129], gains[1][:129])
     needs_fallback = torch.zeros(128, dtype=torch.int32)
-    for other in (columns, None):
-        found = unshifted_gains(rows, other, needs_fallback)
-        torch.testing.assert_close(found.rows[:300], gains[0] * torch.exp(-peaks[0]))
+    for other, (scale, offset) in itertools.product((columns, None), [(20.0, 0), (-70.0, 14), (1e3, 44)]):
+        found = unshifted_gains(torch.tensor(scale), rows, other, needs_fallback)
+        torch.testing.assert_close(found.rows[:300], gains[0] * torch.exp(offset - peaks[0]), rtol=1e-5, atol=0)
         assert not found.rows[300:].any() and len(found.rows) == 300 + 2 * TILE
         if other:
-            torch.testing.assert_close(found.columns[:129], gains[1][:129] * torch.exp(-peaks[1][:129]))
+            torch.testing.assert_close(found.columns[:129], gains[1][:129] * torch.exp(offset - peaks[1][:129]), rtol=1e-5, atol=0)
         assert not needs_fallback.any()
     peaks[1][3] = 65.0
-    unshifted_gains(rows, columns, needs_fallback)
+    scale = torch.tensor(20.0)
+    unshifted_gains(torch.tensor(58.0), rows, columns, needs_fallback)
+    assert not needs_fallback.any()
+    unshifted_gains(scale, rows, columns, needs_fallback)
     assert needs_fallback.nonzero().tolist() == [[3]]
     # Gains that are zero are exact in bf16, and those of tiny weights are not.
     peaks[1][3], gains[0][5], gains[0][140] = 0.0, 0.0, 1e-36
-    unshifted_gains(rows, columns, needs_fallback.zero_())
+    unshifted_gains(scale, rows, columns, needs_fallback.zero_())
     assert needs_fallback.nonzero().tolist() == [[140 - 128]]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .gradient_panels import ROW_ALIGNMENT
 from .launch import Launch, Panel, cdiv, part
-from .tile import LOG2_E
+from .tile import LOG2_E, exp_offset
 
 # How many entries of a row are rotated together.
 BLOCK = tl.constexpr(128)
@@ -173,4 +173,4 @@ def _exact_gradient(x, y, scale, row_gain, column_gain, i, j, WIDTH: tl.constexp
     gain = tl.load(row_gain + i)
     if column_gain is not None:
         gain += tl.load(column_gain + j)
-    return tl.exp2(tl.sum(a * b, 0) * (tl.load(scale) * LOG2_E)) * gain
+    return tl.exp2((tl.sum(a * b, 0) * tl.load(scale) - exp_offset(tl.load(scale))) * LOG2_E) * gain

@@ -56,6 +56,8 @@ from .tile import (
     HIGHEST_PEAK,
     LARGEST_SUM,
     LOG2_E,
+    LOWEST_PEAK,
+    SMALLEST_SUM,
     PairArgs,
     Target,
     any_fallback,
@@ -72,10 +74,6 @@ from .tuned_configs import Blocks, blocks_for
 
 # Every width is a multiple of this, the smallest step of a product.
 SMALLEST_STEP = 16
-# A sum of exp(s - offset) over a tile from here on has lost nothing that counts: what underflowed is below 2^-126 per term.
-SMALLEST_SUM = tl.constexpr(2.0**-90)
-# The same of a peak minus the offset, of a whole row.
-LOWEST_PEAK = tl.constexpr(-60.0)
 # Vectors of each width start at multiples of so many values, and have at least as many zeros behind their end as a tile has rows.
 VECTOR_ALIGNMENT, PADDING = tl.constexpr(16), 256
 # Products of a panel with fewer columns wait for the panel to be read from memory.

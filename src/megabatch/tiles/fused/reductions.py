@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..contract import Pairs, Ranking
 from .launch import Panel, cdiv, run_kernel
-from .tile import LN_2, LOG2_E, load_vector
+from .tile import LN_2, LOG2_E, exp_offset, load_vector
 
 # Reductions over a row or a column. A product is that of 1 + a, where `a` is given and returned.
 SUM, MAX, PRODUCT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -187,16 +187,20 @@ def get(parts, channel, tile, tiles, i, length):
 def encode_shifted_sum(total):
     """Encode a sum of exp(s - max), to be stored beside its max.
 
-    The fast launch stores plain sums of exp(s) and leaves the channel of the max unwritten, which saves a store per row, column and
-    tile. The sign, which no sum of exponentials needs, tells the two apart; a flag would be as much memory traffic as the max.
+    The fast launch stores plain sums of exp(s - offset) and leaves the channel of the max unwritten, which saves a store per row,
+    column and tile. The sign, which no sum of exponentials needs, tells the two apart; a flag would be as much memory traffic as
+    the max.
     """
     return -total
 
 
 @triton.jit
-def decode_sums(encoded, peaks):
-    """Return (max, sum of exp(s - max)) of encoded sums; a plain sum has the max 0, an empty one -inf. peaks: where the max is."""
-    peak = tl.where(encoded > 0, 0.0, float("-inf"))
+def decode_sums(encoded, peaks, offset):
+    """Return (max, sum of exp(s - max)) of encoded sums, with the offset as max of a plain sum and -inf of an empty one.
+
+    peaks: where the max is.
+    """
+    peak = tl.where(encoded > 0, offset, float("-inf"))
     peak = tl.where(encoded < 0, tl.load(peaks, mask=encoded < 0, other=0.0), peak)
     return peak, tl.abs(encoded)
 
@@ -204,35 +208,38 @@ def decode_sums(encoded, peaks):
 @triton.jit(do_not_specialize=["row_tiles", "row_length", "row_stride", "column_tiles", "column_length", "column_stride"])
 def merge_kernel(
     row_parts, row_sums, row_counts, row_tiles, row_length, row_stride,
-    column_parts, column_sums, column_counts, column_tiles, column_length, column_stride,
+    column_parts, column_sums, column_counts, column_tiles, column_length, column_stride, scale,
     ROW_PAIRS: tl.constexpr, ROW_KINDS: tl.constexpr, ROW_FIRST: tl.constexpr,
     COLUMN_PAIRS: tl.constexpr, COLUMN_KINDS: tl.constexpr, COLUMN_FIRST: tl.constexpr, T: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """Merge the partial sums of all tiles into sums (pair, 2, row) and counts (pair, row), and with their contents if not FIRST.
 
-    KINDS: the kind of each pair, two bits each. Counts of a pair go to `counts`, everything else to `sums`. One launch serves rows
-    and columns.
+    scale: gives the offset of plain sums (tile.exp_offset); None if they have none. KINDS: the kind of each pair, two bits each.
+    Counts of a pair go to `counts`, everything else to `sums`. One launch serves rows and columns.
     """
     blocks = tl.cdiv(row_length, R)
+    offset = 0.0
+    if scale is not None:
+        offset = exp_offset(tl.load(scale))
     if tl.program_id(0) < blocks:
         i = tl.program_id(0) * R + tl.arange(0, R)
         for pair in tl.static_range(ROW_PAIRS):
             _merge_pair(
-                row_parts, row_sums, row_counts, i, row_tiles, row_length, row_stride,
+                row_parts, row_sums, row_counts, i, row_tiles, row_length, row_stride, offset,
                 pair, (ROW_KINDS >> (2 * pair)) % 4, ROW_FIRST, T, R,
             )  # fmt: skip
     elif column_parts is not None:
         i = (tl.program_id(0) - blocks) * R + tl.arange(0, R)
         for pair in tl.static_range(COLUMN_PAIRS):
             _merge_pair(
-                column_parts, column_sums, column_counts, i, column_tiles, column_length, column_stride,
+                column_parts, column_sums, column_counts, i, column_tiles, column_length, column_stride, offset,
                 pair, (COLUMN_KINDS >> (2 * pair)) % 4, COLUMN_FIRST, T, R,
             )  # fmt: skip
 
 
 @triton.jit
 def _merge_pair(
-    parts, sums, counts, i, tiles, length, stride, pair: tl.constexpr, KIND: tl.constexpr, FIRST: tl.constexpr,
+    parts, sums, counts, i, tiles, length, stride, offset, pair: tl.constexpr, KIND: tl.constexpr, FIRST: tl.constexpr,
     T: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     inside = i < length
@@ -252,7 +259,7 @@ def _merge_pair(
         mask = (start + t < tiles)[:, None] & inside[None, :]
         part_b = tl.load(place + tiles.to(tl.int64) * length, mask=mask, other=0.0)
         if KIND == 0:
-            part_a, part_b = decode_sums(part_b, place)
+            part_a, part_b = decode_sums(part_b, place, offset)
             peak = tl.maximum(a, tl.max(part_a, 0))
             anchor = tl.where(peak == float("-inf"), 0.0, peak)
             b = b * tl.exp2((a - anchor) * LOG2_E) + tl.sum(part_b * tl.exp2((part_a - anchor[None, :]) * LOG2_E), 0)
@@ -304,8 +311,18 @@ class Sums:
         return parts, values, counts, tiles, length, self.length
 
 
-def merge_parts(p: Panel, row_sums: Sums, row_parts: Tensor, column_sums: Sums | None, column_parts: Tensor | None) -> None:
-    """Merge the partial sums of a panel's tiles into the sums of its rows and columns, which its first panel initialises."""
+def merge_parts(
+    p: Panel,
+    row_sums: Sums,
+    row_parts: Tensor,
+    column_sums: Sums | None,
+    column_parts: Tensor | None,
+    scale: Tensor | None = None,
+) -> None:
+    """Merge the partial sums of a panel's tiles into the sums of its rows and columns, which its first panel initialises.
+
+    scale: if exponentials have an offset (tile.exp_offset).
+    """
     column_args: Sequence[Any] = (None, None, None, 0, 0, 0)
     constants = {"COLUMN_PAIRS": 0, "COLUMN_KINDS": 0, "COLUMN_FIRST": True}
     programs = cdiv(row_parts.shape[3], MERGED_ROWS)
@@ -323,6 +340,7 @@ def merge_parts(p: Panel, row_sums: Sums, row_parts: Tensor, column_sums: Sums |
             (programs,),
             *row_sums.merge_args(row_parts, p.r),
             *column_args,
+            scale,
             ROW_PAIRS=len(row_sums.kinds),
             ROW_KINDS=row_sums.code,
             ROW_FIRST=p.c.start == 0,

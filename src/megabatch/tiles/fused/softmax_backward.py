@@ -36,7 +36,9 @@ from .tile import (
     LOG2_E,
     PairArgs,
     Target,
+    ToLogits,
     any_fallback,
+    exp_offset,
     exp_peak_out_of_range,
     further_positives,
     halves,
@@ -71,7 +73,7 @@ class SoftmaxArgs(NamedTuple):
 
 
 class Gains(NamedTuple):
-    """The factors of exp(s) for rows (M, 1) and columns (M, N); zero beyond the panel."""
+    """The factors of exp(s - offset) for rows (M, 1) and columns (M, N); zero beyond the panel."""
 
     rows: Any
     columns: Any
@@ -88,10 +90,14 @@ def gradient_kernel(
 ):  # fmt: skip
     """Write the gradient in the logits, zero for pairs that do not count and for positives.
 
-    SAFE: compute only the tiles with a peak out of the range in which exp(s) may be used without subtracting it.
+    SAFE: compute only the tiles with a peak out of the range in which exp(s - offset) may be used without subtracting it.
     """
     # Logits in base 2, except in the safe launch, whose logits are too large for another rounding.
-    factor = tl.load(scale) if SAFE else tl.load(scale) * LOG2_E
+    offset = exp_offset(tl.load(scale))
+    if SAFE:
+        to_logits = ToLogits(tl.load(scale), 0.0)
+    else:
+        to_logits = ToLogits(tl.load(scale) * LOG2_E, offset * LOG2_E)
     pairs = PairArgs(matches, ids_M, ids_N, positive_M, positive_N, margin, rows, columns, shift)
     softmax = SoftmaxArgs(row_peak, row_gain, row_further, row_counted, column_peak, column_gain, column_further, column_counted)
     target = Target(gradient, stride)
@@ -102,21 +108,21 @@ def gradient_kernel(
         row, column = tile_at(t, rows, columns, M, N, GROUP)
         compute_tile = True
         if SAFE:
-            compute_tile = _has_peak_out_of_range(softmax, pairs, row, column, M, N)
+            compute_tile = _has_peak_out_of_range(softmax, offset, pairs, row, column, M, N)
         if compute_tile:
             z = similarities(x, y, row, column, rows, columns, WIDTH, M, N, K, DESCRIPTORS, PRECISION)
             needs_mask = tile_needs_mask(pairs, row, column, IS_LOCAL, M, N)
             gains = Gains(tl.zeros((M, 1), tl.float32), tl.zeros((M, N), tl.float32))
             if not SAFE:
-                gains = _unshifted_gains(softmax, needs_fallback, pairs, row, column, M, N)
+                gains = _unshifted_gains(softmax, offset, needs_fallback, pairs, row, column, M, N)
             _put_gradient(
-                z, needs_mask, factor, gains, softmax, target, pairs, row, column,
+                z, needs_mask, to_logits, gains, softmax, target, pairs, row, column,
                 IS_LOCAL, MULTI_POSITIVE, DROP, SAFE, M, N, PIECES, DESCRIPTORS, ROUND_TO_TF32,
             )  # fmt: skip
 
 
 @triton.jit
-def _unshifted_gains(softmax, needs_fallback, pairs, row, column, M: tl.constexpr, N: tl.constexpr):
+def _unshifted_gains(softmax, offset, needs_fallback, pairs, row, column, M: tl.constexpr, N: tl.constexpr):
     """Return the gains of a tile, and mark peaks out of range.
 
     They are made for the whole tile, where a thread has one row and one column; for its part of a piece, each thread would make
@@ -127,15 +133,15 @@ def _unshifted_gains(softmax, needs_fallback, pairs, row, column, M: tl.constexp
     if softmax.column_peak is not None:
         peaks_N = load_vector(softmax.column_peak, column, pairs.columns, N)
         gains_N = load_vector(softmax.column_gain, column, pairs.columns, N)
-        mark_fallback(needs_fallback, tl.arange(0, N), exp_peak_out_of_range(peaks_N))
-        wide_N = tl.broadcast_to(unshifted_gain(gains_N, peaks_N)[None, :], (M, N))
-    mark_fallback(needs_fallback, tl.arange(0, M), exp_peak_out_of_range(peaks))
-    return Gains(unshifted_gain(gains_M, peaks)[:, None], wide_N)
+        mark_fallback(needs_fallback, tl.arange(0, N), exp_peak_out_of_range(peaks_N, offset))
+        wide_N = tl.broadcast_to(unshifted_gain(gains_N, peaks_N, offset)[None, :], (M, N))
+    mark_fallback(needs_fallback, tl.arange(0, M), exp_peak_out_of_range(peaks, offset))
+    return Gains(unshifted_gain(gains_M, peaks, offset)[:, None], wide_N)
 
 
 @triton.jit
 def _put_gradient(
-    z, needs_mask, factor, gains, softmax, target, pairs, row, column,
+    z, needs_mask, to_logits, gains, softmax, target, pairs, row, column,
     IS_LOCAL: tl.constexpr, MULTI_POSITIVE: tl.constexpr, DROP: tl.constexpr, SAFE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     PIECES: tl.constexpr, DESCRIPTORS: tl.constexpr, ROUND_TO_TF32: tl.constexpr,
 ):  # fmt: skip
@@ -144,25 +150,25 @@ def _put_gradient(
         left, right = halves(z, M, N)
         gains_left, gains_right = halves(gains.columns, M, N)
         _put_gradient(
-            left, needs_mask, factor, Gains(gains.rows, gains_left), softmax, target, pairs, row, column,
+            left, needs_mask, to_logits, Gains(gains.rows, gains_left), softmax, target, pairs, row, column,
             IS_LOCAL, MULTI_POSITIVE, DROP, SAFE, M, N // 2, PIECES // 2, DESCRIPTORS, ROUND_TO_TF32,
         )  # fmt: skip
         _put_gradient(
-            right, needs_mask, factor, Gains(gains.rows, gains_right), softmax, target, pairs, row, column + N // 2,
+            right, needs_mask, to_logits, Gains(gains.rows, gains_right), softmax, target, pairs, row, column + N // 2,
             IS_LOCAL, MULTI_POSITIVE, DROP, SAFE, M, N // 2, PIECES // 2, DESCRIPTORS, ROUND_TO_TF32,
         )  # fmt: skip
     else:
-        g = _gradient(z, needs_mask, factor, gains, softmax, pairs, row, column, IS_LOCAL, MULTI_POSITIVE, DROP, SAFE, M, N)
+        g = _gradient(z, needs_mask, to_logits, gains, softmax, pairs, row, column, IS_LOCAL, MULTI_POSITIVE, DROP, SAFE, M, N)
         store_block(target, g, row, column, pairs.rows, pairs.columns, M, N, DESCRIPTORS, ROUND_TO_TF32)
 
 
 @triton.jit
 def _gradient(
-    z, needs_mask, factor, gains, softmax, pairs, row, column,
+    z, needs_mask, to_logits, gains, softmax, pairs, row, column,
     IS_LOCAL: tl.constexpr, MULTI_POSITIVE: tl.constexpr, DROP: tl.constexpr, SAFE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     rows, columns = pairs.rows, pairs.columns
-    logits, column_logits = masked_logits(z * factor, z, needs_mask, pairs, row, column, IS_LOCAL, MULTI_POSITIVE, DROP, M, N)
+    logits, column_logits = masked_logits(to_logits, z, needs_mask, pairs, row, column, IS_LOCAL, MULTI_POSITIVE, DROP, M, N)
     if SAFE:
         peaks, row_gains = load_vector(softmax.row_peak, row, rows, M), load_vector(softmax.row_gain, row, rows, M)
         g = _shifted_exp(logits, peaks[:, None], row_gains[:, None])
@@ -202,64 +208,64 @@ def _shifted_exp(logits, peaks, gains):
 
 
 @triton.jit
-def _has_peak_out_of_range(softmax, pairs, row, column, M: tl.constexpr, N: tl.constexpr):
+def _has_peak_out_of_range(softmax, offset, pairs, row, column, M: tl.constexpr, N: tl.constexpr):
     peaks = load_vector(softmax.row_peak, row, pairs.rows, M)
-    out_of_range = tl.max(exp_peak_out_of_range(peaks).to(tl.int32), 0)
+    out_of_range = tl.max(exp_peak_out_of_range(peaks, offset).to(tl.int32), 0)
     if softmax.column_peak is not None:
         peaks_N = load_vector(softmax.column_peak, column, pairs.columns, N)
-        out_of_range = tl.maximum(out_of_range, tl.max(exp_peak_out_of_range(peaks_N).to(tl.int32), 0))
+        out_of_range = tl.maximum(out_of_range, tl.max(exp_peak_out_of_range(peaks_N, offset).to(tl.int32), 0))
     return out_of_range > 0
 
 
 @triton.jit(do_not_specialize=["rows", "columns", "stride_units"])
 def gradient_from_saved_exp_kernel(
-    panel, needs_fallback, row_peak, row_gain, row_counted, column_peak, column_gain, column_counted, rows, columns, stride_units,
-    M: tl.constexpr, N: tl.constexpr, ROUND_TO_TF32: tl.constexpr,
+    panel, scale, needs_fallback, row_peak, row_gain, row_counted, column_peak, column_gain, column_counted, rows, columns,
+    stride_units, M: tl.constexpr, N: tl.constexpr, ROUND_TO_TF32: tl.constexpr,
 ):  # fmt: skip
     """Turn the saved exponentials of a panel into the gradient in its logits, in place; pairs that do not count are zero already.
 
     stride_units: the stride in units of ROW_ALIGNMENT, by which the compiler knows that it may read vectors. Sets a mark where a
-    peak is out of the range in which exp(s) may be used without subtracting it.
+    peak is out of the range in which exp(s - offset) may be used without subtracting it.
     """
     across = tl.cdiv(columns, N)
     _put_gradient_from_saved_exp(
-        tl.program_id(0) // across * M, tl.program_id(0) % across * N, panel, needs_fallback, row_peak, row_gain, row_counted,
-        column_peak, column_gain, column_counted, rows, columns, stride_units, M, N, ROUND_TO_TF32,
+        tl.program_id(0) // across * M, tl.program_id(0) % across * N, panel, scale, needs_fallback, row_peak, row_gain,
+        row_counted, column_peak, column_gain, column_counted, rows, columns, stride_units, M, N, ROUND_TO_TF32,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows", "columns", "stride_units"])
 def gradient_if_marked_kernel(
-    panel, needs_fallback, row_peak, row_gain, row_counted, column_peak, column_gain, column_counted, rows, columns, stride_units,
-    M: tl.constexpr, N: tl.constexpr, ROUND_TO_TF32: tl.constexpr, MARKS: tl.constexpr,
+    panel, scale, needs_fallback, row_peak, row_gain, row_counted, column_peak, column_gain, column_counted, rows, columns,
+    stride_units, M: tl.constexpr, N: tl.constexpr, ROUND_TO_TF32: tl.constexpr, MARKS: tl.constexpr,
 ):  # fmt: skip
     """The same with any number of programs, and only if a mark is set already."""
     across = tl.cdiv(columns, N)
     tiles = tl.where(any_fallback(needs_fallback, MARKS), tl.cdiv(rows, M) * across, 0)
     for t in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
         _put_gradient_from_saved_exp(
-            t // across * M, t % across * N, panel, needs_fallback, row_peak, row_gain, row_counted, column_peak, column_gain,
-            column_counted, rows, columns, stride_units, M, N, ROUND_TO_TF32,
+            t // across * M, t % across * N, panel, scale, needs_fallback, row_peak, row_gain, row_counted, column_peak,
+            column_gain, column_counted, rows, columns, stride_units, M, N, ROUND_TO_TF32,
         )  # fmt: skip
 
 
 @triton.jit
 def _put_gradient_from_saved_exp(
-    row, column, panel, needs_fallback, row_peak, row_gain, row_counted, column_peak, column_gain, column_counted, rows, columns,
-    stride_units, M: tl.constexpr, N: tl.constexpr, ROUND_TO_TF32: tl.constexpr,
+    row, column, panel, scale, needs_fallback, row_peak, row_gain, row_counted, column_peak, column_gain, column_counted, rows,
+    columns, stride_units, M: tl.constexpr, N: tl.constexpr, ROUND_TO_TF32: tl.constexpr,
 ):  # fmt: skip
-    stride = stride_units * ROW_ALIGNMENT
+    stride, offset = stride_units * ROW_ALIGNMENT, exp_offset(tl.load(scale))
     i, j = row + tl.arange(0, M), column + tl.arange(0, N)
     place = panel + (i.to(tl.int64) * stride)[:, None] + j[None, :]
     inside = (i < rows)[:, None] & (j < stride)[None, :]
     power = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     peaks = load_vector(row_peak, row, rows, M)
-    gains = unshifted_gain(load_vector(row_gain, row, rows, M), peaks)[:, None]
-    out_of_range = tl.max(exp_peak_out_of_range(peaks).to(tl.int32), 0)
+    gains = unshifted_gain(load_vector(row_gain, row, rows, M), peaks, offset)[:, None]
+    out_of_range = tl.max(exp_peak_out_of_range(peaks, offset).to(tl.int32), 0)
     if column_peak is not None:
         peaks_N = load_vector(column_peak, column, columns, N)
-        gains = gains + unshifted_gain(load_vector(column_gain, column, columns, N), peaks_N)[None, :]
-        out_of_range = tl.maximum(out_of_range, tl.max(exp_peak_out_of_range(peaks_N).to(tl.int32), 0))
+        gains = gains + unshifted_gain(load_vector(column_gain, column, columns, N), peaks_N, offset)[None, :]
+        out_of_range = tl.maximum(out_of_range, tl.max(exp_peak_out_of_range(peaks_N, offset).to(tl.int32), 0))
     g = power * gains
     if row_counted is not None:
         shares = tl.broadcast_to(load_vector(row_counted, row, rows, M)[:, None], (M, N))
@@ -306,7 +312,9 @@ def softmax_grads(
         was_saved = saved_exp is not None and saved_exp.contains(p)
         multiply = specialised.saved_products(p) if was_saved and specialised is not None else None
         if was_saved:
-            _gradient_from_saved_exp(panel, p, softmax, needs_fallback, products.rounds_to_tf32, if_marked=multiply is not None)
+            _gradient_from_saved_exp(
+                panel, p, scale, softmax, needs_fallback, products.rounds_to_tf32, if_marked=multiply is not None
+            )
         computed = was_saved or (specialised is not None and specialised(p, panel, pair_args))
         operands, target = launch.operands(p), launch.target(panel)
         for safe in (True,) if computed else (False, True):
@@ -323,7 +331,7 @@ def softmax_grads(
 
 
 def _gradient_from_saved_exp(
-    panel: Tensor, p: Panel, softmax: SoftmaxArgs, needs_fallback: Tensor, rounds_to_tf32: bool, *, if_marked: bool
+    panel: Tensor, p: Panel, scale: Tensor, softmax: SoftmaxArgs, needs_fallback: Tensor, rounds_to_tf32: bool, *, if_marked: bool
 ) -> None:
     """Turn exponentials into the gradient; if_marked: only if a mark is set, which the device decides."""
     tiles = cdiv(p.rows, SAVED_ROWS) * cdiv(p.columns, SAVED_COLUMNS)
@@ -333,7 +341,7 @@ def _gradient_from_saved_exp(
         kernel, constants = gradient_if_marked_kernel, {"MARKS": MARKS}
     run_kernel(
         kernel, (programs,),
-        panel, needs_fallback, softmax.row_peak, softmax.row_gain, softmax.row_counted, softmax.column_peak, softmax.column_gain,
-        softmax.column_counted, p.rows, p.columns, panel.stride(0) // ROW_ALIGNMENT.value, M=SAVED_ROWS, N=SAVED_COLUMNS,
-        ROUND_TO_TF32=rounds_to_tf32, **constants,
+        panel, scale, needs_fallback, softmax.row_peak, softmax.row_gain, softmax.row_counted, softmax.column_peak,
+        softmax.column_gain, softmax.column_counted, p.rows, p.columns, panel.stride(0) // ROW_ALIGNMENT.value, M=SAVED_ROWS,
+        N=SAVED_COLUMNS, ROUND_TO_TF32=rounds_to_tf32, **constants,
     )  # fmt: skip

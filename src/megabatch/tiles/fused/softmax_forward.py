@@ -1,10 +1,10 @@
 """Forward of the softmax loss: the kernel, its safe fallback, and the launcher. Legend: ../contract.py; panels and tiles: tile.py.
 
-The forward and the backward kernel both have a fast and a safe launch. The fast one computes exp(s) once per element, shared by
-rows and columns, without subtracting a maximum. That is right for most tiles, and the device knows for which it is not: in forward
-by the sums, which show whether a term overflowed or underflowed; in backward by the peaks of rows and columns, which bound the
-logits. Such a tile sets a mark in `needs_fallback`. The safe launch always follows. Without a mark it ends at once; with one it
-computes those tiles again, with a maximum for each row and each column.
+The forward and the backward kernel both have a fast and a safe launch. The fast one computes exp(s - offset) once per element,
+shared by rows and columns, with one offset for all (tile.exp_offset) instead of the maximum of a row. That is right for most tiles,
+and the device knows for which it is not: in forward by the sums, which show whether a term overflowed or underflowed; in backward
+by the peaks of rows and columns, which bound the logits. Such a tile sets a mark in `needs_fallback`. The safe launch always
+follows. Without a mark it ends at once; with one it computes those tiles again, with a maximum for each row and each column.
 """
 
 from __future__ import annotations
@@ -56,8 +56,10 @@ from .tile import (
     LOG2_E,
     PairArgs,
     Target,
+    ToLogits,
     any_fallback,
     concat_columns,
+    exp_offset,
     exp_sum_out_of_range,
     further_positives,
     halves,
@@ -84,7 +86,7 @@ class TileSums(NamedTuple):
     """Sums of a tile, in parts (reductions.py). Those that options do not need repeat `total`, because JIT functions cannot return
     None."""
 
-    total: Any  # Σ exp(s) of rows
+    total: Any  # Σ exp(s - offset) of rows
     hardest: Any  # the highest similarity of a negative
     below: Any  # the number of negatives below the positive
     further: Any  # Σ z and number of further positives
@@ -124,7 +126,10 @@ def stats_kernel(
     target = Target(saved_exp, stride)
     tiles = tl.cdiv(rows, M) * tl.cdiv(columns, N)
     # Logits in base 2, except in the safe launch, whose logits are too large for another rounding.
-    factor = tl.load(scale) if SAFE else _nonzero(tl.load(scale)) * LOG2_E
+    if SAFE:
+        to_logits = ToLogits(tl.load(scale), 0.0)
+    else:
+        to_logits = ToLogits(_nonzero(tl.load(scale)) * LOG2_E, exp_offset(tl.load(scale)) * LOG2_E)
     if SAFE:
         tiles = tl.where(any_fallback(needs_fallback, M if M > N else N), tiles, 0)
     for t in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=not SAFE):
@@ -136,15 +141,15 @@ def stats_kernel(
             z = similarities(x, y, row, column, rows, columns, WIDTH, M, N, K, DESCRIPTORS, PRECISION)
             needs_mask = tile_needs_mask(pairs, row, column, IS_LOCAL, M, N)
             if SAFE:
-                _put_safe_sums(z, needs_mask, factor, sums, pairs, row, column, IS_LOCAL, MULTI_POSITIVE, DROP, M, N, PIECES)
+                _put_safe_sums(z, needs_mask, to_logits, sums, pairs, row, column, IS_LOCAL, MULTI_POSITIVE, DROP, M, N, PIECES)
             else:
                 threshold_M = thresholds(positive_M, row, rows, M)
                 tile_sums = _tile_sums(
-                    z, needs_mask, threshold_M, factor, sums, target, pairs, row, column,
+                    z, needs_mask, threshold_M, to_logits, sums, target, pairs, row, column,
                     IS_LOCAL, MULTI_POSITIVE, DROP, SMOOTHED, RANKED, M, N, PIECES, WARPS, DESCRIPTORS,
                 )  # fmt: skip
                 _put_columns(tile_sums, sums, pairs, row, column, RANKED, M, N)
-                _put_rows(tile_sums, factor, sums, pairs, row, column, MULTI_POSITIVE, SMOOTHED, RANKED, M, N, WARPS)
+                _put_rows(tile_sums, to_logits, sums, pairs, row, column, MULTI_POSITIVE, SMOOTHED, RANKED, M, N, WARPS)
 
 
 @triton.jit
@@ -161,7 +166,7 @@ def _put_columns(tile_sums, sums, pairs, row, column, RANKED: tl.constexpr, M: t
 
 @triton.jit
 def _put_rows(
-    tile_sums, factor, sums, pairs, row, column,
+    tile_sums, to_logits, sums, pairs, row, column,
     MULTI_POSITIVE: tl.constexpr, SMOOTHED: tl.constexpr, RANKED: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     WARPS: tl.constexpr,
 ):  # fmt: skip
@@ -180,12 +185,12 @@ def _put_rows(
     if SMOOTHED:
         total, count = finish_rows(tile_sums.counted, SUM, M, WARPS), N - finish_rows(tile_sums.missing_count, SUM, M, WARPS)
         channel: tl.constexpr = 2 + 2 * RANKED + 2 * MULTI_POSITIVE
-        put_pair(parts, channel, tile, across, i, rows, total / factor, count.to(tl.float32))
+        put_pair(parts, channel, tile, across, i, rows, _unscaled(total, count, to_logits), count.to(tl.float32))
 
 
 @triton.jit
 def _tile_sums(
-    z, needs_mask, threshold_M, factor, sums, target, pairs, row, column,
+    z, needs_mask, threshold_M, to_logits, sums, target, pairs, row, column,
     IS_LOCAL: tl.constexpr, MULTI_POSITIVE: tl.constexpr, DROP: tl.constexpr, SMOOTHED: tl.constexpr, RANKED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, PIECES: tl.constexpr, WARPS: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
@@ -194,11 +199,11 @@ def _tile_sums(
     if PIECES > 1:
         left, right = halves(z, M, N)
         a = _tile_sums(
-            left, needs_mask, threshold_M, factor, sums, target, pairs, row, column,
+            left, needs_mask, threshold_M, to_logits, sums, target, pairs, row, column,
             IS_LOCAL, MULTI_POSITIVE, DROP, SMOOTHED, RANKED, M, N // 2, PIECES // 2, WARPS, DESCRIPTORS,
         )  # fmt: skip
         b = _tile_sums(
-            right, needs_mask, threshold_M, factor, sums, target, pairs, row, column + N // 2,
+            right, needs_mask, threshold_M, to_logits, sums, target, pairs, row, column + N // 2,
             IS_LOCAL, MULTI_POSITIVE, DROP, SMOOTHED, RANKED, M, N // 2, PIECES // 2, WARPS, DESCRIPTORS,
         )  # fmt: skip
         tile_sums = TileSums(
@@ -215,7 +220,7 @@ def _tile_sums(
         )
     else:
         tile_sums = _piece_sums(
-            z, needs_mask, threshold_M, factor, sums, target, pairs, row, column,
+            z, needs_mask, threshold_M, to_logits, sums, target, pairs, row, column,
             IS_LOCAL, MULTI_POSITIVE, DROP, SMOOTHED, RANKED, M, N, WARPS, DESCRIPTORS,
         )  # fmt: skip
     return tile_sums
@@ -223,7 +228,7 @@ def _tile_sums(
 
 @triton.jit
 def _piece_sums(
-    z, needs_mask, threshold_M, factor, sums, target, pairs, row, column,
+    z, needs_mask, threshold_M, to_logits, sums, target, pairs, row, column,
     IS_LOCAL: tl.constexpr, MULTI_POSITIVE: tl.constexpr, DROP: tl.constexpr, SMOOTHED: tl.constexpr, RANKED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, WARPS: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
@@ -233,10 +238,10 @@ def _piece_sums(
     if RANKED and target.matrix is None and not (MULTI_POSITIVE or DROP or SMOOTHED):
         # The pairs that count are the negatives. A negative scale turns the others into +inf, and the safe launch takes over. If
         # exponentials are saved, they have to be zero there.
-        logits = z_negative * factor
+        logits = z_negative * to_logits.factor - to_logits.offset
         column_logits = logits
     else:
-        logits, column_logits = masked_logits(z * factor, z, needs_mask, pairs, row, column, IS_LOCAL, MULTI_POSITIVE, DROP, M, N)
+        logits, column_logits = masked_logits(to_logits, z, needs_mask, pairs, row, column, IS_LOCAL, MULTI_POSITIVE, DROP, M, N)
     if SMOOTHED:
         counted, missing_count = _counted_in_rows(logits, True if DROP else needs_mask, M, N)
         if sums.column_parts is not None:
@@ -244,7 +249,7 @@ def _piece_sums(
             counted_N, missing_N = _counted_in_columns(column_logits, True if DROP else needs_mask, M, N, WARPS)
             j, down = column + tl.arange(0, N), tl.cdiv(pairs.rows, M)
             count_N = (M - missing_N).to(tl.float32)
-            put_pair(sums.column_parts, last, row // M, down, j, pairs.columns, counted_N / factor, count_N)
+            put_pair(sums.column_parts, last, row // M, down, j, pairs.columns, _unscaled(counted_N, count_N, to_logits), count_N)
     if MULTI_POSITIVE:
         further, further_count = _further_sums(z, needs_mask, sums, pairs, row, column, IS_LOCAL, RANKED, M, N, WARPS)
     power = tl.exp2(logits)
@@ -332,6 +337,12 @@ def _is_out_of_range(sums, pairs, row, column, M: tl.constexpr, N: tl.constexpr)
 
 
 @triton.jit
+def _unscaled(total, count, to_logits):
+    """Return Σ z of so many logits whose sum is given."""
+    return (total + count * to_logits.offset) / to_logits.factor
+
+
+@triton.jit
 def _nonzero(factor):
     """Return the scale, by which sums of logits are divided; zero becomes a number too small to change a logit."""
     return tl.where(factor == 0, 1e-30, factor)
@@ -339,19 +350,19 @@ def _nonzero(factor):
 
 @triton.jit
 def _put_safe_sums(
-    z, needs_mask, factor, sums, pairs, row, column,
+    z, needs_mask, to_logits, sums, pairs, row, column,
     IS_LOCAL: tl.constexpr, MULTI_POSITIVE: tl.constexpr, DROP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     PIECES: tl.constexpr,
 ):  # fmt: skip
     """Write (max, sum) of a tile, where the sum is relative to the max."""
-    safe = _safe_sums(z, needs_mask, factor, sums, pairs, row, column, IS_LOCAL, MULTI_POSITIVE, DROP, M, N, PIECES)
+    safe = _safe_sums(z, needs_mask, to_logits, sums, pairs, row, column, IS_LOCAL, MULTI_POSITIVE, DROP, M, N, PIECES)
     i, across = row + tl.arange(0, M), tl.cdiv(pairs.columns, N)
     put_pair(sums.row_parts, 0, column // N, across, i, pairs.rows, safe.peak, encode_shifted_sum(safe.total))
 
 
 @triton.jit
 def _safe_sums(
-    z, needs_mask, factor, sums, pairs, row, column,
+    z, needs_mask, to_logits, sums, pairs, row, column,
     IS_LOCAL: tl.constexpr, MULTI_POSITIVE: tl.constexpr, DROP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     PIECES: tl.constexpr,
 ):  # fmt: skip
@@ -359,13 +370,17 @@ def _safe_sums(
     if PIECES > 1:
         left, right = halves(z, M, N)
         middle = column + N // 2
-        a = _safe_sums(left, needs_mask, factor, sums, pairs, row, column, IS_LOCAL, MULTI_POSITIVE, DROP, M, N // 2, PIECES // 2)
-        b = _safe_sums(right, needs_mask, factor, sums, pairs, row, middle, IS_LOCAL, MULTI_POSITIVE, DROP, M, N // 2, PIECES // 2)
+        a = _safe_sums(
+            left, needs_mask, to_logits, sums, pairs, row, column, IS_LOCAL, MULTI_POSITIVE, DROP, M, N // 2, PIECES // 2
+        )
+        b = _safe_sums(
+            right, needs_mask, to_logits, sums, pairs, row, middle, IS_LOCAL, MULTI_POSITIVE, DROP, M, N // 2, PIECES // 2
+        )
         anchor = _anchor(tl.maximum(a.peak, b.peak))
         total = a.total * tl.exp2((a.peak - anchor) * LOG2_E) + b.total * tl.exp2((b.peak - anchor) * LOG2_E)
         safe = MaxAndSum(tl.maximum(a.peak, b.peak), total)
     else:
-        logits, column_logits = masked_logits(z * factor, z, needs_mask, pairs, row, column, IS_LOCAL, MULTI_POSITIVE, DROP, M, N)
+        logits, column_logits = masked_logits(to_logits, z, needs_mask, pairs, row, column, IS_LOCAL, MULTI_POSITIVE, DROP, M, N)
         safe = max_and_sum(logits, 1)
         if sums.column_parts is not None:
             columns = max_and_sum(column_logits, 0)
@@ -442,7 +457,7 @@ def softmax_stats(
                 DROP=drops, SMOOTHED=pairs.smoothed and not safe, RANKED=pairs.ranked and not safe, SAFE=safe,
                 WARPS=launch.blocks.warps, **split.constants,
             )  # fmt: skip
-        merge_parts(p, row_sums, row_parts, column_sums, column_parts)
+        merge_parts(p, row_sums, row_parts, column_sums, column_parts, scale)
         # Free the partial sums before those of the next panel are allocated.
         del sums, row_parts, column_parts
     merge_empty(x_MD, y_ND, row_sums, column_sums)

@@ -21,13 +21,18 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
-# Peaks in this range, which no logit exceeds, allow exp(s) without subtracting a maximum: one that underflows is below e^-50 of its
-# row.
-LOWEST_PEAK = tl.constexpr(-32.0)
+# Fast launches compute exp(s - offset). The offset depends on the scale alone: with scales up to 100, as temperatures of 0.01 have
+# them, no logit of unit vectors exceeds it by more than this. Scales beyond have the same offset, because rows without similar
+# documents would lose their sums.
+HIGHEST_LOGIT = tl.constexpr(56.0)
+LARGEST_OFFSET = tl.constexpr(44.0)
+# Peaks, which no logit of their row exceeds, have to be in this range above the offset. An exponential that underflows is then
+# below e^-27 of its row.
+LOWEST_PEAK = tl.constexpr(-60.0)
 HIGHEST_PEAK = tl.constexpr(64.0)
-# A sum of exp(s) in this range has lost nothing that counts: what underflowed is below 2^-126 per term, and 2^27 terms do not
-# overflow.
-SMALLEST_SUM = tl.constexpr(2.0**-60)
+# A sum of exp(s - offset) over a tile in this range has lost nothing that counts: what underflowed is below 2^-126 per term, and
+# 2^27 terms do not overflow.
+SMALLEST_SUM = tl.constexpr(2.0**-90)
 LARGEST_SUM = tl.constexpr(2.0**100)
 
 
@@ -57,6 +62,13 @@ class Target(NamedTuple):
 
     matrix: Any
     stride: Any
+
+
+class ToLogits(NamedTuple):
+    """How similarities become logits, in base 2 except in safe launches: z * factor - offset."""
+
+    factor: Any
+    offset: Any
 
 
 class Logits(NamedTuple):
@@ -207,10 +219,11 @@ def negative_similarities(z, needs_mask, pairs, row, column, IS_LOCAL: tl.conste
 
 @triton.jit
 def masked_logits(
-    logits, z, needs_mask, pairs, row, column,
+    to_logits, z, needs_mask, pairs, row, column,
     IS_LOCAL: tl.constexpr, MULTI_POSITIVE: tl.constexpr, DROP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Return the logits as rows and as columns count them."""
+    logits = z * to_logits.factor - to_logits.offset
     column_logits = logits
     if DROP:
         droppable = tl.full((M, N), True, tl.int1)
@@ -258,18 +271,24 @@ def any_fallback(needs_fallback, LENGTH: tl.constexpr):
 
 
 @triton.jit
-def exp_peak_out_of_range(peak):
-    """Return whether exp(s) of logits below such a peak may overflow, or underflow where it counts."""
-    return (peak < LOWEST_PEAK) | (peak > HIGHEST_PEAK)
+def exp_offset(scale):
+    """Return what fast launches subtract from logits."""
+    return tl.minimum(tl.maximum(tl.abs(scale) - HIGHEST_LOGIT, 0.0), LARGEST_OFFSET)
 
 
 @triton.jit
-def unshifted_gain(gain, peak):
-    """Return the factor for exp(s) that `gain` is for exp(s - peak)."""
-    return gain * tl.exp2(-peak * LOG2_E)
+def exp_peak_out_of_range(peak, offset):
+    """Return whether exp(s - offset) of logits below such a peak may overflow, or underflow where it counts."""
+    return (peak - offset < LOWEST_PEAK) | (peak - offset > HIGHEST_PEAK)
+
+
+@triton.jit
+def unshifted_gain(gain, peak, offset):
+    """Return the factor for exp(s - offset) that `gain` is for exp(s - peak)."""
+    return gain * tl.exp2((offset - peak) * LOG2_E)
 
 
 @triton.jit
 def exp_sum_out_of_range(total):
-    """Return which sums of exp(s) are so large that a term overflowed, or so small that one may have underflowed."""
+    """Return which sums of exp(s - offset) are so large that a term overflowed, or so small that one may have underflowed."""
     return (total < SMALLEST_SUM) | (total > LARGEST_SUM)

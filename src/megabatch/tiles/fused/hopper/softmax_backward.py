@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 from ...contract import Softmax
 from ..int8 import Correction, Int8Embeddings, Int8Operands, correct_large
 from ..launch import GradsRequest, Launch, Panel, SpecialisedGrads, cdiv, part
-from ..tile import LOG2_E, PairArgs, exp_peak_out_of_range, load_vector, mark_fallback, unshifted_gain
+from ..tile import LOG2_E, PairArgs, exp_offset, exp_peak_out_of_range, load_vector, mark_fallback, unshifted_gain
 from ..tuned_configs import Pipeline
 from .pipeline import (
     OPTIONS,
@@ -112,7 +112,7 @@ def _consume(
     layout: gl.constexpr = tile_layout(M, QUARTER)
     down, across = gl.arange(0, M, gl.SliceLayout(1, layout)), gl.arange(0, QUARTER, gl.SliceLayout(0, layout))
     # Logits in base 2.
-    factor = gl.load(scale) * LOG2_E
+    factor, offset = gl.load(scale) * LOG2_E, exp_offset(gl.load(scale)) * LOG2_E
     z = gl.zeros((M, N), gl.float32, tile_layout(M, N))
     for n in range(tile_pairs(rows, columns, M, N)):
         row, column = tile_pair_at(n, rows, columns, M, N, GROUP)
@@ -138,9 +138,9 @@ def _consume(
             if softmax.column_gain is not None:
                 gains = gains + gains_N[q][None, :]
             if int8.row_step is None:
-                g = gl.exp2(quarters[q] * factor) * gains
+                g = gl.exp2(quarters[q] * factor - offset) * gains
             else:
-                g = gl.exp2(quarters[q].to(gl.float32) * (factors_M[:, None] * steps_N[q][None, :])) * gains
+                g = gl.exp2(quarters[q].to(gl.float32) * (factors_M[:, None] * steps_N[q][None, :]) - offset) * gains
             if softmax.row_counted is not None:
                 g -= _load(softmax.row_counted, i, rows)[:, None]
                 if softmax.column_counted is not None:
@@ -185,22 +185,22 @@ def _load(values, i, length):
 
 @triton.jit(do_not_specialize=["rows", "columns"])
 def unshifted_gains_kernel(
-    row_peak, row_gain, column_peak, column_gain, gains_M, gains_N, needs_fallback, rows, columns, R: tl.constexpr
+    scale, row_peak, row_gain, column_peak, column_gain, gains_M, gains_N, needs_fallback, rows, columns, R: tl.constexpr
 ):  # fmt: skip
     """Write unshifted gains of rows and columns, zero beyond their end. Mark peaks out of range, and gains too small for bf16."""
-    programs = tl.cdiv(rows, R)
+    programs, offset = tl.cdiv(rows, R), exp_offset(tl.load(scale))
     if tl.program_id(0) < programs:
-        _put_unshifted(row_peak, row_gain, gains_M, needs_fallback, tl.program_id(0) * R, rows, R)
+        _put_unshifted(offset, row_peak, row_gain, gains_M, needs_fallback, tl.program_id(0) * R, rows, R)
     elif column_peak is not None:
-        _put_unshifted(column_peak, column_gain, gains_N, needs_fallback, (tl.program_id(0) - programs) * R, columns, R)
+        _put_unshifted(offset, column_peak, column_gain, gains_N, needs_fallback, (tl.program_id(0) - programs) * R, columns, R)
 
 
 @triton.jit
-def _put_unshifted(peak, gain, gains, needs_fallback, first, length, R: tl.constexpr):
+def _put_unshifted(offset, peak, gain, gains, needs_fallback, first, length, R: tl.constexpr):
     peaks = load_vector(peak, first, length, R)
-    values = unshifted_gain(load_vector(gain, first, length, R), peaks)
+    values = unshifted_gain(load_vector(gain, first, length, R), peaks, offset)
     is_tiny = (values != 0) & (tl.abs(values) < SMALLEST_BF16_GAIN)
-    mark_fallback(needs_fallback, tl.arange(0, R), exp_peak_out_of_range(peaks) | is_tiny)
+    mark_fallback(needs_fallback, tl.arange(0, R), exp_peak_out_of_range(peaks, offset) | is_tiny)
     tl.store(gains + first + tl.arange(0, R), values)
 
 
@@ -211,12 +211,12 @@ class UnshiftedGains(NamedTuple):
     columns: Tensor | None
 
 
-def unshifted_gains(rows: Softmax, columns: Softmax | None, needs_fallback: Tensor) -> UnshiftedGains:
-    """Return the gains for exp(s), and mark peaks out of range."""
+def unshifted_gains(scale: Tensor, rows: Softmax, columns: Softmax | None, needs_fallback: Tensor) -> UnshiftedGains:
+    """Return the gains for exp(s - offset), and mark peaks out of range."""
     length, width = rows.peak.shape[0], columns.peak.shape[0] if columns else 0
     gains_M, gains_N = (rows.peak.new_zeros(n + 2 * TILE) for n in (length, width))
     unshifted_gains_kernel[(cdiv(length, UNSHIFTED_ROWS) + cdiv(width, UNSHIFTED_ROWS),)](
-        rows.peak, rows.gain, columns.peak if columns else None, columns.gain if columns else None, gains_M, gains_N,
+        scale, rows.peak, rows.gain, columns.peak if columns else None, columns.gain if columns else None, gains_M, gains_N,
         needs_fallback, length, width, R=UNSHIFTED_ROWS,
     )  # fmt: skip
     return UnshiftedGains(gains_M, gains_N if columns else None)
@@ -264,7 +264,7 @@ class _GradientWriter:
 
     def _unshifted_gains(self) -> UnshiftedGains:
         if self.gains is None:
-            self.gains = unshifted_gains(self.request.rows, self.request.columns, self.request.needs_fallback)
+            self.gains = unshifted_gains(self.request.scale, self.request.rows, self.request.columns, self.request.needs_fallback)
         return self.gains
 
     def _write(

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 from ...contract import Pairs
 from ..launch import Launch, Panel, PartialSums
 from ..reductions import put
-from ..tile import LARGEST_SUM, LOG2_E, SMALLEST_SUM, PairArgs
+from ..tile import LARGEST_SUM, LOG2_E, SMALLEST_SUM, PairArgs, exp_offset
 from .pipeline import (
     OPTIONS,
     REGISTERS,
@@ -84,14 +84,14 @@ def _consume(
     rows, columns = pairs.rows, pairs.columns
     layout: gl.constexpr = tile_layout(M, N)
     # Logits in base 2.
-    factor = gl.load(scale) * LOG2_E
+    factor, offset = gl.load(scale) * LOG2_E, exp_offset(gl.load(scale)) * LOG2_E
     z = gl.zeros((M, N), gl.float32, layout)
     for n in range(tile_pairs(rows, columns, M, N)):
         row, column = tile_pair_at(n, rows, columns, M, N, GROUP)
         row += CONSUMER * M
         z = similarities(z, n, slots, CONSUMER, WIDTH, K, X_SLOTS, Y_SLOTS)
         needs_mask = tile_needs_mask(pairs, row, column, IS_LOCAL, M, N, N)
-        power = gl.exp2(z * factor)
+        power = gl.exp2(z * factor - offset)
         if needs_mask:
             power = gl.where(negatives(pairs, row, column, IS_LOCAL, M, N, layout), power, 0.0)
         if saved is not None:
