@@ -84,8 +84,9 @@ def test_quantised_rows_have_the_similarities_of_rows(width, kind):
     elif kind == "tiny and huge":
         x, y = x * 1e-30, y * 1e30
     x[5], y[7] = 0, 0
-    (a, x_steps), (b, y_steps) = (int8.quantise(t, 30) for t in (x, y))
-    assert a.shape[1] % 128 == b.shape[1] % 128 == 0 and int(a.min()) >= -127 and not x_steps[70:].any()
+    none = torch.zeros(width)
+    (a, x_steps, *biases), (b, y_steps, _) = (int8.quantise(t, none, none, 30) for t in (x, y))
+    assert a.shape[1] % 128 == b.shape[1] % 128 == 0 and int(a.min()) >= -127 and not x_steps[70:].any() and not biases[0].any()
     assert x_steps[5] == y_steps[7] == 0 and not a[5].any() and not b[7].any()
     found = (a.double() @ b.double().T) * x_steps[:70, None].double() * y_steps[None, :90]
     x_error, y_error = x_steps[:70, None].double() * y.double().norm(dim=1), y_steps[:90].double() * x.double().norm(dim=1)[:, None]
@@ -104,9 +105,15 @@ def test_int8_similarities_of_unit_rows_have_the_documented_error():
     x, y = (
         torch.nn.functional.normalize(torch.randn(64, 768, generator=torch.Generator().manual_seed(n)), dim=1) for n in range(2)
     )
-    (a, x_steps), (b, y_steps) = int8.quantise(x, 0), int8.quantise(y, 0)
-    off = (a.double() @ b.double().T) * x_steps[:, None].double() * y_steps - x.double() @ y.double().T
-    assert 3.5e-4 < off.square().mean().sqrt() < 4.5e-4
+    # Unit vectors that are similar have less error than others, and none that all similarities of a row share.
+    for similarity in (0.0, 0.9):
+        x, y = (torch.cat((t * (1 - similarity) ** 0.5, torch.full((64, 1), similarity**0.5)), 1) for t in (x, y))
+        means = x.mean(0), y.mean(0)
+        (a, x_steps, x_biases), (b, y_steps, y_biases) = int8.quantise(x, *means, 0), int8.quantise(y, *means[::-1], 0)
+        found = (a.double() @ b.double().T) * x_steps[:, None].double() * y_steps + x_biases[:, None] + y_biases
+        off = found - x.double() @ y.double().T
+        assert 3.5e-4 < off.square().mean().sqrt() / (1 - similarity) < 4.5e-4
+        assert off.mean(1).square().mean().sqrt() < 6e-5 and off.mean(0).square().mean().sqrt() < 6e-5
 
 
 @pytest.mark.parametrize("symmetric", [True, False])

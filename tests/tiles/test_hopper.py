@@ -43,7 +43,7 @@ def check(kernel, kinds, constants):
 
 no_ids = dict.fromkeys(("matches", "ids_M", "ids_N"))
 no_shares = dict.fromkeys(("row_counted", "column_counted"))
-no_steps = dict.fromkeys(("row_step", "column_step", "limit", "large"))
+no_steps = dict.fromkeys(("row_step", "row_bias", "column_step", "column_bias", "limit", "large"))
 for entry in json.loads(TUNED.read_text())["pipelines"]:
     sizes = {name.upper(): entry[name] for name in ("group", "x_slots", "y_slots", "lag")}
     if entry["kind"] not in ("bfloat16", "int8") or entry["width"] != 768:

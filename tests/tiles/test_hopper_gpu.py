@@ -130,18 +130,20 @@ def test_products_with_extreme_logits_are_those_of_the_gradient(gap, saved):
 
 
 @pytest.mark.parametrize("exponentials", ["saved", "everywhere"])
+@pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("options", [{}, {"symmetric": False}, {"label_smoothing": 0.1}], ids=str)
-def test_unit_vectors_set_no_mark_at_a_temperature_of_a_hundredth(options, exponentials, request, monkeypatch):
-    request.getfixturevalue(exponentials)
-    marks, new_marks = [], Launch.new_marks
+def test_unit_vectors_set_no_mark_at_a_temperature_of_a_hundredth(options, int8, exponentials, request, monkeypatch):
+    launched, marks, new_marks = request.getfixturevalue(exponentials), [], Launch.new_marks
     monkeypatch.setattr(Launch, "new_marks", lambda self, passes=1: marks.append(new_marks(self, passes)) or marks[-1])
     for similarity, scale in itertools.product((0.9, 0.0), (100.0, 70.0)):
         x, y = (torch.nn.functional.normalize(t, dim=1) for t in embeddings(700, width=511))
         x, y = (torch.cat((t * (1 - similarity) ** 0.5, t.new_full((700, 1), similarity**0.5)), 1) for t in (x, y))
         case = Case("clip_loss", x, y, (scale,), options).rounded(torch.bfloat16)
-        for name, e in errors(case, on_gpu(case, torch.bfloat16), formula(case)).items():
+        for name, e in errors(case, on_gpu(case, torch.bfloat16, int8_backward=int8), formula(case)).items():
             assert e <= (2e-4 if name == "value" else 1e-2), (similarity, scale, name, e)
     assert marks and not torch.stack([each.any() for each in marks]).any()
+    # With label smoothing there is no int8.
+    assert bool(launched["correct"]) == (int8 and exponentials == "everywhere" and "label_smoothing" not in options)
 
 
 def test_one_side_alone_has_the_same_gradient(saved):

@@ -69,10 +69,11 @@ class Panel:
         self.ids_M, self.ids_N = torch.arange(self.rows), torch.arange(self.columns) + 1000
         self.ids_N[::37] = self.ids_M[torch.randint(self.rows, self.ids_N[::37].shape, generator=g)]
         self.ids_N[::74] += 2**32
+        self.biases = torch.zeros(self.rows), torch.zeros(self.columns)
 
     @property
     def z(self) -> Tensor:
-        return self.x.double() @ self.y.double().T
+        return self.x.double() @ self.y.double().T + self.biases[0].double()[:, None] + self.biases[1]
 
     @property
     def exponentials(self) -> Tensor:
@@ -191,6 +192,9 @@ def assert_the_gradient(
         # Multiples of their steps, so that quantising them is exact.
         panel.x, panel.y = (8 * t * step[: len(t), None] for t, step in zip((panel.x, panel.y), steps, strict=True))
         softmax |= {"row_step": steps[0], "column_step": steps[1], "large": large, "limit": torch.tensor(LIMIT)}
+        panel.biases = tuple((torch.rand(n, generator=g) - 0.5) / max(1, abs(panel.scale)) for n in (panel.rows, panel.columns))
+        padded = [torch.cat((bias, torch.zeros(2 * TILE))) for bias in panel.biases]
+        softmax |= {"row_bias": padded[0], "column_bias": padded[1]}
         for gain in (gain_M, gain_N):
             gain *= 0.02 * gain
     target = surrounded(torch.full((panel.rows, panel.columns), torch.nan, dtype=torch.bfloat16))
@@ -480,7 +484,7 @@ def test_the_library_computes_large_int8_gradients_again(symmetric, weight, star
 
     # Triton's interpreter cannot multiply bf16.
     quantise = int8.quantise
-    monkeypatch.setattr(int8, "quantise", lambda t, padding: quantise(t.float(), padding))
+    monkeypatch.setattr(int8, "quantise", lambda t, *more: quantise(t.float(), *more))
     # Clusters of four, two of which have equal ids, so that two or three negatives are large.
     g = torch.Generator().manual_seed(0)
     centres, *noise = torch.randn(3, 190, 72, generator=g)
@@ -532,6 +536,7 @@ CHANGES = {
     "one gain for all rows": ("product", "gl.load(gains.high + i)", "gl.load(gains.high + 0 * i)", "assert"),
     "gains in another order": ("product", "(1, 2, 0, 3)", "(0, 1, 2, 3)", "assert"),
     "the step of one row for all": ("int8", "gl.load(int8.row_step + i)", "gl.load(int8.row_step + 0 * i)", "assert"),
+    "the biases of the first quarter": ("int8", "column_bias + first", "column_bias + column", "assert"),
     "only one quarter is looked at": ("int8", "gl.maximum(largest, _fold_max(g, M, QUARTER))", "largest", "assert"),
 }
 

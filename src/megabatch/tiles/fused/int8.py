@@ -4,6 +4,10 @@ Each row is quantised to integer multiples of its own step, with 127 steps for i
 step coarse for all others, so rows are rotated first, which changes no product as x and y are rotated alike: blocks of 128 entries
 are multiplied with a Hadamard matrix after some signs are flipped, so that every entry gets a part of every other.
 
+Embeddings often share a direction. The error of a row along it would be the same in all logits of the row, which no sum averages
+out. So the mean of each side is subtracted from its rows before, and what that changes is added to the logits again, as an exact
+number for each row and each column: x·y = (x - u)·(y - v) + (x - u/2)·v + (y - v/2)·u for the means u and v.
+
 An error in a logit is a relative error in its exponential. In sums over pairs such errors add up in squares, and most of a sum of
 squares comes from a few pairs, those with large probabilities: these are computed again. With d the error of a logit and g the
 gradients in the logits below a limit, the remaining squared error is d² Σ g² ≤ d² limit Σ g. Legend: ../contract.py.
@@ -31,10 +35,12 @@ LARGE = 1 / 128
 
 
 class QuantisedRows(NamedTuple):
-    """Rotated rows in int8, and the step of each row, with padding beyond the last row."""
+    """Centred and rotated rows in int8; the step of each row, and what its similarities have besides their integer product, both
+    with padding beyond the last row."""
 
     values: Tensor
     steps: Tensor
+    biases: Tensor
 
 
 class Int8Operands(NamedTuple):
@@ -51,6 +57,7 @@ class Int8Embeddings:
     def __init__(self, launch: Launch, dpos_M: Tensor, padding: int) -> None:
         """dpos_M: the gradients in the positives' logits; padding: by how many rows steps are readable beyond the last one."""
         self.launch, self.padding = launch, padding
+        self.means = tuple(t.mean(0, dtype=torch.float32) for t in (launch.x_MD, launch.y_ND))
         # A mean weighted by size: pairs that are learnt already, however many, do not lower it.
         self.limit = dpos_M.square().sum() / dpos_M.abs().sum() * LARGE
         self.r: slice | None = None
@@ -58,37 +65,48 @@ class Int8Embeddings:
 
     def operands(self, p: Panel) -> Int8Operands:
         if self.r != p.r:
-            self.r, self.x = p.r, quantise(part(self.launch.x_MD, p.r), self.padding)
+            self.r, self.x = p.r, quantise(part(self.launch.x_MD, p.r), *self.means, self.padding)
         if self.y is None:
-            self.y = quantise(self.launch.y_ND, self.padding)
-        return Int8Operands(self.x, QuantisedRows(part(self.y.values, p.c), self.y.steps[p.c.start :]), self.limit)
+            self.y = quantise(self.launch.y_ND, *self.means[::-1], self.padding)
+        return Int8Operands(self.x, QuantisedRows(part(self.y.values, p.c), *(t[p.c.start :] for t in self.y[1:])), self.limit)
 
 
-def quantise(t: Tensor, padding: int) -> QuantisedRows:
-    """Rotate and quantise rows. Their width is padded to whole blocks, their steps by `padding` zeros."""
+def quantise(t: Tensor, mean: Tensor, partner_mean: Tensor, padding: int) -> QuantisedRows:
+    """Centre, rotate and quantise rows. Their width is padded to whole blocks, their steps and biases by `padding` zeros.
+
+    mean: of these rows, or of more. partner_mean: of the rows that they are multiplied with.
+    """
     rows, width = t.shape
     values = t.new_empty(rows, cdiv(width, BLOCK.value) * BLOCK.value, dtype=torch.int8)
-    steps = t.new_zeros(rows + padding, dtype=torch.float32)
-    quantise_kernel[(cdiv(rows, QUANTISED_ROWS),)](t, values, steps, rows, WIDTH=width, R=QUANTISED_ROWS)
-    return QuantisedRows(values, steps)
+    steps, biases = t.new_zeros(2, rows + padding, dtype=torch.float32)
+    grid = (cdiv(rows, QUANTISED_ROWS),)
+    quantise_kernel[grid](t, mean, partner_mean, values, steps, biases, rows, WIDTH=width, R=QUANTISED_ROWS)
+    return QuantisedRows(values, steps, biases)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def quantise_kernel(t, quantised, step, rows, WIDTH: tl.constexpr, R: tl.constexpr):
-    """Rotate and quantise rows. A similarity is the integer product of two quantised rows, times both steps."""
+def quantise_kernel(t, mean, partner_mean, quantised, step, bias, rows, WIDTH: tl.constexpr, R: tl.constexpr):
+    """Centre, rotate and quantise rows. A similarity is the integer product of two quantised rows times both steps, plus both
+    biases."""
     BLOCKS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     i = tl.program_id(0) * R + tl.arange(0, R)
     rotation = _hadamard(t.dtype.element_ty)
-    largest = tl.zeros((R,), tl.float32)
+    largest, biases = tl.zeros((R,), tl.float32), tl.zeros((R,), tl.float32)
     for b in range(BLOCKS):
-        largest = tl.maximum(largest, tl.max(tl.abs(_rotated(t, rotation, i, b, rows, WIDTH)), 1))
+        j = b * BLOCK + tl.arange(0, BLOCK)
+        block = _centred(t, mean, i, j, rows, WIDTH)
+        half = tl.load(mean + j, mask=j < WIDTH, other=0.0) / 2
+        biases += tl.sum((block + half[None, :]) * tl.load(partner_mean + j, mask=j < WIDTH, other=0.0)[None, :], 1)
+        largest = tl.maximum(largest, tl.max(tl.abs(_rotated(block, rotation, j)), 1))
     to_127 = tl.where(largest > 0, 127.0 / tl.where(largest > 0, largest, 1.0), 0.0)
     for b in range(BLOCKS):
-        values = tl.floor(_rotated(t, rotation, i, b, rows, WIDTH) * to_127[:, None] + 0.5)
+        j = b * BLOCK + tl.arange(0, BLOCK)
+        values = tl.floor(_rotated(_centred(t, mean, i, j, rows, WIDTH), rotation, j) * to_127[:, None] + 0.5)
         place = i.to(tl.int64)[:, None] * (BLOCKS * BLOCK) + b * BLOCK + tl.arange(0, BLOCK)[None, :]
         tl.store(quantised + place, values.to(tl.int8), mask=(i < rows)[:, None])
     # The rotation is scaled by 1 / BLOCK instead of 1 / sqrt(BLOCK).
     tl.store(step + i, largest * (BLOCK**0.5 / 127), mask=i < rows)
+    tl.store(bias + i, biases, mask=i < rows)
 
 
 @triton.jit
@@ -103,13 +121,19 @@ def _hadamard(dtype: tl.constexpr):
 
 
 @triton.jit
-def _rotated(t, rotation, i, b, rows, WIDTH: tl.constexpr):
-    """Return a rotated block of rows. Pseudo-random signs are flipped first, so that rows of equal entries spread too."""
-    j = b * BLOCK + tl.arange(0, BLOCK)
+def _centred(t, mean, i, j, rows, WIDTH: tl.constexpr):
+    """Return a block of rows minus the mean, in fp32."""
     inside = (i < rows)[:, None] & (j < WIDTH)[None, :]
-    block = tl.load(t + i.to(tl.int64)[:, None] * WIDTH + j[None, :], mask=inside, other=0.0)
+    block = tl.load(t + i.to(tl.int64)[:, None] * WIDTH + j[None, :], mask=inside, other=0.0).to(tl.float32)
+    return tl.where(inside, block - tl.load(mean + j, mask=j < WIDTH, other=0.0)[None, :], 0.0)
+
+
+@triton.jit
+def _rotated(block, rotation, j):
+    """Return a rotated block of rows. Pseudo-random signs are flipped first, so that rows of equal entries spread too."""
     mixed = (j.to(tl.uint32) + 1) * 0x9E3779B1
-    return tl.dot(tl.where(((mixed >> 16) & 1) == 0, block, -block), rotation, input_precision="ieee")
+    flipped = tl.where(((mixed >> 16) & 1) == 0, block, -block).to(rotation.dtype)
+    return tl.dot(flipped, rotation, input_precision="ieee")
 
 
 class Correction(NamedTuple):

@@ -63,18 +63,21 @@ class UnshiftedSoftmax(NamedTuple):
 
 
 class Int8Args(NamedTuple):
-    """For int8 operands: their steps, the limit of gradients, and where to mark (tile, row) that some gradient is above it."""
+    """For int8 operands: their steps and biases (QuantisedRows), the limit of gradients, and where to mark (tile, row) that some
+    gradient is above it."""
 
     row_step: Any
+    row_bias: Any
     column_step: Any
+    column_bias: Any
     limit: Any
     large: Any
 
 
 @gluon.jit(do_not_specialize=["rows", "columns", "shift"])
 def gradient_kernel(
-    x, y, scale, gradient, row_gain, row_counted, column_gain, column_counted, row_step, column_step, limit, large, matches,
-    ids_M, ids_N, rows, columns, shift,
+    x, y, scale, gradient, row_gain, row_counted, column_gain, column_counted, row_step, row_bias, column_step, column_bias,
+    limit, large, matches, ids_M, ids_N, rows, columns, shift,
     IS_LOCAL: gl.constexpr, WIDTH: gl.constexpr, M: gl.constexpr, N: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr,
     X_SLOTS: gl.constexpr, Y_SLOTS: gl.constexpr, LAG: gl.constexpr, OUT_SLOTS: gl.constexpr, MATCH_WIDTH: gl.constexpr,
 ):  # fmt: skip
@@ -85,7 +88,7 @@ def gradient_kernel(
     out = gl.allocate_shared_memory(gradient.dtype, [2 * OUT_SLOTS, M, N // 4], gradient.layout)
     pairs = MaskArgs(matches, ids_M, ids_N, rows, columns, shift)
     softmax = UnshiftedSoftmax(row_gain, row_counted, column_gain, column_counted)
-    int8 = Int8Args(row_step, column_step, limit, large)
+    int8 = Int8Args(row_step, row_bias, column_step, column_bias, limit, large)
     gl.warp_specialize(
         [
             (_consume, (slots, scale, gradient, out, softmax, int8, pairs, gl.constexpr(0), IS_LOCAL, WIDTH, M, N, K, GROUP,
@@ -126,7 +129,7 @@ def _consume(
             z = similarities(z, n, slots, CONSUMER, WIDTH, K, X_SLOTS, Y_SLOTS)
             quarters = split_quarters(z, M, N)
         else:
-            factors_M = factor * gl.load(int8.row_step + i)
+            factors_M, biases_M = factor * gl.load(int8.row_step + i), factor * gl.load(int8.row_bias + i) - offset
             steps_N = _load_quarters(int8.column_step, column + across, QUARTER)
             # Given the previous product instead of zeros, the compiler would keep it beside what is made of it.
             zeros = gl.zeros((M, N), gl.int32, tile_layout(M, N, 8))
@@ -140,7 +143,9 @@ def _consume(
             if int8.row_step is None:
                 g = gl.exp2(quarters[q] * factor - offset) * gains
             else:
-                g = gl.exp2(quarters[q].to(gl.float32) * (factors_M[:, None] * steps_N[q][None, :]) - offset) * gains
+                # There are no registers for those of all quarters.
+                biases = biases_M[:, None] + factor * gl.load(int8.column_bias + first + across)[None, :]
+                g = gl.exp2(quarters[q].to(gl.float32) * (factors_M[:, None] * steps_N[q][None, :]) + biases) * gains
             if softmax.row_counted is not None:
                 g -= _load(softmax.row_counted, i, rows)[:, None]
                 if softmax.column_counted is not None:
@@ -274,10 +279,11 @@ class _GradientWriter:
         gains = unshifted.rows[p.r.start :], None if unshifted.columns is None else unshifted.columns[p.c.start :]
         counted_N = None if columns is None else part(columns.counted, p.c)
         softmax = UnshiftedSoftmax(gains[0], part(rows.counted, p.r), gains[1], counted_N)
-        (x, y), int8_args = embeddings_of(launch, p), Int8Args(None, None, None, None)
+        (x, y), int8_args = embeddings_of(launch, p), Int8Args(*(None,) * 6)
         if int8 is not None:
             x, y = int8.x.values, int8.y.values
-            int8_args = Int8Args(int8.x.steps, int8.y.steps, int8.limit, x.new_empty(cdiv(p.columns, TILE), p.rows))
+            large = x.new_empty(cdiv(p.columns, TILE), p.rows)
+            int8_args = Int8Args(*int8.x[1:], *int8.y[1:], int8.limit, large)
         gradient_kernel[grid(launch, p)](
             *operands(x, y), scale, descriptor(panel, TILE // 4), *softmax, *int8_args, pair_args.matches, pair_args.ids_M,
             pair_args.ids_N, p.rows, p.columns, pair_args.shift, IS_LOCAL=pairs.is_local, MATCH_WIDTH=launch.blocks.n,
