@@ -14,6 +14,7 @@ embeddings; another warp loads. Slots and barriers: pipeline.py; legend: ../../c
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -223,4 +224,9 @@ def write_product(panel: Tensor, embeddings: Tensor, outer: Bf16Gains, inner: Bf
 
 
 def _descriptor(t: Tensor, blocks: list[int]) -> Any:
-    return TensorDescriptor(t, list(t.shape), list(t.stride()), blocks, gl.NVMMASharedLayout.get_default_for(blocks, gl.bfloat16))
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), blocks, _layout(*blocks))
+
+
+@functools.cache
+def _layout(rows: int, columns: int) -> Any:
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16)
