@@ -57,7 +57,7 @@ class Int8Embeddings:
     def __init__(self, launch: Launch, dpos_M: Tensor, padding: int) -> None:
         """dpos_M: the gradients in the positives' logits; padding: by how many rows steps are readable beyond the last one."""
         self.launch, self.padding = launch, padding
-        self.means = tuple(t.mean(0, dtype=torch.float32) for t in (launch.x_MD, launch.y_ND))
+        self.x_mean, self.y_mean = (t.mean(0, dtype=torch.float32) for t in (launch.x_MD, launch.y_ND))
         # A mean weighted by size: pairs that are learnt already, however many, do not lower it.
         self.limit = dpos_M.square().sum() / dpos_M.abs().sum() * LARGE
         self.r: slice | None = None
@@ -65,9 +65,9 @@ class Int8Embeddings:
 
     def operands(self, p: Panel) -> Int8Operands:
         if self.r != p.r:
-            self.r, self.x = p.r, quantise(part(self.launch.x_MD, p.r), *self.means, self.padding)
+            self.r, self.x = p.r, quantise(part(self.launch.x_MD, p.r), self.x_mean, self.y_mean, self.padding)
         if self.y is None:
-            self.y = quantise(self.launch.y_ND, *self.means[::-1], self.padding)
+            self.y = quantise(self.launch.y_ND, self.y_mean, self.x_mean, self.padding)
         return Int8Operands(self.x, QuantisedRows(part(self.y.values, p.c), *(t[p.c.start :] for t in self.y[1:])), self.limit)
 
 
