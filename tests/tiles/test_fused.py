@@ -278,7 +278,17 @@ def test_ordinary_logits_need_no_fallback_which_is_right_for_them_too(loss, monk
     assert all(e < 1e-6 for e in errors(case, found, formula(case)).values())
 
 
-@pytest.mark.parametrize("options", [{}, {"symmetric": False}, {"label_smoothing": 0.1}, {"ids": torch.arange(21) // 2}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"symmetric": False},
+        {"label_smoothing": 0.1},
+        {"ids": torch.arange(21) // 2},
+        {"ids": torch.arange(21) // 2, "duplicates": "positive"},
+    ],
+    ids=lambda options: "and ".join(options) or "no options",
+)
 @pytest.mark.parametrize("similarity", [0.9, 0.1])
 def test_unit_vectors_need_no_fallback_at_a_temperature_of_a_hundredth(similarity, options, monkeypatch):
     x, y = (torch.nn.functional.normalize(t, dim=1) * math.sqrt(1 - similarity) for t in embeddings(21, width=7))

@@ -5,7 +5,7 @@ step coarse for all others, so rows are rotated first, which changes no product 
 are multiplied with a Hadamard matrix after some signs are flipped, so that every entry gets a part of every other.
 
 Embeddings often share a direction. The error of a row along it would be the same in all logits of the row, which no sum averages
-out. So the mean of each side is subtracted from its rows before, and what that changes is added to the logits again, as an exact
+out. So the mean of each side is first subtracted from its rows, and what that changes is added to the logits again, as an exact
 number for each row and each column: x·y = (x - u)·(y - v) + (x - u/2)·v + (y - v/2)·u for the means u and v.
 
 An error in a logit is a relative error in its exponential. In sums over pairs such errors add up in squares, and most of a sum of
@@ -55,19 +55,20 @@ class Int8Embeddings:
     """The operands of panels, which come row after row. y is quantised once, x once per row of panels."""
 
     def __init__(self, launch: Launch, dpos_M: Tensor, padding: int) -> None:
-        """dpos_M: the gradients in the positives' logits; padding: by how many rows steps are readable beyond the last one."""
+        """dpos_M: the gradients in the positives' logits; padding: by how many rows steps and biases are readable
+        beyond the last one."""
         self.launch, self.padding = launch, padding
-        self.x_mean, self.y_mean = (t.mean(0, dtype=torch.float32) for t in (launch.x_MD, launch.y_ND))
         # A mean weighted by size: pairs that are learnt already, however many, do not lower it.
         self.limit = dpos_M.square().sum() / dpos_M.abs().sum() * LARGE
         self.r: slice | None = None
         self.y: QuantisedRows | None = None
 
     def operands(self, p: Panel) -> Int8Operands:
+        if self.y is None:
+            self.x_mean, self.y_mean = (t.mean(0, dtype=torch.float32) for t in (self.launch.x_MD, self.launch.y_ND))
+            self.y = quantise(self.launch.y_ND, self.y_mean, self.x_mean, self.padding)
         if self.r != p.r:
             self.r, self.x = p.r, quantise(part(self.launch.x_MD, p.r), self.x_mean, self.y_mean, self.padding)
-        if self.y is None:
-            self.y = quantise(self.launch.y_ND, self.y_mean, self.x_mean, self.padding)
         return Int8Operands(self.x, QuantisedRows(part(self.y.values, p.c), *(t[p.c.start :] for t in self.y[1:])), self.limit)
 
 
@@ -78,7 +79,8 @@ def quantise(t: Tensor, mean: Tensor, partner_mean: Tensor, padding: int) -> Qua
     """
     rows, width = t.shape
     values = t.new_empty(rows, cdiv(width, BLOCK.value) * BLOCK.value, dtype=torch.int8)
-    steps, biases = t.new_zeros(2, rows + padding, dtype=torch.float32)
+    # Not two rows of one matrix: kernels are compiled for aligned vectors.
+    steps, biases = (t.new_zeros(rows + padding, dtype=torch.float32) for _ in range(2))
     grid = (cdiv(rows, QUANTISED_ROWS),)
     quantise_kernel[grid](t, mean, partner_mean, values, steps, biases, rows, WIDTH=width, R=QUANTISED_ROWS)
     return QuantisedRows(values, steps, biases)

@@ -321,7 +321,7 @@ def merge_parts(
 ) -> None:
     """Merge the partial sums of a panel's tiles into the sums of its rows and columns, which its first panel initialises.
 
-    scale: if exponentials have an offset (tile.exp_offset).
+    scale: gives the offset of exponentials (tile.exp_offset); None if they have none.
     """
     column_args: Sequence[Any] = (None, None, None, 0, 0, 0)
     constants = {"COLUMN_PAIRS": 0, "COLUMN_KINDS": 0, "COLUMN_FIRST": True}

@@ -21,9 +21,9 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
-# Fast launches compute exp(s - offset). The offset depends on the scale alone: with scales up to 100, as temperatures of 0.01 have
-# them, no logit of unit vectors exceeds it by more than this. Scales beyond have the same offset, because rows without similar
-# documents would lose their sums.
+# Fast launches compute exp(s - offset). The offset depends on the scale alone: with scales up to 100, a temperature of 0.01, no
+# logit of unit vectors exceeds it by more than this. Larger scales have the same offset, because rows without similar documents
+# would lose their sums.
 HIGHEST_LOGIT = tl.constexpr(56.0)
 LARGEST_OFFSET = tl.constexpr(44.0)
 # Peaks, which no logit of their row exceeds, have to be in this range above the offset. An exponential that underflows is then
