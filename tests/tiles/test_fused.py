@@ -836,8 +836,9 @@ def test_gains_are_unshifted_and_peaks_out_of_range_are_marked():
     for other, (scale, offset) in itertools.product((columns, None), [(20.0, 0), (-70.0, 14), (1e3, 44)]):
         found = unshifted_gains(torch.tensor(scale), rows, other, needs_fallback)
         torch.testing.assert_close(found.rows[:300], gains[0] * torch.exp(offset - peaks[0]), rtol=1e-5, atol=0)
-        assert not found.rows[300:].any() and len(found.rows) == 300 + 2 * TILE
+        assert not found.rows[300:].any() and len(found.rows) >= 300 + 2 * TILE
         if other:
+            assert not found.columns[129:].any() and len(found.columns) >= 129 + 2 * TILE
             torch.testing.assert_close(found.columns[:129], gains[1][:129] * torch.exp(offset - peaks[1][:129]), rtol=1e-5, atol=0)
         assert not needs_fallback.any()
     peaks[1][3] = 65.0

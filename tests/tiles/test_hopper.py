@@ -1,4 +1,4 @@
-"""The Hopper kernels, without a device: they compile, and they fit into its shared memory."""
+"""The Hopper kernels, without a device: they compile, they fit into its shared memory, and they are launched as Triton does it."""
 
 from __future__ import annotations
 
@@ -77,3 +77,84 @@ print("product")
 @pytest.mark.slow
 def test_they_compile_for_hopper():
     assert sorted(compiled_apart(COMPILE)) == ["gradient", "gradient", "product", "stats"]
+
+
+# A driver that compiles for Hopper, and keeps what it is to launch.
+LAUNCH = """
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+from megabatch.tiles.contract import Softmax
+from megabatch.tiles.fused import launch
+from megabatch.tiles.fused.hopper import saved_products, softmax_backward
+
+class Launcher:
+    def __init__(self, source, metadata):
+        self.name = metadata.name
+
+    def __call__(self, x, y, z, stream, function, packed_metadata, launch_metadata, enter_hook, exit_hook, *arguments):
+        launches.append((self.name, x, y, z, stream, function, packed_metadata, *map(comparable, arguments)))
+
+class Utilities:
+    loaded = 0
+
+    def load_binary(self, *arguments):
+        self.loaded += 1
+        return None, self.loaded, 64, 0, 1024
+
+    def get_device_properties(self, device):
+        return {"max_shared_mem": 227 * 1024}
+
+class Driver:
+    utils, launcher_cls = Utilities(), Launcher
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 7
+
+def comparable(argument):
+    if isinstance(argument, torch.Tensor):
+        return argument.dtype, argument.shape, argument.stride()
+    if hasattr(argument, "block_shape"):
+        return comparable(argument.base), *argument.block_shape, argument.layout
+    return type(argument), argument
+
+def search(*arguments, **named):
+    raise AssertionError("Triton searches for a kernel that was launched before")
+
+driver.set_active(Driver())
+torch.cuda.is_initialized, torch.cuda.current_device, launch._stream = lambda: True, lambda: 0, lambda device: 7
+rows, marks, scale = Softmax(*torch.rand(2, 300)), torch.zeros(launch.MARKS, dtype=torch.int32), torch.tensor(20.0)
+panel, embeddings = torch.rand(300, 256).bfloat16(), torch.rand(300, 256).bfloat16()
+
+def launched(columns):
+    global launches
+    launches = []
+    gains = softmax_backward.unshifted_gains(scale, rows, columns, marks)
+    outer, inner = saved_products.bf16_gains(*gains, 384, 256, marks)
+    saved_products.write_product(panel, embeddings[:256], outer, inner, torch.empty(300, 256), transposed=False)
+    saved_products.write_product(panel, embeddings, inner, outer, torch.empty(256, 256), transposed=True)
+    return launches
+
+run = JITFunction.run
+for columns in (Softmax(*torch.rand(2, 256)), None):
+    JITFunction.run = run
+    first = launched(columns)
+    JITFunction.run = search
+    second = launched(columns)
+    assert first == second, (first, second)
+    print(*(name for name, *_ in first))
+"""
+
+
+@pytest.mark.slow
+def test_a_further_launch_passes_what_triton_passed_in_the_first_one():
+    kernels = ["unshifted_gains_kernel", "bf16_gains_kernel", "product_kernel", "product_kernel"]
+    assert compiled_apart(LAUNCH) == 2 * kernels

@@ -15,7 +15,7 @@ from test_fused_gpu import assert_the_formula, on_gpu
 
 import megabatch
 from megabatch.tiles.fused import architectures, gradient_panels
-from megabatch.tiles.fused.launch import Launch
+from megabatch.tiles.fused.launch import Launch, run_kernel
 
 CUDA = torch.device("cuda")
 hopper = architectures.architecture_of(CUDA).load_kernels() if torch.cuda.is_available() else None
@@ -46,13 +46,9 @@ def launched(monkeypatch):
 
     number = collections.Counter()
 
-    class Counted:
-        def __init__(self, name, kernel):
-            self.name, self.kernel = name, kernel
-
-        def __getitem__(self, grid):
-            number[self.name] += 1
-            return self.kernel[grid]
+    def counted(kernel, *args, **constants):
+        number[kernel.__name__.removesuffix("_kernel")] += 1
+        run_kernel(kernel, *args, **constants)
 
     correct = softmax_backward.correct_large
 
@@ -60,10 +56,9 @@ def launched(monkeypatch):
         number["correct"] += 1
         correct(*args)
 
-    monkeypatch.setattr(softmax_forward, "stats_kernel", Counted("stats", softmax_forward.stats_kernel))
-    monkeypatch.setattr(softmax_backward, "gradient_kernel", Counted("gradient", softmax_backward.gradient_kernel))
+    for module in (softmax_forward, softmax_backward, saved_products):
+        monkeypatch.setattr(module, "run_kernel", counted)
     monkeypatch.setattr(softmax_backward, "correct_large", counted_correct)
-    monkeypatch.setattr(saved_products, "product_kernel", Counted("product", saved_products.product_kernel))
     return number
 
 

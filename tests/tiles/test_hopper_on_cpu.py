@@ -461,18 +461,22 @@ def test_gains_in_bf16_are_those_of_a_gradient_that_is_written_already(is_marked
     saved_products = pytest.importorskip("megabatch.tiles.fused.hopper.saved_products")
     if torch.cuda.is_available():
         pytest.skip("the kernel is interpreted here")
-    gains, marks = torch.rand(200) * 1e-3, torch.zeros(256, dtype=torch.int32)
+    gains, marks = torch.rand(1200) * 1e-3, torch.zeros(256, dtype=torch.int32)
     marks[200] = is_marked
-    made, none = saved_products.bf16_gains(gains, 128, marks), saved_products.bf16_gains(None, 192, marks)
+    made, none = saved_products.bf16_gains(gains, None, 1152, 192, marks)
     assert torch.equal(none.high, torch.full((192,), float(is_marked)).bfloat16()) and not none.low.any() and not none.inner.any()
-    if is_marked:
-        assert made.high.eq(1).all() and not made.low.any() and not made.inner.any()
-    else:
+    columns = torch.rand(200) * 1e-3
+    both = saved_products.bf16_gains(gains, columns, 1152, 128, marks)
+    for found, exact in ((made, gains), (both[0], gains), (both[1], columns)):
+        length = len(found.high)
+        if is_marked:
+            assert found.high.eq(1).all() and not found.low.any() and not found.inner.any()
+            continue
         # Triton's interpreter rounds to bf16 towards zero, a device to nearest.
-        torch.testing.assert_close(made.high.double() + made.low.double(), gains[:128].double(), rtol=2.0**-14, atol=0)
+        torch.testing.assert_close(found.high.double() + found.low.double(), exact[:length].double(), rtol=2.0**-14, atol=0)
         # In each step of 64, thread q of four has entries 2q and 2q + 1 of every eight.
-        steps = made.inner.view(2, 4, 8, 2).permute(0, 2, 1, 3).reshape(128)
-        assert torch.equal(steps, made.high)
+        steps = found.inner.view(-1, 4, 8, 2).permute(0, 2, 1, 3).reshape(length)
+        assert torch.equal(steps, found.high)
 
 
 @pytest.mark.slow

@@ -72,6 +72,17 @@ DIFFERENT = {
 }
 
 
+def test_blocks_and_layouts_of_gluon_descriptors_tell_kernels_apart(kernel):
+    gl = pytest.importorskip("triton.experimental.gluon.language")
+    described = pytest.importorskip("triton.experimental.gluon.nvidia.hopper").TensorDescriptor
+    base = torch.zeros(64, 64, dtype=torch.bfloat16)
+    for block, swizzle in (([16, 64], 128), ([32, 64], 128), ([16, 64], 64)):
+        for _ in range(2):
+            layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=16, rank=2)
+            launch.run_kernel(kernel, (1,), described(base, [64, 64], [64, 1], block, layout), None, 5, WIDTH=8, SAFE=True)
+    assert kernel.searches == 3 and len(kernel.launches) == 3
+
+
 def test_a_compiled_kernel_is_not_used_for_other_kinds_of_arguments(kernel):
     plain = torch.zeros(4), None, 5
     for arguments in (plain, *DIFFERENT.values()):

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .gradient_panels import ROW_ALIGNMENT
-from .launch import Launch, Panel, cdiv, part
+from .launch import Launch, Panel, cdiv, part, run_kernel
 from .tile import LOG2_E, exp_offset
 
 # How many entries of a row are rotated together.
@@ -82,7 +82,7 @@ def quantise(t: Tensor, mean: Tensor, partner_mean: Tensor, padding: int) -> Qua
     # Not two rows of one matrix: kernels are compiled for aligned vectors.
     steps, biases = (t.new_zeros(rows + padding, dtype=torch.float32) for _ in range(2))
     grid = (cdiv(rows, QUANTISED_ROWS),)
-    quantise_kernel[grid](t, mean, partner_mean, values, steps, biases, rows, WIDTH=width, R=QUANTISED_ROWS)
+    run_kernel(quantise_kernel, grid, t, mean, partner_mean, values, steps, biases, rows, WIDTH=width, R=QUANTISED_ROWS)
     return QuantisedRows(values, steps, biases)
 
 
@@ -156,7 +156,8 @@ def correct_large(launch: Launch, p: Panel, panel: Tensor, correction: Correctio
     """Compute the large gradients of a panel again, from the unquantised embeddings."""
     scale, large, tile_width, limit, row_gain, column_gain = correction
     width, grid = launch.x_MD.shape[1], (cdiv(p.rows, CORRECTED_ROWS), cdiv(large.shape[0], CORRECTED_TILES))
-    correct_kernel[grid](
+    run_kernel(
+        correct_kernel, grid,
         part(launch.x_MD, p.r), part(launch.y_ND, p.c), scale, panel, large, limit, row_gain, column_gain, p.rows, p.columns,
         panel.stride(0) // ROW_ALIGNMENT.value, WIDTH=width, PADDED_WIDTH=1 << (width - 1).bit_length(), N=tile_width,
         R=CORRECTED_ROWS, TILES=CORRECTED_TILES, num_warps=1,

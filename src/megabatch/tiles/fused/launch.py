@@ -293,6 +293,9 @@ def _kind(argument: Any) -> Any:
     if isinstance(argument, Tensor):
         # Most are aligned, and a dtype is its own key.
         return (argument.dtype,) if argument.data_ptr() % 16 else argument.dtype
+    if hasattr(argument, "block_shape"):
+        # Gluon's descriptors say too how blocks lie in shared memory.
+        return argument.base.dtype, argument.layout, *argument.block_shape
     return kind
 
 

@@ -26,7 +26,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..launch import MARKS, cdiv, multiprocessors
+from ..launch import MARKS, cdiv, multiprocessors, run_kernel
 from ..tile import any_fallback
 
 # Rows of a consumer, entries of a step of the sum, and columns of the product.
@@ -165,12 +165,26 @@ def _product(a, b):
     return gl.inline_asm_elementwise("mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], gl.bfloat16, is_pure=True, pack=2)
 
 
-@triton.jit(do_not_specialize=["length"])
-def bf16_gains_kernel(gains, needs_fallback, high, low, inner, length, MARKS: tl.constexpr, K: tl.constexpr, R: tl.constexpr):
-    """Write the Bf16Gains of the first `length` gains; gains that are None are zeros."""
-    i = tl.program_id(0) * R + tl.arange(0, R)
-    inside = i < length
+@triton.jit
+def bf16_gains_kernel(
+    row_gains, column_gains, needs_fallback, high, low, inner, rows, columns,
+    MARKS: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """Write the Bf16Gains of the first `rows` gains of rows, and behind them those of `columns` gains of columns; column gains that
+    are None are zeros."""
+    programs = tl.cdiv(rows, R)
     is_gradient = any_fallback(needs_fallback, MARKS)
+    if tl.program_id(0) < programs:
+        _put_bf16(row_gains, is_gradient, high, low, inner, tl.program_id(0) * R, rows, K, R)
+    else:
+        first = (tl.program_id(0) - programs) * R
+        _put_bf16(column_gains, is_gradient, high + rows, low + rows, inner + rows, first, columns, K, R)
+
+
+@triton.jit
+def _put_bf16(gains, is_gradient, high, low, inner, first, length, K: tl.constexpr, R: tl.constexpr):
+    i = first + tl.arange(0, R)
+    inside = i < length
     g = tl.zeros((R,), tl.float32)
     if gains is not None:
         g = tl.load(gains + i, mask=inside, other=0.0)
@@ -193,12 +207,20 @@ def padded(rows: int) -> int:
     return cdiv(rows, 2 * ROWS) * 2 * ROWS
 
 
-def bf16_gains(gains: Tensor | None, length: int, needs_fallback: Tensor) -> Bf16Gains:
-    """Return the first `length` gains in bf16, zeros if there are none. length: a multiple of DEPTH, as `padded` gives it."""
-    made = Bf16Gains(*torch.empty(3, length, dtype=torch.bfloat16, device=needs_fallback.device))
-    grid = (cdiv(length, GAINS_OF_A_PROGRAM),)
-    bf16_gains_kernel[grid](gains, needs_fallback, *made, length, MARKS=MARKS, K=DEPTH, R=GAINS_OF_A_PROGRAM)
-    return made
+def bf16_gains(
+    row_gains: Tensor, column_gains: Tensor | None, rows: int, columns: int, needs_fallback: Tensor
+) -> tuple[Bf16Gains, Bf16Gains]:
+    """Return the first gains of rows and of columns in bf16, zeros for columns that have none.
+
+    rows, columns: how many, multiples of DEPTH as `padded` gives them.
+    """
+    made = torch.empty(3, rows + columns, dtype=torch.bfloat16, device=needs_fallback.device)
+    run_kernel(
+        bf16_gains_kernel, (cdiv(rows, GAINS_OF_A_PROGRAM) + cdiv(columns, GAINS_OF_A_PROGRAM),),
+        row_gains, column_gains, needs_fallback, *made.unbind(), rows, columns, MARKS=MARKS, K=DEPTH, R=GAINS_OF_A_PROGRAM,
+    )  # fmt: skip
+    of_rows, of_columns = made.split((rows, columns), dim=1)
+    return Bf16Gains(*of_rows.unbind()), Bf16Gains(*of_columns.unbind())
 
 
 def fits(rows: int, width: int, device: torch.device) -> bool:
@@ -217,7 +239,8 @@ def write_product(panel: Tensor, embeddings: Tensor, outer: Bf16Gains, inner: Bf
     depth, rows = panel.shape if transposed else panel.shape[::-1]
     # Embeddings may be padded.
     blocks, width = [DEPTH, ROWS] if transposed else [ROWS, DEPTH], into.shape[1]
-    product_kernel[(_programs(rows, width),)](
+    run_kernel(
+        product_kernel, (_programs(rows, width),),
         _descriptor(panel, blocks), _descriptor(embeddings, [DEPTH, COLUMNS]), into, outer.high, outer.low, inner.inner, rows,
         cdiv(depth, DEPTH), TRANSPOSED=transposed, WIDTH=width, M=ROWS, K=DEPTH, N=COLUMNS, SLOTS=SLOTS, **OPTIONS,
     )  # fmt: skip

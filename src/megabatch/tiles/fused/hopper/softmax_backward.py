@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from ...contract import Softmax
 from ..int8 import Correction, Int8Embeddings, Int8Operands, correct_large
-from ..launch import GradsRequest, Launch, Panel, SpecialisedGrads, cdiv, part
+from ..launch import GradsRequest, Launch, Panel, SpecialisedGrads, cdiv, part, run_kernel
 from ..tile import LOG2_E, PairArgs, exp_offset, exp_peak_out_of_range, load_vector, mark_fallback, unshifted_gain
 from ..tuned_configs import Pipeline
 from .pipeline import (
@@ -219,8 +219,11 @@ class UnshiftedGains(NamedTuple):
 def unshifted_gains(scale: Tensor, rows: Softmax, columns: Softmax | None, needs_fallback: Tensor) -> UnshiftedGains:
     """Return the gains for exp(s - offset), and mark peaks out of range."""
     length, width = rows.peak.shape[0], columns.peak.shape[0] if columns else 0
-    gains_M, gains_N = (rows.peak.new_zeros(n + 2 * TILE) for n in (length, width))
-    unshifted_gains_kernel[(cdiv(length, UNSHIFTED_ROWS) + cdiv(width, UNSHIFTED_ROWS),)](
+    # Whole tiles, and two more: kernels read beyond the end.
+    sizes = (cdiv(length, TILE) + 2) * TILE, (cdiv(width, TILE) + 2) * TILE
+    gains_M, gains_N = rows.peak.new_zeros(sum(sizes)).split(sizes)
+    run_kernel(
+        unshifted_gains_kernel, (cdiv(length, UNSHIFTED_ROWS) + cdiv(width, UNSHIFTED_ROWS),),
         scale, rows.peak, rows.gain, columns.peak if columns else None, columns.gain if columns else None, gains_M, gains_N,
         needs_fallback, length, width, R=UNSHIFTED_ROWS,
     )  # fmt: skip
@@ -258,8 +261,7 @@ class _GradientWriter:
 
         def multiply(panel: Tensor, gx: Tensor | None, gy: Tensor | None) -> None:
             marks = self.request.needs_fallback
-            rows = bf16_gains(gains.rows, padded(p.rows), marks)
-            columns = bf16_gains(gains.columns, padded(p.columns), marks)
+            rows, columns = bf16_gains(*gains, padded(p.rows), padded(p.columns), marks)
             if gx is not None:
                 write_product(panel, part(y, p.c), rows, columns, gx, transposed=False)
             if gy is not None:
@@ -284,7 +286,8 @@ class _GradientWriter:
             x, y = int8.x.values, int8.y.values
             large = x.new_empty(cdiv(p.columns, TILE), p.rows)
             int8_args = Int8Args(*int8.x[1:], *int8.y[1:], int8.limit, large)
-        gradient_kernel[grid(launch, p)](
+        run_kernel(
+            gradient_kernel, grid(launch, p),
             *operands(x, y), scale, descriptor(panel, TILE // 4), *softmax, *int8_args, pair_args.matches, pair_args.ids_M,
             pair_args.ids_N, p.rows, p.columns, pair_args.shift, IS_LOCAL=pairs.is_local, MATCH_WIDTH=launch.blocks.n,
             OUT_SLOTS=pipeline.out_slots, **constants(x, pipeline), **OPTIONS,

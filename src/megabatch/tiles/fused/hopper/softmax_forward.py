@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from ...contract import Pairs
-from ..launch import Launch, Panel, PartialSums
+from ..launch import Launch, Panel, PartialSums, run_kernel
 from ..reductions import put
 from ..tile import LARGEST_SUM, LOG2_E, SMALLEST_SUM, PairArgs, exp_offset
 from .pipeline import (
@@ -143,7 +143,8 @@ def softmax_stats(
     target = None
     if saved is not None:
         pipeline, target = pipeline._replace(y_slots=Y_SLOTS_TO_SAVE, lag=LAG_TO_SAVE), descriptor(saved, TILE // 4)
-    stats_kernel[grid(launch, p)](
+    run_kernel(
+        stats_kernel, grid(launch, p),
         *operands(*embeddings_of(launch, p)), scale, *sums, target, pair_args.matches, pair_args.ids_M, pair_args.ids_N, p.rows,
         p.columns, pair_args.shift, IS_LOCAL=pairs.is_local, OUT_SLOTS=OUT_SLOTS, **constants(launch.x_MD, pipeline), **OPTIONS,
     )  # fmt: skip
