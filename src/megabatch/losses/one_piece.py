@@ -75,8 +75,8 @@ def accept(
         return None
     if (backend is not None and backend != "eager") or (workspace is not None and type(workspace) is not int):
         return None
-    on_cpu = device.type == "cpu"
-    autocast = torch.is_autocast_enabled(device.type)
+    on_cpu = x.is_cpu
+    autocast = torch.is_autocast_enabled("cpu" if on_cpu else "cuda")
     if on_cpu:
         if autocast:
             return None
@@ -85,7 +85,7 @@ def accept(
     plan = plan_for(shape, product_dtype(x) if autocast else dtype, device, backend, workspace)
     if plan is None:
         return None
-    tensors = cast(tuple[Tensor, ...], scalars)
+    tensors = cast("tuple[Tensor, ...]", scalars)
     needs = False
     for t in tensors:
         if t.ndim or t.dtype != plan.logits or t.device != device:

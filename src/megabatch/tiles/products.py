@@ -57,7 +57,7 @@ def walk(x_MD: Tensor, y_ND: Tensor, pairs: Pairs, compute: ComputeOptions) -> I
 def operand(t: Tensor) -> Tensor:
     """Return the operand of a product, in a dtype whose products are not rounded before they are accumulated."""
     acc = accumulator(t.dtype)
-    return t if t.dtype == acc or t.device.type == "cuda" else t.to(acc)
+    return t if t.dtype == acc or t.is_cuda else t.to(acc)
 
 
 def similarities(x_RD: Tensor, y_CD: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ def units(embeddings: Tensor, precision: str) -> AbstractContextManager[None]:
     copies, which bf16 represents exactly, and accumulate in fp32, so no logit is rounded. The settings belong to the process, so
     they are changed only during the product.
     """
-    if embeddings.device.type == "cpu" and embeddings.dtype != torch.bfloat16:
+    if embeddings.is_cpu and embeddings.dtype != torch.bfloat16:
         return _NO_SWITCH
     return _switched(embeddings, precision)
 
