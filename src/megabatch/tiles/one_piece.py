@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -67,23 +67,23 @@ def _softmax_loss(
 ) -> OnePiece:
     x, y = operand(x_MD), operand(y_ND)
     z_MN, kept = _similarities(x_MD, x, y, needs_grad, compute)
-    s_MN = z_MN.mul(scale) if kept else z_MN.mul_(scale)
+    s_MN = z_MN.mul(scale) if kept else z_MN
     blocks = _row_blocks(s_MN)
+    low, high = _range([torch.aminmax(block if kept else block.mul_(scale)) for block in blocks])
     diagonal_M = s_MN.diagonal()
     positive_M = diagonal_M.clone()
-    lowest, highest = torch.aminmax(s_MN)
-    low, high = lowest.item(), highest.item()
     # Its exponential of zero leaves the positive out of the sums.
     diagonal_M.fill_(-torch.inf)
     # Logits that are not numbers compare as false.
     shared = high - low <= 2 * SAFE_RANGE
     rows, columns = [], []
     if shared:
-        if high > SAFE_RANGE or low < -SAFE_RANGE:
-            middle = (low + high) / 2
-            s_MN.sub_(middle)
+        middle = (low + high) / 2 if high > SAFE_RANGE or low < -SAFE_RANGE else 0.0
+        if middle:
             positive_M.sub_(middle)
         for block in blocks:
+            if middle:
+                block.sub_(middle)
             rows.append(block.exp_().sum(1))
             if symmetric:
                 columns.append(block.sum(0))
@@ -127,11 +127,17 @@ def sigmoid_loss(
     """Return the mean over rows of the sum of -logsigmoid(label * (logit + bias)), and its gradients."""
     x, y = operand(x_MD), operand(y_ND)
     z_MN, kept = _similarities(x_MD, x, y, needs_grad, compute)
-    s_MN = torch.add(bias, z_MN, alpha=scale.item()) if kept else z_MN.mul_(scale).add_(bias)
+    s_MN = torch.add(bias, z_MN, alpha=scale.item()) if kept else z_MN
     blocks = _row_blocks(s_MN)
-    # A positive costs softplus(-s), a negative softplus(s).
-    diagonal_M = s_MN.diagonal().neg_()
-    loss = _total(block.exp_().log1p() for block in blocks)
+    sums, row = [], 0
+    for block in blocks:
+        if not kept:
+            block.mul_(scale).add_(bias)
+        # A positive costs softplus(-s), a negative softplus(s).
+        block.diagonal(row).neg_()
+        sums.append(block.exp_().log1p().sum())
+        row += block.shape[0]
+    loss = _total(sums)
     has_exponentials = math.isfinite(loss.item())
     share = _number(1 / x_MD.shape[0], s_MN.dtype)
     if not has_exponentials:
@@ -139,17 +145,20 @@ def sigmoid_loss(
         if not kept:
             _similarities(x_MD, x, y, needs_grad, compute, out=s_MN)
         torch.mul(z_MN, scale, out=s_MN).add_(bias)
-        diagonal_M.neg_()
-        loss = _total(softplus(block, 1, LINEAR_FROM) for block in blocks)
+        s_MN.diagonal().neg_()
+        loss = _total([softplus(block, 1, LINEAR_FROM).sum() for block in blocks])
     loss.mul_(share)
     if needs_grad is None:
         return OnePiece(loss)
     # The exponentials become the gradient with respect to the logits.
     one = _number(1, s_MN.dtype)
+    sums, row = [], 0
     for block in blocks:
         (block.div_(block + one) if has_exponentials else block.sigmoid_()).mul_(share)
-    diagonal_M.neg_()
-    return _gradients(loss, s_MN, z_MN if kept else None, scale, x, y, x_MD, needs_grad, compute, s_MN.sum())
+        block.diagonal(row).neg_()
+        sums.append(block.sum())
+        row += block.shape[0]
+    return _gradients(loss, s_MN, z_MN if kept else None, scale, x, y, x_MD, needs_grad, compute, _total(sums))
 
 
 def _row_blocks(t_MN: Tensor) -> tuple[Tensor, ...]:
@@ -180,10 +189,17 @@ def _totals(rows: list[Tensor], columns: list[Tensor]) -> Tensor:
     return torch.stack((row_total_M, torch.stack(columns).sum(0) if len(columns) > 1 else columns[0]))
 
 
-def _total(blocks: Iterable[Tensor]) -> Tensor:
-    """Return the sum of all elements."""
-    sums = [block.sum() for block in blocks]
+def _total(sums: list[Tensor]) -> Tensor:
+    """Return the sum of those of the blocks."""
     return torch.stack(sums).sum() if len(sums) > 1 else sums[0]
+
+
+def _range(extremes: Sequence[tuple[Tensor, Tensor]]) -> tuple[float, float]:
+    """Return the lowest and the highest element from those of the blocks; not a number if one of them is none."""
+    lowest, highest = extremes[0]
+    if len(extremes) > 1:
+        lowest, highest = torch.stack([low for low, _ in extremes]).amin(), torch.stack([high for _, high in extremes]).amax()
+    return lowest.item(), highest.item()
 
 
 @functools.lru_cache(maxsize=256)
