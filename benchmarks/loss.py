@@ -15,7 +15,7 @@ import torch
 
 from benchmarks import figures, peers, report
 from benchmarks.check import LOSSES
-from benchmarks.measure import Case, Row, Step, measure_device, run_case, with_the_host, worst
+from benchmarks.measure import Case, Row, Step, measure_device, run_case, run_in_turn, with_the_host, worst
 
 RESULTS = Path(__file__).parent / "results"
 # A new row replaces an earlier one that has the same values of these keys.
@@ -54,6 +54,7 @@ def _run(cases: list[Case], rows: list[Row], options: argparse.Namespace, out: P
         # Compiled code of an earlier size would count as a reason to compile for all sizes.
         torch.compiler.reset()
         steps: list[tuple[Row, Step]] = []
+        timed: list[tuple[Row, Case]] = []
         for case in same_size:
             done += 1
             if (case.loss, case.implementation) in absent:
@@ -69,7 +70,18 @@ def _run(cases: list[Case], rows: list[Row], options: argparse.Namespace, out: P
                 absent.add((case.loss, case.implementation))
                 continue
             rows = [other for other in rows if any(other[key] != row[key] for key in SAME)] + [row]
+            if not in_process and case.device == "cpu" and "total_s" in row:
+                timed.append((row, case))
             # Written after every case, so that a run that is stopped loses nothing.
+            report.write_rows(out, rows)
+        if len(timed) > 1:
+            times, error = run_in_turn([case for _, case in timed], options.timeout)
+            if error:
+                print(f"in turn: {error}; rows keep the times of their own processes", flush=True)
+            for (row, _case), own in zip(timed, times or [{}] * len(timed), strict=True):
+                row |= own
+                if own:
+                    print(f"in turn: {report.title(row):<30}{report.three_digits(row['total_s'])} s", flush=True)
             report.write_rows(out, rows)
         if steps:
             for (row, _step), times in zip(steps, with_the_host([step for _, step in steps]), strict=True):

@@ -1,4 +1,5 @@
 """Measure one case in a separate process: `run_case(case)` returns a row, `python -m benchmarks.measure JSON` prints one.
+On a CPU, `run_in_turn(cases)` then times several cases of one size side by side in another process.
 
 In that process, a first call (a tiny one on a CPU) warms up the libraries. One full forward and backward gives the peak memory.
 Its value and the gradients of sampled rows are compared with the exact result, and only then it is timed. A wrong result of ours
@@ -122,19 +123,30 @@ class Step(NamedTuple):
 
 def run_case(case: Case, timeout_s: float = 3600.0) -> Row:
     """Return the row of a case, measured in a new process; a process that dies or takes too long gives a row with `error`."""
-    command = [sys.executable, "-m", "benchmarks.measure", json.dumps(asdict(case))]
+    row, error = _run_apart(asdict(case), timeout_s)
+    return {**asdict(case), "error": error} if error else row
+
+
+def run_in_turn(cases: Sequence[Case], timeout_s: float = 3600.0) -> tuple[list[Row], str]:
+    """Return the times of CPU cases of one size and seed, measured in turn in a new process, and why there are none, or ""."""
+    return _run_apart([asdict(case) for case in cases], timeout_s)
+
+
+def _run_apart(document: Any, timeout_s: float) -> tuple[Any, str]:
+    """Return what a new process measures for a document, and why it failed, or ""."""
+    command = [sys.executable, "-m", "benchmarks.measure", json.dumps(document)]
     root = Path(__file__).resolve().parents[1]
     try:
         child = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        return {**asdict(case), "error": f"stopped after {timeout_s:.0f} s"}
+        return None, f"stopped after {timeout_s:.0f} s"
     if child.returncode < 0:
         # Linux kills a process that runs out of memory with signal 9.
         reason = ": probably out of memory" if child.returncode == -9 else ""
-        return {**asdict(case), "error": f"ended by signal {-child.returncode}{reason}"}
+        return None, f"ended by signal {-child.returncode}{reason}"
     if child.returncode:
-        return {**asdict(case), "error": (child.stderr.strip().splitlines() or ["no message"])[-1]}
-    return json.loads(child.stdout.strip().splitlines()[-1])
+        return None, (child.stderr.strip().splitlines() or ["no message"])[-1]
+    return json.loads(child.stdout.strip().splitlines()[-1]), ""
 
 
 def measure(case: Case) -> Row:
@@ -418,7 +430,25 @@ def _times(case: Case, call: Callable[..., Tensor], batch: Batch, first: Seconds
             row |= _after_a_rest(case, call, batch, few)
     else:
         seconds = [_step(call, batch)[0] for _ in range(runs)] or [first]
-    row |= {"runs": len(seconds), "warm_up": runs > 0, "load_average": os.getloadavg()[0]}
+    return row | _medians(seconds, warm_up=runs > 0)
+
+
+def in_turn(cases: Sequence[Case]) -> list[Row]:
+    """Return the times of CPU cases of one size and seed, whose steps run in turn after a step of each, so that other load of the
+    machine affects all of them."""
+    case = cases[0]
+    batch, calls = _inputs(case, case.batch), [peers.find(each.implementation, each.loss).load() for each in cases]
+    first = sum(sum(_step(call, batch)[0]) for call in calls)
+    runs = case.repeats
+    if runs is None:
+        runs = min(MOST_RUNS[case.device], int(BUDGET_S[case.device] * len(cases) / max(first, 1e-6)))
+    turns = [[_step(call, batch)[0] for call in calls] for _ in range(max(1, runs))]
+    return [{**_medians(seconds, warm_up=True), "in_turn": True} for seconds in zip(*turns, strict=True)]
+
+
+def _medians(seconds: Sequence[Seconds], warm_up: bool) -> Row:
+    """Return the times of a row from those of its runs."""
+    row: Row = {"runs": len(seconds), "warm_up": warm_up, "load_average": os.getloadavg()[0]}
     for name, values in (
         ("forward", [each.forward for each in seconds]),
         ("backward", [each.backward for each in seconds]),
@@ -429,4 +459,5 @@ def _times(case: Case, call: Callable[..., Tensor], batch: Batch, first: Seconds
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(Case(**json.loads(sys.argv[1])))))
+    document = json.loads(sys.argv[1])
+    print(json.dumps(in_turn([Case(**each) for each in document]) if isinstance(document, list) else measure(Case(**document))))

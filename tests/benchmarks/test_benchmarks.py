@@ -298,6 +298,51 @@ def test_large_batches_warm_up_at_a_smaller_size(device: str, batch: int, warm_u
     assert measuring._warm_up_batch(Case("clip", "ours", batch=batch, device=device)) == warm_up
 
 
+def test_cpu_steps_of_one_size_take_turns_after_a_step_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = []
+
+    def find(name: str, kind: str) -> peers.Peer:
+        def call(x: Tensor, *_: Tensor) -> Tensor:
+            order.append(name)
+            return x.sum()
+
+        return peers.Peer(name, kind, lambda: call, "torch")
+
+    monkeypatch.setattr(peers, "find", find)
+    rows = measuring.in_turn([Case("clip", name, batch=8, dim=4, repeats=2) for name in ("a", "b")])
+    assert order == ["a", "b"] * 3
+    assert all(row["runs"] == 2 and 0 < row["total_min_s"] <= row["total_s"] <= row["total_max_s"] for row in rows)
+
+
+@pytest.mark.slow
+def test_rows_of_a_cpu_have_times_in_turn_and_keep_their_own_if_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "rows.jsonl"
+    options = [
+        "--losses",
+        "clip",
+        "--only",
+        "ours,full matrix",
+        "--sizes",
+        "64",
+        "--dim",
+        "32",
+        "--repeats",
+        "2",
+        "--out",
+        str(out),
+    ]
+    assert loss.main(options) == 0
+    rows = report.read_rows(out)
+    assert [row["implementation"] for row in rows] == ["ours", "full matrix"]
+    assert all(row["in_turn"] and row["runs"] == 2 and row["extra_bytes"] and row["right"] for row in rows)
+    monkeypatch.setattr(loss, "run_in_turn", lambda cases, timeout_s: (None, "ended by signal 9"))
+    assert loss.main(options) == 0
+    assert "ended by signal 9" in capsys.readouterr().out
+    assert all("in_turn" not in row and row["total_s"] > 0 for row in report.read_rows(out))
+
+
 @pytest.mark.slow
 def test_rows_of_several_runs_are_combined(tmp_path: Path) -> None:
     def run(*more: str) -> list[tuple[int, int]]:
