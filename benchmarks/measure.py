@@ -24,6 +24,7 @@ import functools
 import json
 import math
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -365,10 +366,15 @@ def _enqueue(call: Callable[..., Tensor], batch: Batch) -> None:
 
 def with_the_host(steps: Sequence[Step]) -> list[Row]:
     """Return, for each of several CUDA steps, the seconds until it is enqueued and until it is computed, on a device that is idle
-    before. They run in turn, the first time to allocate their memory. A step that runs out of it has no times."""
+    before. They run in turn, the first time to allocate their memory. A step that runs out of it has no times.
+
+    The order changes from turn to turn: a device that has just computed a heavy step is slower in the next one.
+    """
     times: dict[int, list[tuple[float, float]]] = {place: [] for place in range(len(steps))}
+    order = random.Random(0)
     for turn in range(1 + max(step.runs for step in steps)):
-        for place in [place for place in times if turn <= steps[place].runs]:
+        places = [place for place in times if turn <= steps[place].runs]
+        for place in order.sample(places, len(places)):
             torch.cuda.synchronize()
             start = time.perf_counter()
             try:

@@ -262,13 +262,15 @@ def test_steps_of_one_size_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path:
             return x.sum()
 
         batch = measuring._inputs(case, case.batch)
-        return measured(case.batch, case.implementation, 1.0, 1) | {"right": True}, measuring.Step(call, batch, 2)
+        return measured(case.batch, case.implementation, 1.0, 1) | {"right": True}, measuring.Step(call, batch, 7)
 
     monkeypatch.setattr(loss, "measure_device", device)
     only = ["--losses", "clip", "--only", "ours,full matrix", "--sizes", "8,16", "--in-process"]
     assert loss.main([*only, "--out", str(tmp_path / "rows.jsonl")]) == 0
     # The first turn is not timed.
-    assert order == [(batch, name) for batch in (8, 16) for _ in range(3) for name in ("ours", "full matrix")]
+    turns = [tuple(order[place : place + 2]) for place in range(0, len(order), 2)]
+    assert [sorted(turn) for turn in turns] == [[(batch, "full matrix"), (batch, "ours")] for batch in (8, 16) for _ in range(8)]
+    assert len(set(turns)) == 4
     assert all(0 < row["host_s"] <= row["wall_s"] for row in report.read_rows(tmp_path / "rows.jsonl"))
 
 
