@@ -48,7 +48,8 @@ from .pipeline import (
 )
 from .saved_products import bf16_gains, fits, padded, write_product
 
-UNSHIFTED_ROWS = 128
+# Tiles beyond the end that gains are padded by: kernels read them.
+PADDING = tl.constexpr(2)
 # Below, the second of two bf16 numbers (saved_products.py) may be subnormal.
 SMALLEST_BF16_GAIN = tl.constexpr(2.0**-110)
 
@@ -193,7 +194,7 @@ def unshifted_gains_kernel(
     scale, row_peak, row_gain, column_peak, column_gain, gains_M, gains_N, needs_fallback, rows, columns, R: tl.constexpr
 ):  # fmt: skip
     """Write unshifted gains of rows and columns, zero beyond their end. Mark peaks out of range, and gains too small for bf16."""
-    programs, offset = tl.cdiv(rows, R), exp_offset(tl.load(scale))
+    programs, offset = tl.cdiv(rows, R) + PADDING, exp_offset(tl.load(scale))
     if tl.program_id(0) < programs:
         _put_unshifted(offset, row_peak, row_gain, gains_M, needs_fallback, tl.program_id(0) * R, rows, R)
     elif column_peak is not None:
@@ -202,15 +203,16 @@ def unshifted_gains_kernel(
 
 @triton.jit
 def _put_unshifted(offset, peak, gain, gains, needs_fallback, first, length, R: tl.constexpr):
+    i = first + tl.arange(0, R)
     peaks = load_vector(peak, first, length, R)
     values = unshifted_gain(load_vector(gain, first, length, R), peaks, offset)
     is_tiny = (values != 0) & (tl.abs(values) < SMALLEST_BF16_GAIN)
-    mark_fallback(needs_fallback, tl.arange(0, R), exp_peak_out_of_range(peaks, offset) | is_tiny)
-    tl.store(gains + first + tl.arange(0, R), values)
+    mark_fallback(needs_fallback, tl.arange(0, R), (exp_peak_out_of_range(peaks, offset) | is_tiny) & (i < length))
+    tl.store(gains + i, tl.where(i < length, values, 0.0))
 
 
 class UnshiftedGains(NamedTuple):
-    """Unshifted gains of rows and columns, padded by a pair of tiles."""
+    """Unshifted gains of rows and columns, padded by PADDING tiles."""
 
     rows: Tensor
     columns: Tensor | None
@@ -219,13 +221,12 @@ class UnshiftedGains(NamedTuple):
 def unshifted_gains(scale: Tensor, rows: Softmax, columns: Softmax | None, needs_fallback: Tensor) -> UnshiftedGains:
     """Return the gains for exp(s - offset), and mark peaks out of range."""
     length, width = rows.peak.shape[0], columns.peak.shape[0] if columns else 0
-    # Whole tiles, and two more: kernels read beyond the end.
-    sizes = (cdiv(length, TILE) + 2) * TILE, (cdiv(width, TILE) + 2) * TILE
-    gains_M, gains_N = rows.peak.new_zeros(sum(sizes)).split(sizes)
+    tiles_M, tiles_N = cdiv(length, TILE) + PADDING.value, cdiv(width, TILE) + PADDING.value if columns else 0
+    gains_M, gains_N = rows.peak.new_empty((tiles_M + tiles_N) * TILE).split((tiles_M * TILE, tiles_N * TILE))
     run_kernel(
-        unshifted_gains_kernel, (cdiv(length, UNSHIFTED_ROWS) + cdiv(width, UNSHIFTED_ROWS),),
+        unshifted_gains_kernel, (tiles_M + tiles_N,),
         scale, rows.peak, rows.gain, columns.peak if columns else None, columns.gain if columns else None, gains_M, gains_N,
-        needs_fallback, length, width, R=UNSHIFTED_ROWS,
+        needs_fallback, length, width, R=TILE,
     )  # fmt: skip
     return UnshiftedGains(gains_M, gains_N if columns else None)
 
