@@ -63,6 +63,23 @@ def test_results_are_those_of_the_loss_bit_for_bit(name, dtype, rows):
     assert len(criterion._graphs) == 1
 
 
+@names
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_from_4097_pairs_on_a_graph_computes_in_tiles(name, symmetric, request):
+    options = {"symmetric": symmetric} if name == "clip_loss" else {}
+    loss = functools.partial(getattr(megabatch, name), **options)
+    criterion = megabatch.graphed(loss)
+    inputs = [arguments(name, 4100, seed=seed, width=768) for seed in range(3)]
+    found, in_one_piece = ([step(each, one) for one in inputs] for each in (criterion, loss))
+    assert len(criterion._graphs) == 1
+    request.getfixturevalue("tiles_only")
+    # The first call of a signature is computed without a graph.
+    assert same(found[0], in_one_piece[0]) and not same(found[1], in_one_piece[1])
+    for one, in_graph, other in zip(inputs[1:], found[1:], in_one_piece[1:], strict=True):
+        assert same(in_graph, step(loss, one))
+        assert all((a.float() - b.float()).norm() <= 1e-2 * b.float().norm() for a, b in zip(in_graph, other, strict=True))
+
+
 def test_a_batch_that_tiles_compute():
     loss = megabatch.clip_loss
     criterion = megabatch.graphed(loss, workspace=2**26)

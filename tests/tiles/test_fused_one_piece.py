@@ -98,6 +98,9 @@ def test_what_fits():
     large = ComputeOptions(2**40)
     assert not fits(8192, 8193, torch.bfloat16, large) and not fits(8192, 8192, torch.bfloat16, large, 2**18)
     assert not fits(10, 10, torch.float32, large._replace(precision="tf32"))
+    in_graph = large._replace(in_graph=True)
+    assert fits(4096, 4096, torch.bfloat16, in_graph) and not fits(4096, 4097, torch.bfloat16, in_graph)
+    assert fits(8192, 8192, torch.float32, in_graph)
 
 
 class FakeKernel:

@@ -50,6 +50,7 @@ SCALAR_TOLERANCE = 1e-5
 PROBLEM = -1
 
 _accumulating: ContextVar[bool] = ContextVar("accumulating", default=False)
+_for_graph: ContextVar[bool] = ContextVar("for_graph", default=False)
 _groups: WeakSet[dist.ProcessGroup] = WeakSet()
 _called_alone = False
 
@@ -231,7 +232,7 @@ def prepare(
         ring=ring,
         lengths=tuple(each.documents for each in summaries),
         tiles=tiles,
-        compute=ComputeOptions(workspace, execution.precision, int8_similarities=execution.int8_backward),
+        compute=ComputeOptions(workspace, execution.precision, execution.int8_backward, is_for_graph()),
         needs_grad=NeedsGrad(requires_grad[0] or not requires_grad[1], requires_grad[1]) if any(requires_grad) else None,
         row_lengths=tuple(each.rows for each in summaries),
         queue_lengths=tuple(each.queued for each in summaries),
@@ -316,6 +317,21 @@ def refused_while_accumulating() -> Iterator[None]:
 def is_accumulating() -> bool:
     """Return whether this is inside `refused_while_accumulating`."""
     return _accumulating.get()
+
+
+@contextmanager
+def computed_for_graph() -> Iterator[None]:
+    """Context in which losses choose the kernels that are best in a CUDA graph, for a capture and for the calls before it."""
+    token = _for_graph.set(True)
+    try:
+        yield
+    finally:
+        _for_graph.reset(token)
+
+
+def is_for_graph() -> bool:
+    """Return whether this is inside `computed_for_graph`."""
+    return _for_graph.get()
 
 
 def _check_not_accumulating() -> None:

@@ -24,7 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..tiles import copies_of
 from .autograd import LossModule, first_derivative_only
-from .batch import is_accumulating
+from .batch import computed_for_graph, is_accumulating
 from .checks import PLAIN_TENSORS
 from .one_piece import HAS_DISTRIBUTED
 
@@ -67,9 +67,10 @@ def graphed(loss: Callable[..., Any], *, max_graphs: int = 8, **options: Any) ->
     another number in each step; pass that one as a tensor. A graph keeps its memory: copies of the inputs, their gradients, what
     the loss needs to compute them (`workspace` limits that), and the workspaces of cuBLAS.
 
-    Values and gradients are those of the loss for contiguous inputs on the current device, bit for bit. If the loss is multiplied
-    by something else than a power of two, its gradients are rounded once more. Calls and backward passes may come in any order. All
-    inputs must be unchanged until backward, ids and weights too.
+    Values and gradients are those of the loss for contiguous inputs on the current device, bit for bit; up to rounding for 4,097 to
+    8,192 pairs in bfloat16, which a graph computes in tiles. If the loss is multiplied by something else than a power of two, its
+    gradients are rounded once more. Calls and backward passes may come in any order. All inputs must be unchanged until backward,
+    ids and weights too.
 
     Process groups, diagnostics, tensors inside of other objects (`guide`), functions, tensors on several devices, and float16
     tensors that require a gradient raise a ValueError. On a CPU, inside torch.compile, the transforms of torch.func, dispatch modes
@@ -486,8 +487,8 @@ def without_graphs() -> Iterator[None]:
 
 @contextmanager
 def _own_state() -> Iterator[None]:
-    """Context of a capture: no inference tensors, no casts that autocast keeps, no hooks of the caller for saved tensors, and no
-    other graph."""
+    """Context of a capture: no inference tensors, no casts that autocast keeps, no hooks of the caller for saved tensors, no other
+    graph, and the kernels that are best in one."""
     grad, autocast = torch.is_grad_enabled(), torch.is_autocast_enabled(DEVICE)
     with (
         torch.inference_mode(False),
@@ -495,6 +496,7 @@ def _own_state() -> Iterator[None]:
         torch.autocast(DEVICE, torch.get_autocast_dtype(DEVICE), enabled=autocast, cache_enabled=False),
         saved_tensors_hooks(_itself, _itself),
         without_graphs(),
+        computed_for_graph(),
     ):
         yield
 

@@ -20,7 +20,7 @@ from ..ring import Group
 from ..tiles import backend_for, one_piece_for
 from ..tiles.contract import ComputeOptions, NeedsGrad, OnePiece, OnePieceTiles, accumulator
 from .autograd import first_derivative_only, outside_autocast, save, saved
-from .batch import LossBatch, is_accumulating
+from .batch import LossBatch, is_accumulating, is_for_graph
 from .checks import DTYPES, PLAIN_TENSORS, product_dtype
 
 HAS_DISTRIBUTED = dist.is_available()
@@ -82,7 +82,7 @@ def accept(
             return None
     elif device not in _checked_devices or device.index != torch.cuda.current_device() or x.stride(1) != 1 or y.stride(1) != 1:
         return None
-    plan = plan_for(shape, product_dtype(x) if autocast else dtype, device, backend, workspace)
+    plan = plan_for(shape, product_dtype(x) if autocast else dtype, device, backend, workspace, is_for_graph())
     if plan is None:
         return None
     tensors = cast("tuple[Tensor, ...]", scalars)
@@ -141,7 +141,7 @@ class OnePiecePlan(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def plan_for(
-    shape: torch.Size, dtype: torch.dtype, device: torch.device, backend: str | None, workspace: int | None
+    shape: torch.Size, dtype: torch.dtype, device: torch.device, backend: str | None, workspace: int | None, in_graph: bool
 ) -> OnePiecePlan | None:
     """Return the plan for x and y of this shape, or None if `prepare` has to look at them."""
     if len(shape) != 2 or shape[1] == 0 or dtype not in DTYPES or device.type not in ("cpu", "cuda"):
@@ -150,7 +150,7 @@ def plan_for(
         return None
     tiles = backend_for(device, dtype, backend)
     whole = one_piece_for(tiles, device)
-    compute = ComputeOptions(tiles.default_workspace(device) if workspace is None else workspace)
+    compute = ComputeOptions(tiles.default_workspace(device) if workspace is None else workspace, in_graph=in_graph)
     fits = whole is not None and whole.fits((shape[0], shape[0], shape[1]), dtype, compute)
     return OnePiecePlan(whole if fits else None, dtype, accumulator(dtype), compute)
 

@@ -136,12 +136,14 @@ class NeedsGrad(NamedTuple):
 
 
 class ComputeOptions(NamedTuple):
-    """How to compute: the workspace in bytes, the precision of fp32 operands ("ieee": not rounded, "tf32": rounded to 10 bits), and
-    whether `softmax_grads` may quantise bf16 embeddings to int8 to compute the similarities again."""
+    """How to compute: the workspace in bytes, the precision of fp32 operands ("ieee": not rounded, "tf32": rounded to 10 bits),
+    whether `softmax_grads` may quantise bf16 embeddings to int8 to compute the similarities again, and whether a CUDA graph will
+    launch the kernels, so that their number does not matter."""
 
     workspace: int
     precision: str = "ieee"
     int8_similarities: bool = False
+    in_graph: bool = False
 
 
 class OnePiece(NamedTuple):

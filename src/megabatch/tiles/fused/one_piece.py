@@ -19,8 +19,9 @@ from ..products import units
 from .launch import cdiv, launch_compiled
 from .tile import LN_2, LOG2_E, log1p
 
-# Beyond so many pairs the tiles are faster: they write no fp32 matrix. Kernels address fewer than 2^31 of them.
-MAX_PAIRS = 8192**2
+# Beyond so many pairs the tiles are faster: they write no fp32 matrix. Kernels address fewer than 2^31 of them. In a CUDA graph,
+# where more launches cost little, the tiles of bf16 embeddings are faster from fewer pairs on.
+MAX_PAIRS, MAX_PAIRS_IN_GRAPH = 8192**2, 4096**2
 # Rows and columns of a program's tile, and how many of its rows it computes at a time: few, so that registers suffice for many
 # programs side by side. The best of fifteen on an H200.
 TILE = (64, 256, 4)
@@ -60,7 +61,8 @@ def fits(shape: tuple[int, int, int], dtype: torch.dtype, compute: ComputeOption
     # What kernels address by 32-bit numbers.
     if documents * width > 2**31 - BLOCK:
         return False
-    return rows > 0 and documents > 1 and cells <= MAX_PAIRS and cells * (4 + dtype.itemsize) <= compute.workspace
+    limit = MAX_PAIRS_IN_GRAPH if compute.in_graph and dtype == torch.bfloat16 else MAX_PAIRS
+    return rows > 0 and documents > 1 and cells <= limit and cells * (4 + dtype.itemsize) <= compute.workspace
 
 
 def softmax_loss(x_MD: Tensor, y_ND: Tensor, scale: Tensor, *, needs_grad: NeedsGrad | None, compute: ComputeOptions) -> OnePiece:
