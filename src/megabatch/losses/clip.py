@@ -2,6 +2,8 @@
 
 Forward: one tour of the ring collects the sums over the negatives, for rows and columns at once; the positives are added here.
 Backward: a second tour computes the tiles again, except for those that were saved, and returns each block's gradient to its rank.
+Without other ranks, forward computes the products of backward too if it has saved exponentials: their memory is free at once, and a
+GPU does not wait for the host to begin backward.
 """
 
 from __future__ import annotations
@@ -293,8 +295,12 @@ class _ClipLoss(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, y: Tensor, scale: Tensor, batch: LossBatch, rules: ClipRules
     ) -> tuple[Tensor, Diagnostics | None]:
-        loss, diagnostics, ctx.saved = _forward(batch.read(x), batch.read(y), scale, batch, rules)
-        ctx.batch, ctx.rules = batch, rules
+        x_MD, y_ND = batch.read(x), batch.read(y)
+        loss, diagnostics, state = _forward(x_MD, y_ND, scale, batch, rules)
+        ctx.partial = None
+        if batch.ring.size == 1 and state.saved_exp is not None:
+            ctx.partial = _partial_gradients(x_MD, y_ND, scale, batch, rules, state)
+        ctx.batch, ctx.rules, ctx.saved = batch, rules, state
         ctx.ids_version = None if batch.ids_N is None else batch.ids_N._version
         save(ctx, x=x, y=y, scale=scale)
         return loss, diagnostics
@@ -306,8 +312,10 @@ class _ClipLoss(torch.autograd.Function):
         batch: LossBatch = ctx.batch
         if batch.ids_N is not None and batch.ids_N._version != ctx.ids_version:
             raise modified("ids")
-        products = _products(batch.read(x), batch.read(y), scale, batch, ctx.rules, ctx.saved)
-        partial = PartialGradients(products, ctx.saved.dpos_M, ctx.saved.share)
+        # The first backward overwrites them; a further one through a retained graph computes them again.
+        partial, ctx.partial = ctx.partial, None
+        if partial is None:
+            partial = _partial_gradients(batch.read(x), batch.read(y), scale, batch, ctx.rules, ctx.saved)
         dx, dy, dscale, _ = finish(g, x, y, scale, batch, partial, reuse=True)
         need_x, need_y, need_scale, *_ = ctx.needs_input_grad
         return dx if need_x else None, dy if need_y else None, dscale if need_scale else None, None, None
@@ -348,10 +356,10 @@ def _forward(
 
 
 @outside_autocast
-def _products(
+def _partial_gradients(
     x_MD: Tensor, y_ND: Tensor, scale: Tensor, batch: LossBatch, rules: ClipRules, saved_state: ClipSaved
-) -> list[Tensor | None]:
-    """Return gx_MD and gy_ND of the negatives."""
+) -> PartialGradients:
+    """Return the products of the negatives, and what is to be done with them."""
     needs_grad = batch.needs_grad
     assert needs_grad is not None
 
@@ -373,7 +381,8 @@ def _products(
 
     compared_N = saved_state.compared_M if rules.symmetric else None
     block = ClipBlock(y_ND, batch.ids_N, compared_N, saved_state.columns)
-    return list(batch.ring.tour(block, batch.lengths, visit, merge))
+    products = batch.ring.tour(block, batch.lengths, visit, merge)
+    return PartialGradients(list(products), saved_state.dpos_M, saved_state.share)
 
 
 def _pairs(block: ClipBlock, owner: int, batch: LossBatch, rules: ClipRules, compared_M: Tensor | None) -> Pairs:
@@ -401,7 +410,7 @@ def _value_and_gradients(
     loss, _, state = _forward(x_MD, y_ND, scale, batch, rules)
     if batch.needs_grad is None:
         return ValueAndGradients(loss, None, None, None, None)
-    partial = PartialGradients(_products(x_MD, y_ND, scale, batch, rules, state), state.dpos_M, state.share)
+    partial = _partial_gradients(x_MD, y_ND, scale, batch, rules, state)
     # The gradients get the dtype of the embeddings that they are finished with.
     dx, dy, dscale, _ = finish(torch.ones_like(loss), x.to(batch.acc), y.to(batch.acc), scale, batch, partial, reuse=True)
     return ValueAndGradients(loss, dx, dy, dscale, None)

@@ -390,8 +390,13 @@ class _DirectionsLoss(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, y: Tensor, scale: Tensor, batch: LossBatch, terms: Terms, more: More, versions: Versions
     ) -> tuple[Tensor, Diagnostics | None]:
-        loss, diagnostics, ctx.saved = directions_forward(batch.read(x), batch.read(y), scale, batch, terms, more)
-        ctx.batch, ctx.terms, ctx.more, ctx.versions_of_others = batch, terms, more, versions
+        x_MD, y_ND = batch.read(x), batch.read(y)
+        loss, diagnostics, state = directions_forward(x_MD, y_ND, scale, batch, terms, more)
+        ctx.products = None
+        if batch.ring.size == 1 and state.saved_exp is not None:
+            # As in clip.py: the memory of the exponentials is free at once.
+            ctx.products = direction_products(x_MD, y_ND, scale, batch, terms, more, state)
+        ctx.batch, ctx.terms, ctx.more, ctx.saved, ctx.versions_of_others = batch, terms, more, state, versions
         save(ctx, x=x, y=y, scale=scale)
         return loss, diagnostics
 
@@ -401,7 +406,10 @@ class _DirectionsLoss(torch.autograd.Function):
         x, y, scale = saved(ctx)
         batch: LossBatch = ctx.batch
         ctx.versions_of_others.check()
-        products = direction_products(batch.read(x), batch.read(y), scale, batch, ctx.terms, ctx.more, ctx.saved)
+        # The first backward overwrites them; a further one through a retained graph computes them again.
+        products, ctx.products = ctx.products, None
+        if products is None:
+            products = direction_products(batch.read(x), batch.read(y), scale, batch, ctx.terms, ctx.more, ctx.saved)
         dx, dy, dscale = finish_directions(g, x, y, scale, batch, products, ctx.saved)
         need_x, need_y, need_scale, *_ = ctx.needs_input_grad
         return dx if need_x else None, dy if need_y else None, dscale if need_scale else None, None, None, None, None

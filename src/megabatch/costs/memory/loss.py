@@ -80,6 +80,8 @@ class OneWidthLoss:
         self.compares_sides = objective.same_sides(self.options.directions) > 0
         self._saved: list[int] = []
         self._saved_exponentials: list[int] = []
+        # The gradients in fp32, if forward computes them.
+        self._computed: list[int] = []
 
     def forward(self) -> None:
         """The sums over the other pairs; the sigmoid loss computes its gradients in the same pass."""
@@ -100,10 +102,13 @@ class OneWidthLoss:
             # Losses, gradients with respect to the positives' logits, and four vectors for each side's softmax.
             self._saved = [self._allocate(5 * (self.rows + self.documents) * FP32)]
         self._free_all(sums)
+        if self._saved_exponentials and self.setup.ranks == 1:
+            # Without other ranks, forward uses the exponentials itself.
+            self._computed = self._gradients()
 
     def backward(self) -> list[int]:
         """Return the allocations of the embeddings' gradients."""
-        gradients = [] if self.gradients_in_forward else self._gradients()
+        gradients = [] if self.gradients_in_forward else self._computed or self._gradients()
         results = []
         for side, rows in enumerate((self.rows, self.documents)):
             # Gradients are finished in place, except for those that are in fp32 first, that another backward needs, or that are

@@ -44,7 +44,7 @@ def default_workspace(device: torch.device) -> int:
 def workspace_for(device_memory: int) -> int:
     """Return the largest power of two within a seventeenth of the memory, but at least UNSAVED_WORKSPACE.
 
-    A loss allocates as much of it as its batch needs, and frees it in backward.
+    A loss allocates as much of it as its batch needs, and frees it at the end of forward, or in backward if there are other ranks.
 
     >>> [workspace_for(gib * 2**30) // 2**20 for gib in (16, 24, 40, 80, 140)]
     [512, 1024, 2048, 4096, 8192]
