@@ -220,9 +220,11 @@ def test_a_device_that_is_really_out_of_memory_is_survived():
         return [p.detach().clone() for p in model.parameters()], encode.chunk
 
     expected, _ = train(256, None)
-    with pytest.warns(UserWarning, match="instead of 4096"):
+    # Where other processes use the device too, half of the chunk may not fit either.
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         found, chunk = train(4096, 250)
-    assert chunk < 4096
+    assert chunk < 4096 and any("instead of 4096" in str(warning.message) for warning in caught)
     for a, b in zip(expected, found, strict=True):
         assert torch.allclose(a, b, rtol=1e-3, atol=1e-5)
 
