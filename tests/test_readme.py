@@ -147,10 +147,8 @@ def test_the_times_with_the_host_are_those_of_the_kept_rows():
     others = [row for row in rows if not is_ours(row)]
     assert all(row["wall_s"] > by_size[row["loss"], row["batch"], GRAPHED]["wall_s"] for row in others)
     assert "In a CUDA graph megabatch is faster than every other implementation at every size, for both losses" in BENCHMARKS
-    faster = [row for row in others if row["wall_s"] <= by_size[row["loss"], row["batch"], "ours"]["wall_s"]]
-    assert [(row["loss"], row["batch"], row["implementation"]) for row in faster] == [("clip", 16384, "full matrix compiled")]
-    at_16384 = (1e3 * by_size["clip", 16384, name]["wall_s"] for name in ("full matrix compiled", "ours"))
-    assert "the compiled formula takes as long ({:.2f} ms beside {:.2f})".format(*at_16384) in BENCHMARKS
+    assert all(row["wall_s"] > by_size[row["loss"], row["batch"], "ours"]["wall_s"] for row in others)
+    assert "Without a graph it is faster than all others too." in BENCHMARKS
     graphed = ratios("wall_s", "ours, graphed", "full matrix", 4096)
     span = f"{min(graphed):.1f} to {max(graphed):.1f}"
     assert len(graphed) == 8 and f"{span} times as fast as the plain formula up to 4,096 pairs" in BENCHMARKS
