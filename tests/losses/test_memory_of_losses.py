@@ -7,6 +7,7 @@ import torch
 from heap import MIB, measured
 
 import megabatch
+from megabatch.tiles.one_piece import PANEL_CELLS
 
 pytestmark = pytest.mark.sampled(3)
 
@@ -59,12 +60,14 @@ def work_on_many_cores(*args) -> None:
 
 @pytest.mark.parametrize("scale", [0.5, 50.0], ids=["common exponent", "no common exponent"])
 @pytest.mark.parametrize("loss", ["clip_loss", "siglip_loss"])
-def test_a_matrix_that_fits_is_in_memory_once(loss, scale):
+def test_a_matrix_that_fits_is_in_memory_once_or_one_panel_of_it(loss, scale):
     rows = 3000
     matrix = rows * rows * 4
     extra = measured(work_on_many_cores, (loss, 64, 4096, {}, scale), (loss, rows, matrix, {}, scale))
-    # Four blocks of rows at most, each a sixteenth of the matrix, and what the allocator keeps of them.
-    assert matrix < extra < 1.5 * matrix + 10 * rows * WIDTH * 4 + 2 * MIB
+    # The sigmoid loss needs no sums over columns.
+    held = matrix if loss == "clip_loss" else PANEL_CELLS * 4
+    # Four blocks of rows at most, each a sixteenth of it, and what the allocator keeps of them.
+    assert held < extra < 1.5 * held + 10 * rows * WIDTH * 4 + 2 * MIB
 
 
 def test_the_workspace_bounds_the_temporaries():

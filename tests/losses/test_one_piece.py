@@ -13,6 +13,7 @@ import megabatch
 from megabatch import reference
 from megabatch.losses import clip, one_piece, siglip
 from megabatch.tiles import one_piece as whole_matrix
+from megabatch.tiles import products, softplus
 from megabatch.tiles.one_piece import SAFE_RANGE
 
 SCALARS = {"clip_loss": (20.0,), "siglip_loss": (20.0, -5.0)}
@@ -34,6 +35,7 @@ def shifted(rows: int, offset: float) -> tuple[torch.Tensor, torch.Tensor]:
 
 INPUTS = {
     "small logits": (embeddings(24), 20.0),
+    "wider than the matrix": (embeddings(24, width=40), 20.0),
     "easy pairs": (embeddings(24, kind="clustered"), 50.0),
     "far from zero": (shifted(24, 64.0), 30.0),
     "negative scale": (embeddings(24, norm=2.0), -5.0),
@@ -46,8 +48,12 @@ INPUTS = {
 
 @pytest.fixture
 def blocks_of_five_rows(monkeypatch):
-    monkeypatch.setattr(whole_matrix, "SMALL_CELLS", 1)
-    monkeypatch.setattr(whole_matrix, "BLOCK_CELLS", 5 * 24 // torch.get_num_threads())
+    """Blocks of five rows, in panels of eleven."""
+    monkeypatch.setattr(products, "SMALL_CELLS", 1)
+    monkeypatch.setattr(products, "FEWEST_BLOCKS", 1)
+    monkeypatch.setattr(products, "BLOCK_CELLS", 5 * 24 // torch.get_num_threads())
+    monkeypatch.setattr(whole_matrix, "PANEL_CELLS", 11 * 24)
+    monkeypatch.setattr(softplus, "FEW_CELLS", 8)
 
 
 @pytest.mark.sampled(4)

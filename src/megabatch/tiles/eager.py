@@ -25,7 +25,8 @@ from .contract import (
     accumulator,
     merge,
 )
-from .products import Tile, add_products, no_product, positive_entries, similarities, slices, units, walk
+from .products import Tile, add_products, no_product, positive_entries, similarities, slices, tile_blocks, units, walk
+from .softplus import softplus_sums_
 
 # While no |s| exceeds this, neither an exponential nor a sum of 2^30 of them leaves the normal range of fp32, so no maximum is
 # needed and rows and columns share one exponential.
@@ -146,25 +147,10 @@ def sigmoid_sums(
         _no_ranking(y_ND) if pairs.ranked else None,
     )
     for t in walk(x_MD, y_ND, pairs, compute):
-        masks = _masks(t, pairs)
-        _rank(t, pairs, masks.same, result.row_ranking, result.column_ranking)
-        logits = t.z_RC.mul_(scale).add_(bias)
-        # A further positive costs softplus(-s), a negative softplus(s); a pair that does not count gets a logit of -inf.
-        if pairs.multi_positive and masks.same is not None:
-            torch.where(masks.same, -logits, logits, out=logits)
-        if masks.row_out is not None:
-            logits.masked_fill_(masks.row_out, -torch.inf)
-        if pairs.is_local:
-            positive_entries(t, logits).fill_(-torch.inf)
-        result.value_M[t.rows] += _softplus_sum(logits, t.work_RC)
-        if result.slope_M is not None:
-            g_RC = logits.sigmoid_()
-            if pairs.multi_positive and masks.same is not None:
-                torch.where(masks.same, -g_RC, g_RC, out=g_RC)
-            result.slope_M[t.rows] += g_RC.sum(1)
-            if weights_M is not None:
-                g_RC.mul_(weights_M[t.rows, None])
-            add_products(x_MD, t, g_RC, result.gx_MD, result.gy_ND, compute)
+        for block in tile_blocks(t):
+            _sigmoid_block_(block, scale, bias, pairs, weights_M, result)
+        if needs_grad is not None:
+            add_products(x_MD, t, t.z_RC, result.gx_MD, result.gy_ND, compute)
     return result
 
 
@@ -353,17 +339,27 @@ def _shifted_gradient_(t: Tile, scale: Tensor, masks: Masks, row: Softmax, colum
     return g_RC
 
 
-def _softplus_sum(logits_RC: Tensor, work_RC: Tensor) -> Tensor:
-    """Return Σ log(1 + exp(s)) of each row (R), accurate for any s, with one logarithm for up to 64 elements."""
-    value_R = torch.clamp(logits_RC, min=0, out=work_RC).sum(1)
-    rest = torch.abs(logits_RC, out=work_RC).neg_().exp_()
-    # log1p(a) + log1p(b) = log1p(a + b + a·b): all terms are positive, and 64 factors of at most 2 do not overflow.
-    for _ in range(6):
-        half = rest.shape[1] // 2
-        left, right = rest[:, :half], rest[:, rest.shape[1] - half :]
-        left.addcmul_(left, right).add_(right)
-        rest = rest[:, : rest.shape[1] - half]
-    return value_R.add_(rest.log1p().sum(1))
+def _sigmoid_block_(t: Tile, scale: Tensor, bias: Tensor, pairs: Pairs, weights_M: Tensor | None, result: SigmoidPass) -> None:
+    """Add values, slopes and ranks of a block of rows to the result. Its similarities become the gradient in the logits."""
+    masks = _masks(t, pairs)
+    _rank(t, pairs, masks.same, result.row_ranking, result.column_ranking)
+    logits = t.z_RC.mul_(scale).add_(bias)
+    # A further positive costs softplus(-s), a negative softplus(s); a pair that does not count gets a logit of -inf.
+    if pairs.multi_positive and masks.same is not None:
+        torch.where(masks.same, -logits, logits, out=logits)
+    if masks.row_out is not None:
+        logits.masked_fill_(masks.row_out, -torch.inf)
+    if pairs.is_local:
+        positive_entries(t, logits).fill_(-torch.inf)
+    result.value_M[t.rows] += softplus_sums_(logits, t.work_RC, sigmoid=result.slope_M is not None)
+    if result.slope_M is None:
+        return
+    g_RC = logits
+    if pairs.multi_positive and masks.same is not None:
+        torch.where(masks.same, -g_RC, g_RC, out=g_RC)
+    result.slope_M[t.rows] += g_RC.sum(1)
+    if weights_M is not None:
+        g_RC.mul_(weights_M[t.rows, None])
 
 
 def _bounded(x_MD: Tensor, y_ND: Tensor, scale: Tensor) -> bool:

@@ -1,8 +1,9 @@
 """The losses of one block with the whole similarity matrix in the workspace, for small batches on a CPU. Legend: contract.py.
 
 Value and gradients come from one computation of the matrix, 6·M·N·D operations for both losses, with few operations of PyTorch:
-at some hundred rows, their number is what takes the time. A larger matrix is overwritten in place, a block of rows at a time. All
-pairs count, and row i of y is the positive of row i of x.
+at some hundred rows, their number is what takes the time. A larger matrix is overwritten in place, a block of rows at a time; the
+sigmoid loss, which has no sums over columns, computes it in panels of rows. All pairs count, and row i of y is the positive of
+row i of x.
 
 As in the contract, sums go over the others, without the positive. t_SM is the logarithm of their odds against the positive, for
 each side S (rows, and columns if the loss is symmetric): softplus(t) is the loss and sigmoid(t) = 1 - p, never as a difference.
@@ -10,8 +11,6 @@ each side S (rows, and columns if the loss is symmetric): softplus(t) is the los
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -20,16 +19,16 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from .contract import ComputeOptions, NeedsGrad, OnePiece, accumulator
-from .products import operand, units
+from .products import number, operand, row_blocks, slices, units
+from .softplus import softplus_sums_
 
 # While the logits are within this distance of their middle, neither an exponential nor a sum of 2^30 of them leaves the normal
 # range of fp32, so rows and columns share one exponential.
 SAFE_RANGE = 60.0
 # From here on softplus(t) is t: below the rounding of fp64. PyTorch's default of 20 is right for fp32 only.
 LINEAR_FROM = 40.0
-# Cells of a block of rows for each thread, which stay in its cache. A matrix of up to SMALL_CELLS is one block, a larger one
-# FEWEST_BLOCKS or more.
-BLOCK_CELLS, FEWEST_BLOCKS, SMALL_CELLS = 2**17, 16, 2**20
+# Cells of a panel of rows: few, because memory has to be mapped anew in each step, and so many that products lose nothing.
+PANEL_CELLS = 2**22
 
 
 class EagerGradients(NamedTuple):
@@ -66,9 +65,10 @@ def _softmax_loss(
     x_MD: Tensor, y_ND: Tensor, scale: Tensor, symmetric: bool, needs_grad: NeedsGrad | None, compute: ComputeOptions
 ) -> OnePiece:
     x, y = operand(x_MD), operand(y_ND)
-    z_MN, kept = _similarities(x_MD, x, y, needs_grad, compute)
+    kept = _is_kept(y, needs_grad)
+    z_MN = _similarities(x_MD, x, y, compute)
     s_MN = z_MN.mul(scale) if kept else z_MN
-    blocks = _row_blocks(s_MN)
+    blocks = row_blocks(s_MN)
     low, high = _range([torch.aminmax(block if kept else block.mul_(scale)) for block in blocks])
     diagonal_M = s_MN.diagonal()
     positive_M = diagonal_M.clone()
@@ -100,7 +100,7 @@ def _softmax_loss(
         peak_SM = peak_M1.t() if peak_1N is None else torch.cat((peak_M1.t(), peak_1N))
         # The difference first: at logits of 1e8, peak + log(total) would round log(total) away.
         t_SM = (peak_SM - positive_M).add_(total_SM.log())
-    share = _number(1 / t_SM.numel(), t_SM.dtype)
+    share = number(1 / t_SM.numel(), t_SM.dtype)
     loss = softplus(t_SM, 1, LINEAR_FROM).sum().mul_(share)
     if needs_grad is None:
         return OnePiece(loss)
@@ -118,7 +118,9 @@ def _softmax_loss(
             if symmetric:
                 block.addcmul_(column_exp, column_gain_N[0])
     diagonal_M.sub_(others_SM.sum(0))
-    return _gradients(loss, s_MN, z_MN if kept else None, scale, x, y, x_MD, needs_grad, compute, None)
+    products = Products(scale, x, y, x_MD, needs_grad, compute)
+    products.add(0, x, s_MN, z_MN if kept else None)
+    return OnePiece(loss, products.gradients(None))
 
 
 def sigmoid_loss(
@@ -126,47 +128,44 @@ def sigmoid_loss(
 ) -> OnePiece:
     """Return the mean over rows of the sum of -logsigmoid(label * (logit + bias)), and its gradients."""
     x, y = operand(x_MD), operand(y_ND)
-    z_MN, kept = _similarities(x_MD, x, y, needs_grad, compute)
-    s_MN = torch.add(bias, z_MN, alpha=scale.item()) if kept else z_MN
-    blocks = _row_blocks(s_MN)
-    sums, row = [], 0
-    for block in blocks:
-        if not kept:
-            block.mul_(scale).add_(bias)
-        # A positive costs softplus(-s), a negative softplus(s).
-        block.diagonal(row).neg_()
-        sums.append(block.exp_().log1p().sum())
-        row += block.shape[0]
-    loss = _total(sums)
-    has_exponentials = math.isfinite(loss.item())
-    share = _number(1 / x_MD.shape[0], s_MN.dtype)
-    if not has_exponentials:
-        # A logit is too large, or not a number.
-        if not kept:
-            _similarities(x_MD, x, y, needs_grad, compute, out=s_MN)
-        torch.mul(z_MN, scale, out=s_MN).add_(bias)
-        s_MN.diagonal().neg_()
-        loss = _total([softplus(block, 1, LINEAR_FROM).sum() for block in blocks])
-    loss.mul_(share)
-    if needs_grad is None:
-        return OnePiece(loss)
-    # The exponentials become the gradient with respect to the logits.
-    one = _number(1, s_MN.dtype)
-    sums, row = [], 0
-    for block in blocks:
-        (block.div_(block + one) if has_exponentials else block.sigmoid_()).mul_(share)
-        block.diagonal(row).neg_()
-        sums.append(block.sum())
-        row += block.shape[0]
-    return _gradients(loss, s_MN, z_MN if kept else None, scale, x, y, x_MD, needs_grad, compute, _total(sums))
+    kept = _is_kept(y, needs_grad)
+    share = number(1 / x_MD.shape[0], x.dtype)
+    products = None if needs_grad is None else Products(scale, x, y, x_MD, needs_grad, compute)
+    losses, slopes = [], []
+    for first, x_PD, buffer in _row_panels(x, y):
+        z_PN = _similarities(x_MD, x_PD, y, compute, out=buffer)
+        s_PN = torch.add(bias, z_PN, alpha=scale.item()) if kept else z_PN
+        blocks = row_blocks(s_PN)
+        work = torch.empty_like(blocks[0])
+        row = first
+        for block in blocks:
+            if not kept:
+                block.mul_(scale).add_(bias)
+            # A positive costs softplus(-s), a negative softplus(s).
+            positives = block.diagonal(row).neg_()
+            losses.append(softplus_sums_(block, work[: block.shape[0]], sigmoid=products is not None).sum())
+            if products is not None:
+                # The sigmoids become the gradient with respect to the logits.
+                block.mul_(share)
+                positives.neg_()
+                slopes.append(block.sum())
+            row += block.shape[0]
+        if products is not None:
+            products.add(first, x_PD, s_PN, z_PN if kept else None)
+    loss = _total(losses).mul_(share)
+    return OnePiece(loss) if products is None else OnePiece(loss, products.gradients(_total(slopes)))
 
 
-def _row_blocks(t_MN: Tensor) -> tuple[Tensor, ...]:
-    """Return blocks of rows: all that is done with one at a time needs buffers of its size only, which stay in the caches."""
-    if t_MN.numel() <= SMALL_CELLS:
-        return (t_MN,)
-    cells = min(BLOCK_CELLS * torch.get_num_threads(), t_MN.numel() // FEWEST_BLOCKS)
-    return t_MN.split(max(1, cells // t_MN.shape[1]))
+def _row_panels(x: Tensor, y: Tensor) -> Iterator[tuple[int, Tensor, Tensor | None]]:
+    """Yield panels of rows: the first row, the rows, and memory for their similarities, which all panels share. A single one is x
+    itself, without memory."""
+    height = max(1, PANEL_CELLS // y.shape[0])
+    if x.shape[0] <= height:
+        yield 0, x, None
+        return
+    buffer = x.new_empty(height, y.shape[0])
+    for rows in slices(x.shape[0], height):
+        yield rows.start, x[rows], buffer[: rows.stop - rows.start]
 
 
 def _as_blocks(t_M1: Tensor, blocks: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -202,64 +201,71 @@ def _range(extremes: Sequence[tuple[Tensor, Tensor]]) -> tuple[float, float]:
     return lowest.item(), highest.item()
 
 
-@functools.lru_cache(maxsize=256)
-def _number(value: float, dtype: torch.dtype) -> Tensor:
-    """Return a number as a tensor. PyTorch makes and converts one in every product with a number, which takes longer than a
-    product of some thousand elements."""
-    with torch.inference_mode(False):
-        return torch.full((), value, dtype=dtype, device="cpu")
+def _is_kept(y: Tensor, needs_grad: NeedsGrad | None) -> bool:
+    """Return whether the similarities are kept for the derivative in the scale: if they are fewer than the embeddings' numbers."""
+    return needs_grad is not None and y.shape[0] <= y.shape[1]
 
 
-def _similarities(
-    x_MD: Tensor, x: Tensor, y: Tensor, needs_grad: NeedsGrad | None, compute: ComputeOptions, out: Tensor | None = None
-) -> tuple[Tensor, bool]:
-    """Return x @ y.T, and whether it is kept for the derivative in the scale: if the matrix is smaller than the embeddings."""
+def _similarities(x_MD: Tensor, x: Tensor, y: Tensor, compute: ComputeOptions, out: Tensor | None = None) -> Tensor:
+    """Return x @ y.T. x_MD: the original embeddings, for their dtype."""
     with units(x_MD, compute.precision):
-        z_MN = torch.mm(x, y.t(), out=out)
-    return z_MN, needs_grad is not None and y.shape[0] <= y.shape[1]
+        return torch.mm(x, y.t(), out=out)
 
 
-def _gradients(
-    loss: Tensor,
-    g_MN: Tensor,
-    z_MN: Tensor | None,
-    scale: Tensor,
-    x: Tensor,
-    y: Tensor,
-    x_MD: Tensor,
-    needs_grad: NeedsGrad,
-    compute: ComputeOptions,
-    dbias: Tensor | None,
-) -> OnePiece:
-    """Return the loss with its gradients. z_MN: the similarities, from which the derivative in the scale is computed; None if it
-    is computed from a product."""
-    dscale = None
-    if z_MN is not None:
-        dscale = z_MN.mul_(g_MN).sum()
-        g_MN.mul_(scale)
-    # Matrix units for bf16 round the gradient. Errors of the others average out; that of a positive would not.
-    apart = x_MD.dtype == torch.bfloat16
-    if apart:
-        dpos_M1 = g_MN.diagonal().clone().unsqueeze(1)
-        g_MN.diagonal().zero_()
-    dx_MD = dy_ND = None
-    with units(x_MD, compute.precision):
-        if needs_grad.x:
-            dx_MD = torch.mm(g_MN, y)
-        if needs_grad.y:
-            dy_ND = torch.mm(g_MN.t(), x)
-    if apart:
-        for gradient, partners in ((dx_MD, y), (dy_ND, x)):
-            if gradient is not None:
-                gradient[: len(x)].addcmul_(dpos_M1, partners[: len(x)])
-    if dscale is None:
-        embeddings, product = (x, dx_MD) if dx_MD is not None else (y, dy_ND)
-        assert product is not None
-        dscale = (embeddings * product).sum()
-        for gradient in (dx_MD, dy_ND):
-            if gradient is not None:
-                gradient.mul_(scale)
-    return OnePiece(loss, EagerGradients(dx_MD, dy_ND, dscale, dbias))
+class Products:
+    """The gradients of x and y, added up from panels of rows."""
+
+    def __init__(self, scale: Tensor, x: Tensor, y: Tensor, x_MD: Tensor, needs_grad: NeedsGrad, compute: ComputeOptions) -> None:
+        """x, y: the operands; x_MD: the original embeddings, for their dtype."""
+        self.scale, self.x, self.y, self.x_MD = scale, x, y, x_MD
+        self.needs_grad, self.compute = needs_grad, compute
+        self.dx_MD: Tensor | None = None
+        self.dy_ND: Tensor | None = None
+        self.dscale: Tensor | None = None
+
+    def add(self, first: int, x_PD: Tensor, g_PN: Tensor, z_PN: Tensor | None) -> None:
+        """Add the products of the rows from `first` on, which are x itself if these are all, with the gradient in their logits.
+
+        z_PN: the similarities, from which the derivative in the scale is computed; None if it is computed from a product. Both are
+        overwritten.
+        """
+        if z_PN is not None:
+            dscale = z_PN.mul_(g_PN).sum()
+            self.dscale = dscale if self.dscale is None else self.dscale.add_(dscale)
+            g_PN.mul_(self.scale)
+        # Matrix units for bf16 round the gradient. Errors of the others average out; that of a positive would not.
+        apart = self.x_MD.dtype == torch.bfloat16
+        if apart:
+            positives = g_PN.diagonal(first)
+            dpos_P1 = positives.clone().unsqueeze(1)
+            positives.zero_()
+        dx_PD = None
+        with units(self.x_MD, self.compute.precision):
+            if self.needs_grad.x and x_PD is self.x:
+                self.dx_MD = dx_PD = torch.mm(g_PN, self.y)
+            elif self.needs_grad.x:
+                self.dx_MD = torch.empty_like(self.x) if self.dx_MD is None else self.dx_MD
+                dx_PD = torch.mm(g_PN, self.y, out=self.dx_MD[first : first + x_PD.shape[0]])
+            if self.needs_grad.y:
+                self.dy_ND = torch.mm(g_PN.t(), x_PD) if self.dy_ND is None else self.dy_ND.addmm_(g_PN.t(), x_PD)
+        if apart:
+            own = slice(first, first + x_PD.shape[0])
+            if dx_PD is not None:
+                dx_PD.addcmul_(dpos_P1, self.y[own])
+            if self.dy_ND is not None:
+                self.dy_ND[own].addcmul_(dpos_P1, x_PD)
+
+    def gradients(self, dbias: Tensor | None) -> EagerGradients:
+        """Return the gradients once all rows have been added."""
+        dx_MD, dy_ND, dscale = self.dx_MD, self.dy_ND, self.dscale
+        if dscale is None:
+            embeddings, product = (self.x, dx_MD) if dx_MD is not None else (self.y, dy_ND)
+            assert product is not None
+            dscale = (embeddings * product).sum()
+            for gradient in (dx_MD, dy_ND):
+                if gradient is not None:
+                    gradient.mul_(self.scale)
+        return EagerGradients(dx_MD, dy_ND, dscale, dbias)
 
 
 def finish(

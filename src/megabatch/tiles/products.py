@@ -6,6 +6,7 @@ once per walk and overwritten by every tile.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,6 +16,10 @@ import torch
 from torch import Tensor
 
 from .contract import ComputeOptions, Pairs, accumulator
+
+# Cells of a block of rows for each thread of a CPU, which stay in its cache. A matrix of up to SMALL_CELLS is one block, a larger
+# one FEWEST_BLOCKS or more.
+BLOCK_CELLS, FEWEST_BLOCKS, SMALL_CELLS = 2**17, 16, 2**20
 
 
 class Tile(NamedTuple):
@@ -52,6 +57,24 @@ def walk(x_MD: Tensor, y_ND: Tensor, pairs: Pairs, compute: ComputeOptions) -> I
             else:
                 torch.mm(x_RD, y_DC, out_dtype=acc, out=z_RC)
             yield Tile(rows, columns, x_RD, y_CD, z_RC, work_RC)
+
+
+def row_blocks(t_RC: Tensor) -> tuple[Tensor, ...]:
+    """Return blocks of rows: all that is done with one at a time needs buffers of its size only, which stay in the caches."""
+    if t_RC.numel() <= SMALL_CELLS or not t_RC.is_cpu:
+        return (t_RC,)
+    cells = min(BLOCK_CELLS * torch.get_num_threads(), t_RC.numel() // FEWEST_BLOCKS)
+    return t_RC.split(max(1, cells // t_RC.shape[1]))
+
+
+def tile_blocks(t: Tile) -> Iterator[Tile]:
+    """Yield the tile in blocks of its rows, which share the beginning of its buffer."""
+    row = 0
+    for z_BC in row_blocks(t.z_RC):
+        stop = row + len(z_BC)
+        work_BC = t.work_RC.view(-1)[: z_BC.numel()].view(z_BC.shape)
+        yield Tile(slice(t.rows.start + row, t.rows.start + stop), t.columns, t.x_RD[row:stop], t.y_CD, z_BC, work_BC)
+        row = stop
 
 
 def operand(t: Tensor) -> Tensor:
@@ -138,3 +161,11 @@ def positive_entries(t: Tile, matrix_RC: Tensor) -> Tensor:
 
 def slices(length: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, length)) for start in range(0, length, size))
+
+
+@functools.lru_cache(maxsize=256)
+def number(value: float, dtype: torch.dtype) -> Tensor:
+    """Return a number as a tensor. PyTorch makes and converts one in every product with a number, which takes longer than a
+    product of some thousand elements."""
+    with torch.inference_mode(False):
+        return torch.full((), value, dtype=dtype, device="cpu")
