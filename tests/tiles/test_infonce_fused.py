@@ -56,6 +56,17 @@ def test_the_kernels_are_as_exact_as_fp32_sums_allow(options):
         assert e <= allowed, (name, e)
 
 
+def test_a_second_backward_computes_what_the_first_has_overwritten():
+    case = build_infonce(40, 0, 12.0, {"ids": True}, width=64).rounded(torch.float32)
+    x, y = (t.float().requires_grad_() for t in (case.x, case.y))
+    loss = megabatch.infonce_loss(x, y, 12.0, backend="fused", **case.options)
+    # From saved exponentials.
+    assert loss.grad_fn.products is not None
+    first = [t.clone() for t in torch.autograd.grad(loss, (x, y), retain_graph=True)]
+    assert loss.grad_fn.products is None
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(torch.autograd.grad(loss, (x, y)), first, strict=True))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"drop_ratio": 0.9}, {"hardness": 4.0, "hardness_on": "hard"}], ids=str)
 def test_the_kernels_rank_also_what_they_do_not_sum(options):

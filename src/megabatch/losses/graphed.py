@@ -67,10 +67,10 @@ def graphed(loss: Callable[..., Any], *, max_graphs: int = 8, **options: Any) ->
     another number in each step; pass that one as a tensor. A graph keeps its memory: copies of the inputs, their gradients, what
     the loss needs to compute them (`workspace` limits that), and the workspaces of cuBLAS.
 
-    Values and gradients are those of the loss for contiguous inputs on the current device, bit for bit; up to rounding for 4,097 to
-    8,192 pairs in bfloat16, which a graph computes in tiles. If the loss is multiplied by something else than a power of two, its
-    gradients are rounded once more. Calls and backward passes may come in any order. All inputs must be unchanged until backward,
-    ids and weights too.
+    Values and gradients are those of the loss for contiguous inputs on the current device, bit for bit; up to rounding for
+    bfloat16 matrices of 4,096² to 8,192² cells, which a graph computes in tiles. If the loss is multiplied by something else than
+    a power of two, its gradients are rounded once more. Calls and backward passes may come in any order. All inputs must be
+    unchanged until backward, ids and weights too.
 
     Process groups, diagnostics, tensors inside of other objects (`guide`), functions, tensors on several devices, and float16
     tensors that require a gradient raise a ValueError. On a CPU, inside torch.compile, the transforms of torch.func, dispatch modes
