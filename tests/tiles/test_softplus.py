@@ -40,7 +40,7 @@ def exact(s_RC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def test_sums_and_sigmoids_are_those_of_float64(limits, columns, halved):
     s_RC = logits(*limits, columns=columns)
     sums_R, sigmoid_RC = exact(s_RC)
-    found_R = softplus.softplus_sums_(s_RC, torch.full_like(s_RC, torch.nan), sigmoid=True)
+    found_R = softplus.softplus_sums_(s_RC, torch.full_like(s_RC, torch.nan), 1, sigmoid=True)
     # An exponential of fp32 is off by the rounding of its argument, up to 2^7 here; below 1e-37 it is subnormal.
     eps = torch.finfo(torch.float32).eps
     assert torch.allclose(found_R.double(), sums_R, rtol=130 * eps, atol=1e-37)
@@ -49,23 +49,23 @@ def test_sums_and_sigmoids_are_those_of_float64(limits, columns, halved):
 
 def test_pairs_that_do_not_count_add_nothing(halved):
     s_RC = logits(-5.0, 5.0)
-    expected = softplus.softplus_sums_(s_RC.clone(), torch.empty_like(s_RC), sigmoid=False)
+    expected = softplus.softplus_sums_(s_RC.clone(), torch.empty_like(s_RC), 1, sigmoid=False)
     with_more = torch.cat((s_RC, torch.full((len(s_RC), 5), -torch.inf)), 1)
-    found = softplus.softplus_sums_(with_more, torch.empty_like(with_more), sigmoid=True)
+    found = softplus.softplus_sums_(with_more, torch.empty_like(with_more), 1, sigmoid=True)
     assert torch.allclose(found, expected, rtol=1e-6) and not with_more[:, -5:].any()
     none = torch.full((3, 8), -torch.inf)
-    assert not softplus.softplus_sums_(none, torch.empty_like(none), sigmoid=True).any() and not none.any()
+    assert not softplus.softplus_sums_(none, torch.empty_like(none), 1, sigmoid=True).any() and not none.any()
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_what_is_not_finite_stays_so_in_its_own_row(value, halved):
     s_RC = logits(-5.0, 5.0)
     s_RC[2, 3] = value
-    found_R = softplus.softplus_sums_(s_RC, torch.empty_like(s_RC), sigmoid=True)
+    found_R = softplus.softplus_sums_(s_RC, torch.empty_like(s_RC), 1, sigmoid=True)
     assert found_R.isfinite().tolist() == [row != 2 for row in range(len(s_RC))]
     assert s_RC[2, 3].isnan() if value != value else s_RC[2, 3] == 1
 
 
 def test_a_block_without_rows():
     empty = torch.empty(0, 4)
-    assert softplus.softplus_sums_(empty, torch.empty_like(empty), sigmoid=True).shape == (0,)
+    assert softplus.softplus_sums_(empty, torch.empty_like(empty), 1, sigmoid=True).shape == (0,)

@@ -351,7 +351,7 @@ def _sigmoid_block_(t: Tile, scale: Tensor, bias: Tensor, pairs: Pairs, weights_
         logits.masked_fill_(masks.row_out, -torch.inf)
     if pairs.is_local:
         positive_entries(t, logits).fill_(-torch.inf)
-    result.value_M[t.rows] += softplus_sums_(logits, t.work_RC, sigmoid=result.slope_M is not None)
+    result.value_M[t.rows] += softplus_sums_(logits, t.work_RC, 1, sigmoid=result.slope_M is not None)
     if result.slope_M is None:
         return
     g_RC = logits

@@ -143,7 +143,9 @@ def sigmoid_loss(
                 block.mul_(scale).add_(bias)
             # A positive costs softplus(-s), a negative softplus(s).
             positives = block.diagonal(row).neg_()
-            losses.append(softplus_sums_(block, work[: block.shape[0]], sigmoid=products is not None).sum())
+            losses.append(
+                softplus_sums_(block, work[: block.shape[0]] if row > first else work, None, sigmoid=products is not None)
+            )
             if products is not None:
                 # The sigmoids become the gradient with respect to the logits.
                 block.mul_(share)
