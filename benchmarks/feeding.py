@@ -254,9 +254,10 @@ def markdown(rows: list[dict[str, Any]]) -> str:
             decoded, prepared = (f"{1e6 * row[name]:.0f} µs" for name in ("decode_s", "prepare_s"))
             mean, most = row["device_mean_difference"], row["device_most_difference"]
             caption += (
-                f" The device takes {decoded} to decode an image, {prepared} with cropping, resizing and the copy to the host; its"
-                f" pixels differ from those that the CPU decodes at full size by {mean:.1f} levels in the mean and {most:.0f} at"
-                " most. Its pairs per core count the CPU time of a worker, not that of the training process that calls the device."
+                f" To decode an image on the device takes one thread {decoded}, and {prepared} with cropping, resizing and the copy"
+                f" to the host; its pixels differ from those that the CPU decodes at full size by {mean:.1f} levels in the mean and"
+                f" {most:.0f} at most. Its pairs per core count the CPU time of a worker, not that of the training process that"
+                " calls the device."
             )
     devices = f"{machine['cpu']}, {machine['gpu']}" if "gpu" in machine else machine["cpu"]
     caption += f" {devices}, torch {machine['torch']}, {machine['date'][:10]}."

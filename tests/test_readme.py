@@ -72,7 +72,7 @@ def test_the_memory_of_large_batches_is_that_of_the_kept_rows():
         row["extra_bytes"] / 2**30 for row in (rows["openclip"], rows["ours"], rows["ours, 512 MiB"], million["ours"])
     )
     text = " ".join(README.split())
-    by_default = f"megabatch {ours:.1f} GiB by default and {small:.2f} GiB with `workspace=2**29`"
+    by_default = f"megabatch {ours:.1f} GiB by default on an H200 and {small:.2f} GiB with `workspace=2**29`"
     assert f"at 65,536 pairs OpenCLIP's loss takes {theirs:.0f} GiB above the inputs, {by_default}" in text
     needed = million["openclip"]["needed_bytes"] / 2**30
     seconds = million["ours"]["total_s"]
@@ -303,8 +303,8 @@ def test_what_it_says_of_predicted_time_is_in_the_kept_rows():
     table = (ROOT / "docs/planning.md").read_text().split("<!-- inf-cl -->")[1].split("<!-- end -->")[0]
     cells = [line.split("|")[3:5] for line in table.splitlines()[3:]]
     ratios = [float(predicted) / float(published) for published, predicted in cells if published.strip() != "–"]
-    assert len(ratios) == 4 and max(abs(ratio - 1) for ratio in ratios) <= 0.06
-    assert "published steps on eight A800 come out within 6 %" in BENCHMARKS
+    assert len(ratios) == 4 and max(abs(ratio - 1) for ratio in ratios) <= 0.04
+    assert "published steps on eight A800 come out within 4 %" in BENCHMARKS
 
 
 def test_what_it_says_of_predicted_memory_is_in_the_kept_rows():

@@ -1,6 +1,6 @@
 """A loss of small batches as a CUDA graph: value and gradients are captured once for each shape, and each call replays them.
 
-At some thousand pairs a step takes as long as the host needs to launch it. A call here copies its inputs into the graph's own,
+At a few thousand pairs a step takes as long as the host needs to launch it. A call here copies its inputs into the graph's own,
 replays the graph and copies the value; backward multiplies the graph's gradients, which are for an incoming gradient of one. A
 graph has one place for its results: replays are numbered (`generation`), and backward repeats one that is no longer the last.
 """

@@ -1,9 +1,9 @@
 """The losses of one block with the whole similarity matrix in the workspace, for small batches on a CPU. Legend: contract.py.
 
 Value and gradients come from one computation of the matrix, 6·M·N·D operations for both losses, with few operations of PyTorch:
-at some hundred rows, their number is what takes the time. A larger matrix is overwritten in place, a block of rows at a time; the
-sigmoid loss, which has no sums over columns, computes it in panels of rows. All pairs count, and row i of y is the positive of
-row i of x.
+with less than a hundred rows, their number is what takes the time. A larger matrix is overwritten in place, a block of rows at a
+time; the sigmoid loss, which has no sums over columns, computes it in panels of rows. All pairs count, and row i of y is the
+positive of row i of x.
 
 As in the contract, sums go over the others, without the positive. t_SM is the logarithm of their odds against the positive, for
 each side S (rows, and columns if the loss is symmetric): softplus(t) is the loss and sigmoid(t) = 1 - p, never as a difference.

@@ -1,4 +1,4 @@
-"""Softplus and sigmoid of a matrix of logits, from one exponential each where none overflows. Legend: contract.py."""
+"""Softplus and sigmoid of a matrix of logits, on a CPU from one exponential each where none overflows. Legend: contract.py."""
 
 from __future__ import annotations
 
