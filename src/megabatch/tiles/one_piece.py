@@ -136,16 +136,15 @@ def sigmoid_loss(
         z_PN = _similarities(x_MD, x_PD, y, compute, out=buffer)
         s_PN = torch.add(bias, z_PN, alpha=scale.item()) if kept else z_PN
         blocks = row_blocks(s_PN)
-        work = torch.empty_like(blocks[0])
+        work = torch.empty_like(blocks[0]) if len(blocks) > 1 else None
         row = first
         for block in blocks:
             if not kept:
                 block.mul_(scale).add_(bias)
             # A positive costs softplus(-s), a negative softplus(s).
             positives = block.diagonal(row).neg_()
-            losses.append(
-                softplus_sums_(block, work[: block.shape[0]] if row > first else work, None, sigmoid=products is not None)
-            )
+            buffer_BN = None if work is None else work[: block.shape[0]]
+            losses.append(softplus_sums_(block, buffer_BN, None, sigmoid=products is not None))
             if products is not None:
                 # The sigmoids become the gradient with respect to the logits.
                 block.mul_(share)
@@ -159,15 +158,13 @@ def sigmoid_loss(
 
 
 def _row_panels(x: Tensor, y: Tensor) -> Iterator[tuple[int, Tensor, Tensor | None]]:
-    """Yield panels of rows: the first row, the rows, and memory for their similarities, which all panels share. A single one is x
+    """Return panels of rows: the first row, the rows, and memory for their similarities, which all panels share. A single one is x
     itself, without memory."""
     height = max(1, PANEL_CELLS // y.shape[0])
     if x.shape[0] <= height:
-        yield 0, x, None
-        return
+        return iter(((0, x, None),))
     buffer = x.new_empty(height, y.shape[0])
-    for rows in slices(x.shape[0], height):
-        yield rows.start, x[rows], buffer[: rows.stop - rows.start]
+    return ((rows.start, x[rows], buffer[: rows.stop - rows.start]) for rows in slices(x.shape[0], height))
 
 
 def _as_blocks(t_M1: Tensor, blocks: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -15,12 +15,16 @@ LARGEST_EXPONENT = 88.0
 MOST_HALVINGS, FEW_CELLS = 6, 2**14
 
 
-def softplus_sums_(s_RC: Tensor, work_RC: Tensor, dim: int | None, *, sigmoid: bool) -> Tensor:
+def softplus_sums_(s_RC: Tensor, work_RC: Tensor | None, dim: int | None, *, sigmoid: bool) -> Tensor:
     """Return Σ log(1 + exp(s)) along a dimension (1 for each row, None for all), accurate for any s. Overwrite the buffer and s,
-    the latter with sigmoid(s) if wanted."""
+    the latter with sigmoid(s) if wanted.
+
+    work_RC: the buffer. None: memory is allocated where it is needed.
+    """
     # Only on a CPU can this be read without synchronisation. A logit that is not a number compares as false.
     largest = s_RC.amax().item() if s_RC.is_cpu and s_RC.numel() else math.inf
     if not largest <= LARGEST_EXPONENT:
+        work_RC = torch.empty_like(s_RC) if work_RC is None else work_RC
         sums = torch.clamp(s_RC, min=0, out=work_RC).sum(dim)
         rest_RC = torch.abs(s_RC, out=work_RC).neg_().exp_()
         sums.add_(_log1p_(rest_RC, work_RC, 0.0).sum(dim))
@@ -34,12 +38,13 @@ def softplus_sums_(s_RC: Tensor, work_RC: Tensor, dim: int | None, *, sigmoid: b
     return sums
 
 
-def _log1p_(e_RC: Tensor, work_RC: Tensor, largest: float) -> Tensor:
+def _log1p_(e_RC: Tensor, work_RC: Tensor | None, largest: float) -> Tensor:
     """Return a matrix whose sums along its rows are those of log1p(e), with a logarithm for as many elements as possible.
 
     largest: the logarithm of the largest e. The buffer, which may be e, is overwritten.
     """
     if e_RC.numel() > FEW_CELLS:
+        work_RC = torch.empty_like(e_RC) if work_RC is None else work_RC
         # The product of n factors is at most (1 + exp(largest))^n.
         for _ in range(min(MOST_HALVINGS, int(math.log2(LARGEST_EXPONENT / max(1.0, math.log1p(math.exp(largest))))))):
             # log1p(a) + log1p(b) = log1p(a + b + a·b), where all terms are positive.
