@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from megabatch.tiles import BACKENDS, backend_for
+from megabatch.tiles import BACKENDS, backend_for, eager, products
 from megabatch.tiles.contract import ComputeOptions, NeedsGrad, Pairs, Ranking, SigmoidPass, Softmax, Stats, merge
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -261,6 +261,13 @@ def test_values_slopes_and_gradients_of_the_sigmoid(tiles, case, dtype):
     )
     block.assert_values(found)
     block.assert_products(found.gx_MD, found.gy_ND, needs_grad, block.sigmoid_gradient())
+
+
+@every_case_but("dropping", "smoothed")
+def test_the_sigmoid_in_blocks_of_rows(case, dtype, monkeypatch):
+    monkeypatch.setattr(products, "SMALL_CELLS", 0)
+    monkeypatch.setattr(products, "FEWEST_BLOCKS", 3)
+    test_values_slopes_and_gradients_of_the_sigmoid(eager, case, dtype)
 
 
 @pytest.mark.parametrize("name", ["plain", "everything, another's block", "no rows"])

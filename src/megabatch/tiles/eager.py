@@ -354,7 +354,7 @@ def _sigmoid_block_(t: Tile, scale: Tensor, bias: Tensor, pairs: Pairs, weights_
     result.value_M[t.rows] += softplus_sums_(logits, t.work_RC, 1, sigmoid=result.slope_M is not None)
     if result.slope_M is None:
         return
-    g_RC = logits
+    g_RC = t.z_RC
     if pairs.multi_positive and masks.same is not None:
         torch.where(masks.same, -g_RC, g_RC, out=g_RC)
     result.slope_M[t.rows] += g_RC.sum(1)

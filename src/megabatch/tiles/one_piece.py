@@ -118,7 +118,7 @@ def _softmax_loss(
             if symmetric:
                 block.addcmul_(column_exp, column_gain_N[0])
     diagonal_M.sub_(others_SM.sum(0))
-    products = Products(scale, x, y, x_MD, needs_grad, compute)
+    products = PanelProducts(scale, x, y, x_MD, needs_grad, compute)
     products.add(0, x, s_MN, z_MN if kept else None)
     return OnePiece(loss, products.gradients(None))
 
@@ -130,7 +130,7 @@ def sigmoid_loss(
     x, y = operand(x_MD), operand(y_ND)
     kept = _is_kept(y, needs_grad)
     share = number(1 / x_MD.shape[0], x.dtype)
-    products = None if needs_grad is None else Products(scale, x, y, x_MD, needs_grad, compute)
+    products = None if needs_grad is None else PanelProducts(scale, x, y, x_MD, needs_grad, compute)
     losses, slopes = [], []
     for first, x_PD, buffer in _row_panels(x, y):
         z_PN = _similarities(x_MD, x_PD, y, compute, out=buffer)
@@ -211,7 +211,7 @@ def _similarities(x_MD: Tensor, x: Tensor, y: Tensor, compute: ComputeOptions, o
         return torch.mm(x, y.t(), out=out)
 
 
-class Products:
+class PanelProducts:
     """The gradients of x and y, added up from panels of rows."""
 
     def __init__(self, scale: Tensor, x: Tensor, y: Tensor, x_MD: Tensor, needs_grad: NeedsGrad, compute: ComputeOptions) -> None:
