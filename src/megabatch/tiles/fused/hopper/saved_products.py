@@ -61,7 +61,7 @@ def product_kernel(
 ):  # fmt: skip
     """Write (exp ⊙ gains) @ embeddings, or of the transposed exponentials.
 
-    steps: blocks of K entries to sum over. WIDTH: of the product; embeddings may be wider.
+    steps: blocks of K entries to sum over, an even number. WIDTH: of the product; embeddings may be wider.
     """
     exps = gl.allocate_shared_memory(exp.dtype, [2 * SLOTS, K, M] if TRANSPOSED else [2 * SLOTS, M, K], exp.layout)
     others = gl.allocate_shared_memory(embeddings.dtype, [SLOTS, K, N], embeddings.layout)
@@ -121,15 +121,13 @@ def _multiply(
     z = gl.zeros((M, N), gl.float32, layout)
     mbarrier.wait(full.index(0), 0)
     g = _gradient(exps.index(CONSUMER), high, low, gains, 0, TRANSPOSED, K, operand)
-    for k in range(steps - 1):
-        slot, next_slot = k % SLOTS, (k + 1) % SLOTS
-        z = warpgroup_mma(g, others.index(slot), z, is_async=True)
-        # The next block is loaded during the product. ptxas puts its arithmetic after that, where the other consumer multiplies.
-        mbarrier.wait(full.index(next_slot), ((k + 1) // SLOTS) & 1)
-        next_g = _gradient(exps.index(2 * next_slot + CONSUMER), high, low, gains, k + 1, TRANSPOSED, K, operand)
-        z, g, next_g = warpgroup_mma_wait(0, deps=(z, g, next_g))
-        mbarrier.arrive(empty.index(slot), count=1)
-        g = next_g
+    # Two steps at a time: the gradient of one is computed in registers that the product of the other does not read.
+    for pair in range(steps // 2 - 1):
+        z, next_g = _advance(z, g, 2 * pair, exps, others, full, empty, high, low, gains, CONSUMER, TRANSPOSED, K, SLOTS, operand)
+        z, g = _advance(
+            z, next_g, 2 * pair + 1, exps, others, full, empty, high, low, gains, CONSUMER, TRANSPOSED, K, SLOTS, operand
+        )
+    z, g = _advance(z, g, steps - 2, exps, others, full, empty, high, low, gains, CONSUMER, TRANSPOSED, K, SLOTS, operand)
     z = warpgroup_mma(g, others.index((steps - 1) % SLOTS), z, is_async=True)
     z, g = warpgroup_mma_wait(0, deps=(z, g))
     i = row + gl.arange(0, M, gl.SliceLayout(1, layout))
@@ -138,6 +136,24 @@ def _multiply(
     if WIDTH % N != 0:
         inside = inside & (j < WIDTH)[None, :]
     gl.store(product + i.to(gl.int64)[:, None] * WIDTH + j[None, :], z, mask=inside)
+
+
+@gluon.jit
+def _advance(
+    z, g, k, exps, others, full, empty, high, low, gains,
+    CONSUMER: gl.constexpr, TRANSPOSED: gl.constexpr, K: gl.constexpr, SLOTS: gl.constexpr, operand: gl.constexpr,
+):  # fmt: skip
+    """Add the product of step k, whose gradient is given, and return the sum and the gradient of the next step."""
+    slot, next_slot, next_phase = k % SLOTS, (k + 1) % SLOTS, ((k + 1) // SLOTS) & 1
+    z = warpgroup_mma(g, others.index(slot), z, is_async=True)
+    mbarrier.wait(full.index(next_slot), next_phase)
+    next_g = _gradient(exps.index(2 * next_slot + CONSUMER), high, low, gains, k + 1, TRANSPOSED, K, operand)
+    # Does not wait, since that phase is over, but ends a basic block: ptxas would put the arithmetic behind the wait for the
+    # product.
+    mbarrier.wait(full.index(next_slot), next_phase)
+    z, g = warpgroup_mma_wait(0, deps=(z, g))
+    mbarrier.arrive(empty.index(slot), count=1)
+    return z, next_g
 
 
 @gluon.jit
@@ -150,8 +166,8 @@ def _gradient(block, high, low, gains, k, TRANSPOSED: gl.constexpr, K: gl.conste
     if TRANSPOSED:
         block = block.permute((1, 0))
     e = block.load(operand)
-    # Small terms first.
-    return _fma(e, high, _fma(e, inner, _product(e, low)))
+    # The small term first. With the other two in the other order, ptxas copies operands from register to register.
+    return _fma(e, inner, _fma(e, high, _product(e, low)))
 
 
 @gluon.jit
@@ -242,7 +258,7 @@ def write_product(panel: Tensor, embeddings: Tensor, outer: Bf16Gains, inner: Bf
     run_kernel(
         product_kernel, (_programs(rows, width),),
         _descriptor(panel, blocks), _descriptor(embeddings, [DEPTH, COLUMNS]), into, outer.high, outer.low, inner.inner, rows,
-        cdiv(depth, DEPTH), TRANSPOSED=transposed, WIDTH=width, M=ROWS, K=DEPTH, N=COLUMNS, SLOTS=SLOTS, **OPTIONS,
+        2 * cdiv(depth, 2 * DEPTH), TRANSPOSED=transposed, WIDTH=width, M=ROWS, K=DEPTH, N=COLUMNS, SLOTS=SLOTS, **OPTIONS,
     )  # fmt: skip
 
 

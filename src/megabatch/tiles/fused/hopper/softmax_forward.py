@@ -43,7 +43,7 @@ from .pipeline import (
 )
 
 # Where exponentials are saved, their slots take the place of two for y.
-OUT_SLOTS, Y_SLOTS_TO_SAVE, LAG_TO_SAVE = 2, 5, 4
+OUT_SLOTS, Y_SLOTS_TO_SAVE, LAG_TO_SAVE, GROUP_TO_SAVE = 2, 5, 4, 16
 
 
 @gluon.jit(do_not_specialize=["rows", "columns", "shift"])
@@ -142,7 +142,8 @@ def softmax_stats(
         return False
     target = None
     if saved is not None:
-        pipeline, target = pipeline._replace(y_slots=Y_SLOTS_TO_SAVE, lag=LAG_TO_SAVE), descriptor(saved, TILE // 4)
+        pipeline = pipeline._replace(group=GROUP_TO_SAVE, y_slots=Y_SLOTS_TO_SAVE, lag=LAG_TO_SAVE)
+        target = descriptor(saved, TILE // 4)
     run_kernel(
         stats_kernel, grid(launch, p),
         *operands(*embeddings_of(launch, p)), scale, *sums, target, pair_args.matches, pair_args.ids_M, pair_args.ids_N, p.rows,
