@@ -1,14 +1,15 @@
 """Time the losses at small batches on one thread of a CPU, implementations in turn: `python -m benchmarks.loss_small --help`.
 
-In one process every implementation runs one step after the other, forward and backward, many times over, so that other load of the
-machine affects all of them. `wall_s` is the clock's time of a step, `thread_s` the processor time of the thread that runs it; both
-are medians. On a machine that others use, compare `thread_s`. `benchmarks.loss` does the same on CUDA.
+In one process every implementation runs one step after the other, forward and backward, many times over and in random order, so
+that other load of the machine affects all of them. `wall_s` is the clock's time of a step, `thread_s` the processor time of the
+thread that runs it; both are medians. On a machine that others use, compare `thread_s`. `benchmarks.loss` does the same on CUDA.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -89,9 +90,11 @@ def measure(options: argparse.Namespace, loss: str, batch: int) -> list[report.R
     first = max(step(call, leaves)[0] for call in calls.values())
     runs = options.runs or min(RUNS[1], max(RUNS[0], int(BUDGET_S / first)))
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
+    order = random.Random(0)
     for _ in range(runs):
-        for name, call in calls.items():
-            times[name].append(step(call, leaves))
+        # The code of a step is colder after one that shares little of it.
+        for name in order.sample(list(calls), len(calls)):
+            times[name].append(step(calls[name], leaves))
     case: report.Row = {"loss": loss, "batch": batch, "dim": options.dim, "dtype": options.dtype, "device": DEVICE}
     rows = []
     for name, seconds in times.items():

@@ -41,6 +41,8 @@ INPUTS = {
     "negative scale": (embeddings(24, norm=2.0), -5.0),
     "near the largest exponential": (shifted(24, 92.0), 1.0),
     "no common exponent": (embeddings(24), 500.0),
+    "odds near the largest number": (embeddings(24, kind="opposite"), 42.3),
+    "odds beyond the largest number": (embeddings(24, kind="opposite"), 48.0),
     "huge and equal": (embeddings(24, kind="opposite", norm=100.0), 1e4),
     "huge": (embeddings(24, norm=100.0), 1e4),
 }

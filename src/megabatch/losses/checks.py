@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
-from torch.autograd.forward_ad import unpack_dual
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..ring import Ring
@@ -46,7 +46,9 @@ def product_dtype(t: Tensor) -> torch.dtype:
 
 def is_transformed(t: Tensor) -> bool:
     """Return whether t carries a tangent or belongs to a transform such as vmap."""
-    return is_functorch_wrapped_tensor(t) or is_legacy_batchedtensor(t) or unpack_dual(t).tangent is not None
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None:
+        return True
+    return is_functorch_wrapped_tensor(t) or is_legacy_batchedtensor(t)
 
 
 def can_read(device: torch.device) -> bool:
@@ -81,7 +83,7 @@ def check_tensor(name: str, t: object, meaning: str) -> None:
             f"{name} is inside a transform of torch.func (grad, vjp, jvp, vmap, …), which the tiled losses do not support: use "
             "torch.autograd.grad or .backward() for first derivatives, and the formula in megabatch.reference for everything else"
         )
-    if unpack_dual(t).tangent is not None:
+    if forward_ad.unpack_dual(t).tangent is not None:
         raise ValueError(
             f"{name} is a dual tensor of forward-mode AD, and the tiled losses have reverse-mode derivatives only: use "
             ".backward(), or the formula in megabatch.reference"

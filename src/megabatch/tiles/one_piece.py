@@ -5,12 +5,13 @@ with less than a hundred rows, their number is what takes the time. A larger mat
 time; the sigmoid loss, which has no sums over columns, computes it in panels of rows. All pairs count, and row i of y is the
 positive of row i of x.
 
-As in the contract, sums go over the others, without the positive. t_SM is the logarithm of their odds against the positive, for
-each side S (rows, and columns if the loss is symmetric): softplus(t) is the loss and sigmoid(t) = 1 - p, never as a difference.
+As in the contract, sums go over the others, without the positive. With o the odds of the others against the positive, log1p(o) is
+the loss of a row (or column) and o / (1 + o) = 1 - p, which is never computed as a difference.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -20,10 +21,10 @@ from torch.nn.functional import softplus
 
 from .contract import ComputeOptions, NeedsGrad, OnePiece, accumulator
 from .products import number, operand, row_blocks, slices, units
-from .softplus import softplus_sums_
+from .softplus import LARGEST_EXPONENT, softplus_sums_
 
-# While the logits are within this distance of their middle, neither an exponential nor a sum of 2^30 of them leaves the normal
-# range of fp32, so rows and columns share one exponential.
+# While the logits are within this distance of zero, neither an exponential nor a sum of 2^30 of them leaves the normal range of
+# fp32. Others are shifted by the middle of their range.
 SAFE_RANGE = 60.0
 # From here on softplus(t) is t: below the rounding of fp64. PyTorch's default of 20 is right for fp32 only.
 LINEAR_FROM = 40.0
@@ -71,11 +72,12 @@ def _softmax_loss(
     blocks = row_blocks(s_MN)
     low, high = _range([torch.aminmax(block if kept else block.mul_(scale)) for block in blocks])
     diagonal_M = s_MN.diagonal()
-    positive_M = diagonal_M.clone()
-    # Its exponential of zero leaves the positive out of the sums.
-    diagonal_M.fill_(-torch.inf)
-    # Logits that are not numbers compare as false.
-    shared = high - low <= 2 * SAFE_RANGE
+    positive_M = z_MN.diagonal().mul(scale) if kept else diagonal_M.clone()
+    # Minus infinity, whose exponential of zero leaves the positive out of the sums.
+    diagonal_M.sub_(number(math.inf, s_MN.dtype))
+    share = number(1 / (s_MN.shape[0] * (1 + symmetric)), s_MN.dtype)
+    # Whether rows and columns can share one exponential, so that no odds overflow. Logits that are not numbers compare as false.
+    shared = high - low + math.log(max(s_MN.shape)) <= LARGEST_EXPONENT
     rows, columns = [], []
     if shared:
         middle = (low + high) / 2 if high > SAFE_RANGE or low < -SAFE_RANGE else 0.0
@@ -87,8 +89,8 @@ def _softmax_loss(
             rows.append(block.exp_().sum(1))
             if symmetric:
                 columns.append(block.sum(0))
-        total_SM = _totals(rows, columns)
-        t_SM = total_SM.log().sub_(positive_M)
+        power_M = positive_M.exp_()
+        sides = [_side(total, power_M, share) for total in _totals(rows, columns)]
     else:
         peak_M1 = s_MN.amax(1, keepdim=True)
         peak_1N = s_MN.amax(0, keepdim=True) if symmetric else None
@@ -96,31 +98,58 @@ def _softmax_loss(
             rows.append(row_exp.sum(1))
             if symmetric:
                 columns.append(column_exp.sum(0))
-        total_SM = _totals(rows, columns)
-        peak_SM = peak_M1.t() if peak_1N is None else torch.cat((peak_M1.t(), peak_1N))
-        # The difference first: at logits of 1e8, peak + log(total) would round log(total) away.
-        t_SM = (peak_SM - positive_M).add_(total_SM.log())
-    share = number(1 / t_SM.numel(), t_SM.dtype)
-    loss = softplus(t_SM, 1, LINEAR_FROM).sum().mul_(share)
+        peaks = [peak_M1.squeeze(1), *([] if peak_1N is None else [peak_1N.squeeze(0)])]
+        totals = _totals(rows, columns)
+        sides = [_side_with_peaks(total, peak, positive_M, share) for total, peak in zip(totals, peaks, strict=True)]
+    loss = sides[0].loss
+    if symmetric:
+        loss.add_(sides[1].loss)
+    loss.mul_(share)
     if needs_grad is None:
         return OnePiece(loss)
-    others_SM = t_SM.sigmoid_().mul_(share)
-    row_gain_M, *column_gain_N = (others_SM / total_SM).unbind()
-    row_gains = _as_blocks(row_gain_M.unsqueeze(1), blocks)
+    row_gains = _as_blocks(sides[0].gain_M.unsqueeze(1), blocks)
     # The exponentials become the gradient with respect to the logits.
     if shared:
         for block, row_gain in zip(blocks, row_gains, strict=True):
-            block.mul_(row_gain + column_gain_N[0] if symmetric else row_gain)
+            block.mul_(row_gain + sides[1].gain_M if symmetric else row_gain)
     else:
         exponentials = _exponentials(blocks, peak_M1, peak_1N)
         for block, row_gain, (row_exp, column_exp) in zip(blocks, row_gains, exponentials, strict=True):
             torch.mul(row_exp, row_gain, out=block)
             if symmetric:
-                block.addcmul_(column_exp, column_gain_N[0])
-    diagonal_M.sub_(others_SM.sum(0))
+                block.addcmul_(column_exp, sides[1].gain_M)
+    for side in sides:
+        diagonal_M.sub_(side.others_M)
     products = PanelProducts(scale, x, y, x_MD, needs_grad, compute)
     products.add(0, x, s_MN, z_MN if kept else None)
     return OnePiece(loss, products.gradients(None))
+
+
+class Side(NamedTuple):
+    """The softmax over rows, or over columns.
+
+    loss: the sum of the cross-entropies. gain_M: the factor of exponentials in the gradient. others_M: the probability of the
+    others, 1 - p, as a part of the gradient. The latter two contain the mean's factor.
+    """
+
+    loss: Tensor
+    gain_M: Tensor
+    others_M: Tensor
+
+
+def _side(total_M: Tensor, power_M: Tensor, share: Tensor) -> Side:
+    """Return the softmax from the sums of the others' exponentials and from those of the positives."""
+    gain_M = share / (total_M + power_M)
+    return Side((total_M / power_M).log1p_().sum(), gain_M, total_M * gain_M)
+
+
+def _side_with_peaks(total_M: Tensor, peak_M: Tensor, positive_M: Tensor, share: Tensor) -> Side:
+    """Return the softmax from the sums of exponentials relative to the largest of the others, and from the positives' logits."""
+    # The difference first: at logits of 1e8, peak + log(total) would round log(total) away.
+    t_M = (peak_M - positive_M).add_(total_M.log())
+    loss = softplus(t_M, 1, LINEAR_FROM).sum()
+    others_M = t_M.sigmoid_().mul_(share)
+    return Side(loss, others_M / total_M, others_M)
 
 
 def sigmoid_loss(
@@ -179,12 +208,12 @@ def _exponentials(blocks: Sequence[Tensor], peak_M1: Tensor, peak_1N: Tensor | N
         yield row_exp, row_exp if peak_1N is None else (block - peak_1N).exp_()
 
 
-def _totals(rows: list[Tensor], columns: list[Tensor]) -> Tensor:
+def _totals(rows: list[Tensor], columns: list[Tensor]) -> list[Tensor]:
     """Return the sums over rows and, if there are any, over columns, from those of the blocks."""
-    row_total_M = torch.cat(rows) if len(rows) > 1 else rows[0]
-    if not columns:
-        return row_total_M[None]
-    return torch.stack((row_total_M, torch.stack(columns).sum(0) if len(columns) > 1 else columns[0]))
+    totals = [torch.cat(rows) if len(rows) > 1 else rows[0]]
+    if columns:
+        totals.append(torch.stack(columns).sum(0) if len(columns) > 1 else columns[0])
+    return totals
 
 
 def _total(sums: list[Tensor]) -> Tensor:
