@@ -368,12 +368,14 @@ def with_the_host(steps: Sequence[Step]) -> list[Row]:
     """Return, for each of several CUDA steps, the seconds until it is enqueued and until it is computed, on a device that is idle
     before. They run in turn, the first time to allocate their memory. A step that runs out of it has no times.
 
-    The order changes from turn to turn: a device that has just computed a heavy step is slower in the next one.
+    The order changes from turn to turn, and steps with fewer runs sit out some turns all along: a device that has just computed a
+    heavy step is slower in the next one.
     """
     times: dict[int, list[tuple[float, float]]] = {place: [] for place in range(len(steps))}
     order = random.Random(0)
-    for turn in range(1 + max(step.runs for step in steps)):
-        places = [place for place in times if turn <= steps[place].runs]
+    most = max(step.runs for step in steps)
+    for turn in range(1 + most):
+        places = [place for place in times if turn == 0 or _takes_part(turn, steps[place].runs, most)]
         for place in order.sample(places, len(places)):
             torch.cuda.synchronize()
             start = time.perf_counter()
@@ -390,6 +392,11 @@ def with_the_host(steps: Sequence[Step]) -> list[Row]:
     for place, own in times.items():
         rows[place] = dict(zip(("host_s", "wall_s"), map(statistics.median, zip(*own, strict=True)), strict=True))
     return rows
+
+
+def _takes_part(turn: int, runs: int, turns: int) -> bool:
+    """Return whether a step with so many runs, spread evenly over the turns from 1 on, runs in this one."""
+    return turn * runs // turns > (turn - 1) * runs // turns
 
 
 def _mark() -> torch.cuda.Event:

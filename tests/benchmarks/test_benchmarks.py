@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import mmap
@@ -272,6 +273,14 @@ def test_steps_of_one_size_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert [sorted(turn) for turn in turns] == [[(batch, "full matrix"), (batch, "ours")] for batch in (8, 16) for _ in range(8)]
     assert len(set(turns)) == 4
     assert all(0 < row["host_s"] <= row["wall_s"] for row in report.read_rows(tmp_path / "rows.jsonl"))
+
+
+@pytest.mark.parametrize(("runs", "turns"), [(1, 9), (4, 12), (5, 12), (34, 50), (50, 50)])
+def test_steps_with_fewer_runs_are_spread_over_the_turns(runs: int, turns: int) -> None:
+    where = [turn for turn in range(1, turns + 1) if measuring._takes_part(turn, runs, turns)]
+    assert len(where) == runs
+    gaps = [later - earlier for earlier, later in itertools.pairwise([0, *where])]
+    assert max(gaps) - min(gaps) <= 1
 
 
 def test_a_step_that_runs_out_of_memory_beside_others_has_no_times(monkeypatch: pytest.MonkeyPatch) -> None:
