@@ -219,7 +219,7 @@ def _place(i, K: tl.constexpr):
 
 
 def padded(rows: int) -> int:
-    """Return the number of rows of all programs, which is a multiple that keeps vectors of gains aligned."""
+    """Return the number of rows of all programs, which is that of all pairs of steps too (ROWS = DEPTH)."""
     return cdiv(rows, 2 * ROWS) * 2 * ROWS
 
 
@@ -228,7 +228,7 @@ def bf16_gains(
 ) -> tuple[Bf16Gains, Bf16Gains]:
     """Return the first gains of rows and of columns in bf16, zeros for columns that have none.
 
-    rows, columns: how many, multiples of DEPTH as `padded` gives them.
+    rows, columns: how many, as `padded` gives them.
     """
     made = torch.empty(3, rows + columns, dtype=torch.bfloat16, device=needs_fallback.device)
     run_kernel(
