@@ -1,8 +1,9 @@
 """A loss of small batches as a CUDA graph: value and gradients are captured once for each shape, and each call replays them.
 
-At a few thousand pairs a step takes as long as the host needs to launch it. A call here copies its inputs into the graph's own,
-replays the graph and copies the value; backward multiplies the graph's gradients, which are for an incoming gradient of one. A
-graph has one place for its results: replays are numbered (`generation`), and backward repeats one that is no longer the last.
+At a few thousand pairs a step takes as long as the host needs to launch it. A call here copies its inputs into the graph's own and
+replays the graph, which ends by copying the value; backward multiplies the graph's gradients, which are for an incoming gradient
+of one. A graph has one place for its gradients: replays are numbered (`generation`), and backward repeats one that is no longer
+the last.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..tiles import copies_of
+from ..tiles import graph_gradients, graph_inputs
+from ..tiles.contract import GraphInputs
 from .autograd import LossModule, first_derivative_only
 from .batch import computed_for_graph, is_accumulating
 from .checks import PLAIN_TENSORS
@@ -250,13 +252,19 @@ class LossGraph:
     """A captured computation and the memory that it reads and writes.
 
     inputs: read by replay(). value, gradients: written by it; the latter are for an incoming gradient of one, and without those
-        that are None. generation: the number of the last replay.
+        that are None. fused_inputs: what fills the inputs, if replay() delivers a copy of the value too. generation: the number of the
+        last replay.
     """
 
     def __init__(
-        self, inputs: Sequence[Tensor], value: Tensor, gradients: Sequence[Tensor | None], replay: Callable[[], None]
+        self,
+        inputs: Sequence[Tensor],
+        value: Tensor,
+        gradients: Sequence[Tensor | None],
+        replay: Callable[[], None],
+        fused_inputs: GraphInputs | None = None,
     ) -> None:
-        self.inputs, self.value, self.replay = list(inputs), value, replay
+        self.inputs, self.value, self.replay, self.fused_inputs = list(inputs), value, replay, fused_inputs
         self.generation = next(_generations)
         # Without the GIL in operations, another thread could copy its inputs between this one's copy and replay.
         self.lock = threading.Lock()
@@ -265,38 +273,51 @@ class LossGraph:
         self.gradients = [t for t in gradients if t is not None]
         self.no_results: list[Tensor | None] = [None] * (1 + len(gradients))
         self.differentiable = bool(self.gradients)
-        self.copy_inputs, self.scale_gradients = copies_of(self.inputs), copies_of(self.gradients)
+        self.fused_gradients = graph_gradients(self.gradients)
 
     def run(self, inputs: list[Tensor] | tuple[Tensor, ...]) -> tuple[Tensor, int]:
         """Return a copy of the value for these inputs, and the number of the replay."""
         # Skips the layers of autograd in the dispatch of every operation.
         with self.lock, torch._C._AutoDispatchBelowAutograd():
-            self._compute(inputs)
-            return self.value.clone(), self.generation
+            value = torch.empty_like(self.value)
+            self._compute(inputs, value)
+            if self.fused_inputs is None:
+                value.copy_(self.value)
+            return value, self.generation
 
-    def backward(self, inputs: tuple[Tensor, ...], generation: int, g: Tensor) -> tuple[list[Tensor | None], int]:
+    def new_gradients(self) -> list[Tensor]:
+        """Return memory for gradients."""
+        return [torch.empty_like(t) for t in self.gradients]
+
+    def backward(
+        self, inputs: tuple[Tensor, ...], generation: int, g: Tensor, targets: list[Tensor]
+    ) -> tuple[list[Tensor | None], int]:
         """Return the gradients for the gradient g of the value, the first one for the graph itself, and the number of their replay.
 
         generation: the number of the replay whose gradients are wanted; inputs: those of that replay, which is repeated if it is
-        not the last one.
+        not the last one. targets: the memory of the gradients.
         """
         with self.lock, torch._C._AutoDispatchBelowAutograd():
             if self.generation != generation:
-                self._compute(inputs)
-            targets = [torch.empty_like(t) for t in self.gradients]
-            if self.scale_gradients is None or not self.scale_gradients(self.gradients, targets, g):
+                self._compute(inputs, self.value)
+            if self.fused_gradients is None:
                 # A factor with a dimension is not rounded to the dtype of the gradient first: the product is rounded once.
                 factor = g.view(1)
                 for t, target in zip(self.gradients, targets, strict=True):
                     torch.mul(t, factor if t.ndim else g, out=target)
+            else:
+                self.fused_gradients.scale(g, targets)
             results = self.no_results.copy()
             for place, target in zip(self.places, targets, strict=True):
                 results[place] = target
             return results, self.generation
 
-    def _compute(self, inputs: list[Tensor] | tuple[Tensor, ...]) -> None:
-        if self.copy_inputs is None or not self.copy_inputs(inputs, self.inputs):
+    def _compute(self, inputs: list[Tensor] | tuple[Tensor, ...], value: Tensor) -> None:
+        """Replay the graph for these inputs. value: where it delivers its value, if it does."""
+        if self.fused_inputs is None:
             torch._foreach_copy_(self.inputs, inputs)
+        else:
+            self.fused_inputs.fill(inputs, value)
         self.replay()
         self.generation = next(_generations)
 
@@ -307,6 +328,8 @@ class _Replay(torch.autograd.Function):
         ctx.save_for_backward(*inputs)
         ctx.graph = graph
         value, ctx.generation = graph.run(inputs)
+        # Memory is allocated faster here than in the thread of backward, which has last allocated some in the backward before.
+        ctx.targets = graph.new_gradients()
         return value
 
     @staticmethod
@@ -314,7 +337,9 @@ class _Replay(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         # Read in any case: this raises if an input was modified, or if the graph of autograd was freed.
         inputs = ctx.saved_tensors
-        results, ctx.generation = ctx.graph.backward(inputs, ctx.generation, g)
+        targets, ctx.targets = ctx.targets, None
+        # A second backward of a retained graph needs memory of its own.
+        results, ctx.generation = ctx.graph.backward(inputs, ctx.generation, g, targets or ctx.graph.new_gradients())
         return tuple(results)
 
 
@@ -350,6 +375,7 @@ def capture(call: LossCall) -> LossGraph:
         current = torch.cuda.current_stream()
         # Static inputs belong to the current stream, which replays the graph: they are not reused before a replay is done.
         static, leaves = static_inputs(call.tensors)
+        fused_inputs = graph_inputs(static)
         if device not in _side_streams:
             _side_streams[device] = torch.cuda.Stream()
         side = _side_streams[device]
@@ -358,7 +384,7 @@ def capture(call: LossCall) -> LossGraph:
         with torch.cuda.stream(side):
             check_leaves(call, leaves)
             # A capture that fails leaves PyTorch's allocator in a bad state, so this is found before.
-            waits = all([_waits(call, leaves) for _ in range(WARM_UP_CALLS)])
+            waits = all([_waits(call, leaves, fused_inputs) for _ in range(WARM_UP_CALLS)])
         current.wait_stream(side)
         if waits:
             raise ValueError(
@@ -378,7 +404,7 @@ def capture(call: LossCall) -> LossGraph:
                 torch.cuda.stream(side),
                 torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"),
             ):
-                result = evaluate(call, leaves)
+                result = evaluate(call, leaves, fused_inputs)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -386,17 +412,17 @@ def capture(call: LossCall) -> LossGraph:
                 f"the loss cannot be captured in a CUDA graph ({str(error).splitlines()[0]}): its operations must not wait for the "
                 "device; use the loss itself"
             ) from error
-    return LossGraph(static, result.value, result.gradients, graph.replay)
+    return LossGraph(static, result.value, result.gradients, graph.replay, fused_inputs)
 
 
-def _waits(call: LossCall, leaves: Sequence[Tensor]) -> bool:
+def _waits(call: LossCall, leaves: Sequence[Tensor], fused_inputs: GraphInputs | None) -> bool:
     """Compute the loss and its gradients, and return whether the host has waited for the device."""
     mode = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            evaluate(call, leaves)
+            evaluate(call, leaves, fused_inputs)
         finally:
             torch.cuda.set_sync_debug_mode(mode)
     return any("synchronizing CUDA operation" in str(warning.message) for warning in caught)
@@ -447,8 +473,11 @@ def leaves_of(value: Tensor) -> dict[int, Tensor]:
     return leaves
 
 
-def evaluate(call: LossCall, leaves: Sequence[Tensor]) -> Result:
-    """Return the value, and the gradients of the leaves for an incoming gradient of one."""
+def evaluate(call: LossCall, leaves: Sequence[Tensor], fused_inputs: GraphInputs | None = None) -> Result:
+    """Return the value, and the gradients of the leaves for an incoming gradient of one.
+
+    fused_inputs: what delivers the value too.
+    """
     value = call(leaves)
     gradients: list[Tensor | None] = [None] * len(leaves)
     if value.requires_grad:
@@ -458,6 +487,8 @@ def evaluate(call: LossCall, leaves: Sequence[Tensor]) -> Result:
             computed = torch.autograd.grad(value, [leaves[place] for place in places], allow_unused=True)
         for place, gradient in zip(places, computed, strict=True):
             gradients[place] = gradient
+    if fused_inputs is not None:
+        fused_inputs.deliver(value.detach())
     return Result(value.detach(), gradients)
 
 

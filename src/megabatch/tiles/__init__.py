@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from . import distill, eager, maxsim, one_piece
-from .contract import Copies, OnePieceTiles, PrefixTiles, Tiles
+from .contract import GraphGradients, GraphInputs, OnePieceTiles, PrefixTiles, Tiles
 from .distill import DistillTiles
 from .maxsim import MaxSimTiles
 
@@ -75,13 +76,22 @@ def maxsim_for(device: torch.device, dtype: torch.dtype, backend: str | None = N
     return fused_maxsim
 
 
-def copies_of(like: Sequence[Tensor]) -> Copies | None:
-    """Return what copies tensors that are like these in one launch, or None if they have to be copied one by one."""
-    if not like or not like[0].is_cuda or _fused_unavailable(like[0].device, torch.float32) is not None:
-        return None
-    from .fused import copies
+def graph_inputs(inputs: Sequence[Tensor]) -> GraphInputs | None:
+    """Return what fills the inputs of a CUDA graph in one launch, or None if they have to be filled one by one."""
+    return graph_memory.GraphInputs(inputs) if (graph_memory := _graph_memory_for(inputs)) else None
 
-    return copies.copies_of(like)
+
+def graph_gradients(gradients: Sequence[Tensor]) -> GraphGradients | None:
+    """Return what reads the gradients of a CUDA graph in one launch, or None if they have to be read one by one."""
+    return graph_memory.GraphGradients(gradients) if (graph_memory := _graph_memory_for(gradients)) else None
+
+
+def _graph_memory_for(tensors: Sequence[Tensor]) -> ModuleType | None:
+    if not tensors or not tensors[0].is_cuda or _fused_unavailable(tensors[0].device, torch.float32) is not None:
+        return None
+    from .fused import graph_memory
+
+    return graph_memory if graph_memory.can_copy(tensors) else None
 
 
 def _fused_unavailable(device: torch.device, dtype: torch.dtype) -> str | None:

@@ -190,14 +190,23 @@ class OnePieceTiles(Protocol):
         ...
 
 
-class Copies(Protocol):
-    """Copies of a few tensors of certain shapes and dtypes in one launch."""
+class GraphInputs(Protocol):
+    """The tensors that a CUDA graph reads, filled in one launch, which also says where the graph is to write its value."""
 
-    def __call__(self, sources: Sequence[Tensor], targets: Sequence[Tensor], factor: Tensor | None = None) -> bool:
-        """Copy the sources to the targets, which are contiguous, times the factor if it is given: in all calls or in none.
+    def fill(self, sources: Sequence[Tensor], result: Tensor) -> None:
+        """Copy the sources to the tensors, and let `deliver` write to result."""
+        ...
 
-        Return whether it was possible. If not, nothing has been copied.
-        """
+    def deliver(self, value: Tensor) -> None:
+        """As a part of the graph: write its value to the result of the last `fill`."""
+        ...
+
+
+class GraphGradients(Protocol):
+    """The gradients that a CUDA graph writes, read in one launch."""
+
+    def scale(self, factor: Tensor, targets: Sequence[Tensor]) -> None:
+        """Write the gradients times the factor, a tensor without dimensions, to the targets."""
         ...
 
 

@@ -273,7 +273,9 @@ def launch_compiled(
         compiled[grid](*arguments, *constants)
         return
     x, y, z = (*grid, 1, 1)[:3]
-    compiled.run(x, y, z, _stream(device), compiled.function, compiled.packed_metadata, None, None, None, *arguments, *constants)
+    # For a tensor, Triton would call data_ptr and then ask the driver about the address.
+    values = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
+    compiled.run(x, y, z, _stream(device), compiled.function, compiled.packed_metadata, None, None, None, *values, *constants)
 
 
 def _stream(device: int | None) -> int:

@@ -1,0 +1,139 @@
+"""Copies to and from the memory of a CUDA graph, each in one launch: for small batches, where launches cost the host's time."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import cdiv, launch_compiled
+
+# Tensors of one launch.
+MOST = 4
+BLOCK = 1024
+# What every device can load and store, apart from integers.
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.bool)
+# Triton lets a kernel read several values at once if they start at a multiple of so many bytes.
+ALIGNMENT = 16
+
+
+@triton.jit(do_not_specialize=["length_a", "length_b", "length_c", "length_d"], do_not_specialize_on_alignment=["result"])
+def copy_kernel(
+    a, b, c, d, to_a, to_b, to_c, to_d, factor, result, place, length_a, length_b, length_c, length_d, BLOCK: tl.constexpr
+):
+    """Copy tensors of these lengths, times the factor unless it is None; write the address of result to place unless it is None.
+    Only a is not None in any case."""
+    block = tl.program_id(0)
+    if result is not None:
+        # All programs write the same.
+        tl.store(place, result.to(tl.int64))
+    _copy(a, to_a, factor, length_a, block, BLOCK)
+    block -= tl.cdiv(length_a, BLOCK)
+    if b is not None:
+        _copy(b, to_b, factor, length_b, block, BLOCK)
+        block -= tl.cdiv(length_b, BLOCK)
+    if c is not None:
+        _copy(c, to_c, factor, length_c, block, BLOCK)
+        block -= tl.cdiv(length_c, BLOCK)
+    if d is not None:
+        _copy(d, to_d, factor, length_d, block, BLOCK)
+
+
+@triton.jit
+def _copy(source, target, factor, length, block, BLOCK: tl.constexpr):
+    i = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = (block >= 0) & (i < length)
+    values = tl.load(source + i, mask=inside)
+    if factor is not None:
+        # The product is rounded once, to the dtype of the target.
+        values = values * tl.load(factor)
+    tl.store(target + i, values, mask=inside)
+
+
+@triton.jit
+def deliver_kernel(value, place):
+    """Write the value to the address that is stored in place."""
+    tl.store(tl.load(place).to(value.dtype), tl.load(value))
+
+
+class _OneLaunch:
+    """Copies of tensors that are like these, by one kernel that is found once."""
+
+    def __init__(self, like: Sequence[Tensor]) -> None:
+        lengths = [t.numel() for t in like]
+        self.device = like[0].get_device()
+        self.missing = (None,) * (MOST - len(like))
+        self.lengths = *lengths, *itertools.repeat(0, len(self.missing))
+        self.grid = (sum(cdiv(length, BLOCK) for length in lengths),)
+        self.compiled: Any = None
+
+    def launch(
+        self,
+        sources: Sequence[Tensor],
+        targets: Sequence[Tensor],
+        factor: Tensor | None = None,
+        result: Tensor | None = None,
+        place: Tensor | None = None,
+    ) -> None:
+        if self.device >= 0 and self.device != torch._C._cuda_getDevice():
+            with torch.cuda.device(self.device):
+                return self.launch(sources, targets, factor, result, place)
+        tensors = *sources, *self.missing, *targets, *self.missing, factor, result, place
+        if self.compiled is None:
+            # Triton's interpreter compiles nothing.
+            self.compiled = copy_kernel[self.grid](*tensors, *self.lengths, BLOCK=BLOCK)
+        else:
+            launch_compiled(self.compiled, self.grid, self.device, (*tensors, *self.lengths), (BLOCK,))
+
+
+class GraphInputs(_OneLaunch):
+    """Implements contract.GraphInputs."""
+
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
+        super().__init__(inputs)
+        self.inputs = inputs
+        # Nobody reads what is delivered before the first call. No value takes more bytes.
+        self.unread = torch.empty(1, dtype=torch.float64, device=inputs[0].device)
+        self.place = torch.tensor([self.unread.data_ptr()], device=inputs[0].device)
+
+    def fill(self, sources: Sequence[Tensor], result: Tensor) -> None:
+        self.launch([t if _is_readable(t) else _copied(t) for t in sources], self.inputs, None, result, self.place)
+
+    def deliver(self, value: Tensor) -> None:
+        deliver_kernel[(1,)](value, self.place)
+
+
+class GraphGradients(_OneLaunch):
+    """Implements contract.GraphGradients."""
+
+    def __init__(self, gradients: Sequence[Tensor]) -> None:
+        super().__init__(gradients)
+        self.gradients = gradients
+
+    def scale(self, factor: Tensor, targets: Sequence[Tensor]) -> None:
+        self.launch(self.gradients, targets, factor if _is_readable(factor) else _copied(factor))
+
+
+def can_copy(tensors: Sequence[Tensor]) -> bool:
+    """Return whether one launch can copy these tensors to memory of the same form, or from it."""
+    return 0 < len(tensors) <= MOST and all(
+        t.numel() and (t.dtype in DTYPES or _is_integer(t.dtype)) and _is_readable(t) for t in tensors
+    )
+
+
+def _is_readable(t: Tensor) -> bool:
+    return t.data_ptr() % ALIGNMENT == 0 and t.is_contiguous() and not t.is_neg()
+
+
+def _copied(t: Tensor) -> Tensor:
+    """Return a copy that a kernel can read."""
+    return torch.empty(t.shape, dtype=t.dtype, device=t.device).copy_(t)
+
+
+def _is_integer(dtype: torch.dtype) -> bool:
+    return not dtype.is_floating_point and not dtype.is_complex
