@@ -103,7 +103,9 @@ def _rows(variants: list[Variant], sizes: list[int], dim: int, device: str) -> I
             implementations: dict[str, Callable[[Batch], Tensor]] = {"megabatch": _ours}
             if variant.plain:
                 implementations["pytorch"] = _plain
-            if variant.plain and variant.matrices == len(ALL) and device == "cuda":
+            if variant.plain and device == "cuda":
+                # Otherwise all variants and sizes together exceed the limit of recompilations of one function.
+                torch._dynamo.reset()
                 implementations["pytorch, compiled"] = torch.compile(_plain, dynamic=False)
             for name, loss in implementations.items():
                 row = {"variant": variant.name, "implementation": name, "batch": size, "dim": dim, "device": device}

@@ -199,8 +199,12 @@ def test_backward_again_through_a_retained_graph(recorder):
     first, second = arguments(seed=1), arguments(seed=2)
     expected = step(megabatch.clip_loss, first)[1:]
     value = criterion(*first)
-    assert same(list(torch.autograd.grad(value, first, retain_graph=True)), expected)
-    assert same(list(torch.autograd.grad(value, first, retain_graph=True)), expected) and recorder.replays == 1
+    gradients = [list(torch.autograd.grad(value, first, retain_graph=True)) for _ in range(2)]
+    assert recorder.replays == 1
+    # Each has memory of its own.
+    gradients[1][0].zero_()
+    assert same(gradients[0], expected)
+    assert same(gradients[1][1:], expected[1:])
     other = criterion(*second)
     for replays in (3, 3):
         assert same(list(torch.autograd.grad(value, first, retain_graph=True)), expected) and recorder.replays == replays

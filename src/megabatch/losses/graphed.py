@@ -252,8 +252,8 @@ class LossGraph:
     """A captured computation and the memory that it reads and writes.
 
     inputs: read by replay(). value, gradients: written by it; the latter are for an incoming gradient of one, and without those
-        that are None. fused_inputs: what fills the inputs, if replay() delivers a copy of the value too. generation: the number of the
-        last replay.
+        that are None. fused_inputs: what fills the inputs, if replay() delivers a copy of the value too. generation: the number of
+        the last replay.
     """
 
     def __init__(
