@@ -88,6 +88,7 @@ THIRD_PARTY = {
     "huggingface_hub": {"towers"},
     "safetensors": {"packages", "training", "towers"},
     "PIL": {"data", "packages", "reporting", "towers", "training"},
+    "simplejpeg": {"data"},
     "fontTools": {"data", "packages"},
     "datasets": {"data"},
     "pyarrow": {"data", "packages"},

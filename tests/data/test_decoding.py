@@ -2,14 +2,17 @@
 
 import io
 import os
+import random
 import struct
 import zlib
 
 import pytest
+import torch
 from PIL import Image
 
-from megabatch.data import BadSample
-from megabatch.data.decoding import as_text, decode_image
+from megabatch.data import BadSample, decoding
+from megabatch.data.decoding import as_text, decode_image, read_image
+from megabatch.data.source import ImageRequest
 from megabatch.towers.inputs import PrepareImage
 
 LIMIT = 1000
@@ -198,3 +201,80 @@ def test_a_truncated_jpeg_is_refused_when_it_is_reduced():
 def test_formats_that_cannot_be_reduced_are_decoded_whole():
     for kind in ("PNG", "WEBP", "TIFF"):
         assert decode_image(encoded(smooth(64, 48), kind), "a", 10**6, lambda width, height: (8, 6)).size == (64, 48)
+
+
+def photo(width, height, mode="RGB", seed=0):
+    """Return noise in several scales, which no two decoders would decode alike by chance."""
+    generator = random.Random(seed)
+
+    def noise(*size):
+        return Image.frombytes(mode, size, generator.randbytes(len(mode) * size[0] * size[1]))
+
+    return Image.blend(noise(9, 7).resize((width, height), Image.Resampling.BICUBIC), noise(width, height), 0.2)
+
+
+def as_tensor(image):
+    """Return the pixels of an image of Pillow."""
+    return torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(image.height, image.width, -1)
+
+
+@pytest.mark.parametrize("edge", [1, 1.9, 2.1, 4.5, 9])
+@pytest.mark.parametrize(
+    "options",
+    [{"subsampling": 0}, {"subsampling": 1}, {"subsampling": 2}, {"quality": 30}, {"progressive": True}, {"mode": "L"}],
+    ids=str,
+)
+def test_a_tensor_has_the_pixels_that_pillow_decodes(edge, options):
+    pytest.importorskip("simplejpeg")
+    options = dict(options)
+    mode = options.pop("mode", "RGB")
+    for number, size in enumerate([(160, 136), (161, 255), (203, 149), (136, 500)]):
+        data = encoded(photo(*size, mode, number), "JPEG", **options)
+
+        def sufficient(width, height):
+            return width / edge, height / edge
+
+        tensor = read_image(data, "a", 10**6, ImageRequest(sufficient, tensor=True))
+        assert isinstance(tensor, torch.Tensor) and tensor.dtype == torch.uint8
+        assert torch.equal(tensor, as_tensor(decode_image(data, "a", 10**6, sufficient)))
+    assert torch.equal(read_image(data, "a", 10**6, ImageRequest(tensor=True)), as_tensor(decode_image(data, "a", 10**6)))
+
+
+def test_images_that_pillow_has_to_decode_are_no_tensors():
+    rgb, rotated = photo(40, 30), Image.Exif()
+    rotated[0x0112] = 6
+    others = [encoded(rgb), encoded(rgb, "WEBP"), encoded(rgb, "JPEG", exif=rotated), encoded(photo(40, 30, "CMYK"), "JPEG")]
+    others += [encoded(rgb, "JPEG", keep_rgb=True), encoded(photo(15, 200), "JPEG")]
+    for data in others:
+        image = read_image(data, "a", LIMIT * 10, ImageRequest(tensor=True))
+        assert image.tobytes() == decode_image(data, "a", LIMIT * 10).tobytes()
+
+
+def test_no_tensors_without_simplejpeg(monkeypatch):
+    monkeypatch.setattr(decoding, "_import_simplejpeg", lambda: None)
+    data = encoded(photo(40, 30), "JPEG")
+    assert isinstance(read_image(data, "a", 10**6, ImageRequest(tensor=True)), Image.Image)
+
+
+@pytest.mark.parametrize("options", [{}, {"progressive": True}], ids=str)
+def test_damaged_jpegs_are_refused_or_decoded_as_pillow_does(options):
+    noise = random.Random(0)
+    whole = encoded(photo(48, 40), "JPEG", **options)
+    damaged = [whole[: noise.randrange(2, len(whole))] for _ in range(60)]
+    for _ in range(240):
+        data = bytearray(whole)
+        for _ in range(noise.choice([1, 1, 3])):
+            data[noise.randrange(2, len(data))] = noise.randrange(256)
+        damaged.append(bytes(data))
+    damaged += [whole + b"tail", whole[:-2]]
+
+    def outcome(data, tensor):
+        try:
+            image = read_image(data, "a", 10**6, ImageRequest(tensor=tensor))
+        except BadSample as error:
+            return error.reason
+        return (image if isinstance(image, torch.Tensor) else as_tensor(image)).tolist()
+
+    outcomes = [outcome(data, tensor=False) for data in damaged]
+    assert [outcome(data, tensor=True) for data in damaged] == outcomes
+    assert 20 < sum(isinstance(each, str) for each in outcomes) < len(damaged) - 20

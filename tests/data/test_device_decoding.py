@@ -16,7 +16,7 @@ from megabatch.data.decoding import read_image
 from megabatch.data.device_decoding import DeviceDecoder, open_decoder
 from megabatch.data.loader import Loader
 from megabatch.data.sampler import Order
-from megabatch.data.source import EncodedJpeg, KeepJpeg
+from megabatch.data.source import EncodedJpeg, ImageRequest
 from megabatch.towers.inputs import ByteTokenizer, PrepareImage
 from megabatch.training import build
 from megabatch.training.signals import Stopped
@@ -161,7 +161,7 @@ def test_a_sample_that_nothing_can_decode_is_skipped_with_all_of_its_values(tmp_
     # Complete by its header and its end, but its scan has seven components: Pillow refuses it, and so does the stand-in.
     scan = whole.index(b"\xff\xda")
     torn = whole[: scan + 4] + b"\x07" + whole[scan + 5 :]
-    assert isinstance(read_image(torn, "a", LIMIT, KeepJpeg()), EncodedJpeg)
+    assert isinstance(read_image(torn, "a", LIMIT, ImageRequest(encoded=True)), EncodedJpeg)
     source = write_shard(tmp_path / "a.tar", [whole, torn, whole])
     (expected,) = load(source, None).batches([(0, 3)])
     (batch,) = load(source, standing_in()).batches([(0, 3)])
@@ -199,17 +199,17 @@ def test_a_rank_without_rows_has_their_shape(tmp_path):
 
 def test_only_jpegs_that_nvjpeg_decodes_alike_are_kept():
     rgb = photo(40, 30)
-    assert isinstance(read_image(jpeg(rgb), "a", LIMIT, KeepJpeg()), EncodedJpeg)
-    turned = read_image(jpeg(rgb, exif=exif(6)), "a", LIMIT, KeepJpeg())
+    assert isinstance(read_image(jpeg(rgb), "a", LIMIT, ImageRequest(encoded=True)), EncodedJpeg)
+    turned = read_image(jpeg(rgb, exif=exif(6)), "a", LIMIT, ImageRequest(encoded=True))
     assert (turned.width, turned.height, turned.transposition, turned.grey) == (30, 40, "ROTATE_270", False)
-    assert read_image(jpeg(rgb.convert("L")), "a", LIMIT, KeepJpeg()).grey
+    assert read_image(jpeg(rgb.convert("L")), "a", LIMIT, ImageRequest(encoded=True)).grey
     kept_rgb = jpeg(rgb, keep_rgb=True)
     for data in (jpeg(rgb, progressive=True), jpeg(rgb.convert("CMYK")), kept_rgb, png(rgb)[1]):
-        assert isinstance(read_image(data, "a", LIMIT, KeepJpeg()), Image.Image)
+        assert isinstance(read_image(data, "a", LIMIT, ImageRequest(encoded=True)), Image.Image)
     with pytest.raises(BadSample, match="truncated"):
-        read_image(jpeg(rgb)[:-100], "a", LIMIT, KeepJpeg())
+        read_image(jpeg(rgb)[:-100], "a", LIMIT, ImageRequest(encoded=True))
     with pytest.raises(BadSample, match=r"40 × 30 pixels, more than data.max_pixels = 1000"):
-        read_image(jpeg(rgb), "a", 1000, KeepJpeg())
+        read_image(jpeg(rgb), "a", 1000, ImageRequest(encoded=True))
 
 
 def test_a_run_on_a_cpu_is_refused_with_the_remedy(tmp_path):

@@ -535,6 +535,39 @@ def test_invalid_arguments_are_refused(options, message):
         load(Shelves([3]), **options)
 
 
+def test_rows_are_the_same_without_simplejpeg(tmp_path, monkeypatch):
+    pytest.importorskip("simplejpeg")
+    from PIL import Image
+
+    from megabatch.config import Data
+    from megabatch.data import decoding, open_source
+    from megabatch.towers.inputs import PrepareImage
+
+    for number in range(6):
+        image = Image.radial_gradient("L").rotate(40 * number).resize((200, 150 + number))
+        image.convert("RGB" if number % 3 else "L").save(tmp_path / f"{number}.jpg", quality=70)
+        (tmp_path / f"{number}.txt").write_text(f"text {number}")
+    prepare, source = PrepareImage(48, crop=0.5, flip=True), open_source(Data(source=str(tmp_path)))
+    kinds = set()
+
+    def pixels():
+        (batch,) = load(source, x=prepare, augment=True).batches([(0, 6)])
+        return batch.x
+
+    def decode(image, file):
+        decoded = decode_to_tensor(image, file)
+        kinds.add(type(decoded))
+        return decoded
+
+    decode_to_tensor = decoding._decode_to_tensor
+    monkeypatch.setattr(decoding, "_decode_to_tensor", decode)
+    expected = pixels()
+    assert kinds == {torch.Tensor}
+    monkeypatch.setattr(decoding, "_import_simplejpeg", lambda: None)
+    assert torch.equal(pixels(), expected)
+    assert kinds == {torch.Tensor, type(None)}
+
+
 def test_jpegs_are_reduced_as_far_as_the_preparation_of_their_side_allows(tmp_path):
     from PIL import Image
 

@@ -22,7 +22,7 @@ from PIL import Image
 
 from megabatch import config, measurements
 from megabatch.data.sampler import Order, Subset
-from megabatch.data.source import ALL_PIXELS, Sample, SufficientSizes
+from megabatch.data.source import ALL_PIXELS, ImageRequests, Sample
 from megabatch.measuring.sweep import sweep, sweep_report
 from megabatch.measuring.sweep import sweep_runs as results
 from megabatch.measuring.sweep.cases import (
@@ -329,7 +329,7 @@ class Grouped:
     def __init__(self, groups: list[str]) -> None:
         self.groups, self.lengths = groups, [len(groups)]
 
-    def read(self, shard: int, index: int, sufficient: SufficientSizes = ALL_PIXELS) -> Sample:
+    def read(self, shard: int, index: int, requests: ImageRequests = ALL_PIXELS) -> Sample:
         return Sample(str(index), "", "")
 
     def group(self, shard: int, index: int) -> str:

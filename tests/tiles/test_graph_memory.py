@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 from interpreted import IN_INTERPRETER
 
-from megabatch.tiles.fused.graph_memory import BLOCK, MOST, GraphGradients, GraphInputs, can_copy
+from megabatch.tiles.fused.graph_memory import BLOCK, MOST, CopiedInputs, ScaledGradients, can_copy
 
 pytestmark = IN_INTERPRETER
 
@@ -32,7 +32,7 @@ def test_inputs_are_copied(shapes, dtypes):
     sources = tensors(shapes, *dtypes)
     # One value more than each has, which must stay.
     places = [torch.full((t.numel() + 1,), 7, dtype=t.dtype) for t in sources]
-    inputs = GraphInputs([place[:-1].view(t.shape) for place, t in zip(places, sources, strict=True)])
+    inputs = CopiedInputs([place[:-1].view(t.shape) for place, t in zip(places, sources, strict=True)])
     for _ in range(2):
         inputs.fill(sources, torch.zeros(()))
     for source, place in zip(sources, places, strict=True):
@@ -41,7 +41,7 @@ def test_inputs_are_copied(shapes, dtypes):
 
 def test_inputs_that_a_kernel_cannot_read_as_they_are():
     place = torch.zeros(4, 4)
-    inputs = GraphInputs([place])
+    inputs = CopiedInputs([place])
     transposed, shifted = torch.randn(4, 4).T, torch.randn(17)[1:].view(4, 4)
     negated = torch.randn(4, 4, dtype=torch.complex64).conj().imag
     assert negated.is_neg()
@@ -52,7 +52,7 @@ def test_inputs_that_a_kernel_cannot_read_as_they_are():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
 def test_a_value_is_delivered_to_the_result_of_the_last_call(dtype):
-    inputs, value = GraphInputs([torch.zeros(3)]), torch.tensor(1.5, dtype=dtype)
+    inputs, value = CopiedInputs([torch.zeros(3)]), torch.tensor(1.5, dtype=dtype)
     # Before the first call, nobody reads it.
     inputs.deliver(value)
     results = [torch.zeros((), dtype=dtype) for _ in range(3)]
@@ -69,7 +69,7 @@ def test_gradients_are_multiplied_and_rounded_once(shapes):
     assert negated.is_neg()
     for factor in (torch.tensor(0.3), torch.ones(3)[1] * 0.3, negated):
         targets = [torch.empty_like(t) for t in gradients]
-        GraphGradients(gradients).scale(factor, targets)
+        ScaledGradients(gradients).scale(factor, targets)
         for gradient, target in zip(gradients, targets, strict=True):
             assert torch.equal(target, (gradient.float() * factor).to(gradient.dtype))
 

@@ -158,6 +158,28 @@ def test_without_augmentation_a_seed_changes_nothing():
     assert torch.equal(prepared, ByteTokenizer(60)(CAPTIONS[0], 7))
 
 
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("mode", ["L", "RGB"])
+@pytest.mark.parametrize("size", [(96, 41), (24, 24), (20, 33)])
+def test_an_image_that_is_a_tensor_is_prepared_alike(channels, mode, size):
+    raw = image(1, *size).convert(mode)
+    pixels = torch.frombuffer(bytearray(raw.tobytes()), dtype=torch.uint8).view(raw.height, raw.width, len(mode))
+    before = pixels.clone()
+    for prepare in (PrepareImage(24, channels), PrepareImage(24, channels, crop=0.4, flip=True)):
+        for seed in (None, *range(8)):
+            assert torch.equal(prepare(pixels, seed), prepare(raw, seed))
+    assert torch.equal(pixels, before)
+
+
+def test_a_preparation_of_ones_own_is_not_given_tensors():
+    class Inverted(PrepareImage):
+        def __call__(self, raw, seed):
+            return 255 - super().__call__(raw, seed)
+
+    assert PrepareImage(8).takes_tensors
+    assert not Inverted(8).takes_tensors
+
+
 def test_the_middle_of_an_image_is_taken_and_resized():
     wide = Image.new("RGB", (96, 32), (255, 0, 0))
     # The filter reads a little beyond the square.

@@ -20,7 +20,7 @@ from megabatch.config import Data
 
 from .paths import find_folder, path_inside, printable
 from .rows import RowDecoder, choose_columns
-from .source import ALL_PIXELS, BadSample, Damage, DataFormat, Sample, Sides, SufficientSizes
+from .source import ALL_PIXELS, BadSample, Damage, DataFormat, ImageRequests, Sample, Sides
 
 # Files that `save_to_disk` writes: the first two into the folder of a split, the third into a folder that holds several splits.
 STATE, FEATURES, SEVERAL_SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
@@ -48,10 +48,10 @@ class SavedDataset:
     def lengths(self) -> Sequence[int]:
         return self._lengths
 
-    def read(self, shard: int, index: int, sufficient: SufficientSizes = ALL_PIXELS) -> Sample:
+    def read(self, shard: int, index: int, requests: ImageRequests = ALL_PIXELS) -> Sample:
         key = self._key(shard, index)
         row = {name: self._value(name, shard, index) for name in self._decoder.columns.names()}
-        return self._decoder.sample(key, row, sufficient)
+        return self._decoder.sample(key, row, requests)
 
     def group(self, shard: int, index: int) -> str:
         key = self._key(shard, index)

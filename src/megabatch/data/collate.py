@@ -14,7 +14,7 @@ from torch.utils.data import get_worker_info
 
 from .device_decoding import EncodedRow, EncodedRows, can_defer, pack
 from .sampler import InOrder, stable_hash
-from .source import ALL_PIXELS, BadSample, EncodedJpeg, KeepJpeg, Sample, Source, SufficientSize, SufficientSizes
+from .source import BadSample, EncodedJpeg, ImageRequest, ImageRequests, Sample, Source
 
 Prepare = Callable[[Any, int | None], Any]
 # Prepared samples, one row each: a dict of tensors. A single tensor has the key None; the empty dict is nothing.
@@ -149,7 +149,7 @@ class SampleReader:
 
     def _row(self, place: SamplePlace) -> PreparedRow:
         try:
-            sample = self.source.read(place.shard, place.number, self._sufficient(place.position))
+            sample = self.source.read(place.shard, place.number, self._requests(place.position))
         except BadSample:
             raise
         except Exception as error:
@@ -165,18 +165,16 @@ class SampleReader:
         # Each side has a seed of its own: two views of one image must not get the same crop.
         return stable_hash(self.seed, position, side) if self.augment else None
 
-    def _sufficient(self, position: int) -> SufficientSizes:
-        """Return how far the images of a sample may be reduced, or not decoded, for sides whose preparation says so."""
-        if not self.reduce_jpegs and not self.keep_jpegs:
-            return ALL_PIXELS
+    def _requests(self, position: int) -> ImageRequests:
+        """Return the forms in which the preparations take the images of a sample."""
 
-        def size(prepare: Any, side: str) -> SufficientSize | KeepJpeg | None:
-            reduced = None
+        def request(prepare: Any, side: str) -> ImageRequest:
+            sufficient = None
             if self.reduce_jpegs and hasattr(prepare, "sufficient_size"):
-                reduced = functools.partial(prepare.sufficient_size, self._seed(position, side))
-            return KeepJpeg(reduced) if self.keep_jpegs and can_defer(prepare) else reduced
+                sufficient = functools.partial(prepare.sufficient_size, self._seed(position, side))
+            return ImageRequest(sufficient, getattr(prepare, "takes_tensors", False), self.keep_jpegs and can_defer(prepare))
 
-        return SufficientSizes(size(self.prepare_x, "x"), size(self.prepare_y, "y"))
+        return ImageRequests(request(self.prepare_x, "x"), request(self.prepare_y, "y"))
 
     def _prepared(self, sample: Sample, place: SamplePlace) -> PreparedRow:
         position = place.position

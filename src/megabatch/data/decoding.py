@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 import os
 import warnings
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, cast
 
-from .source import BadSample, EncodedJpeg, KeepJpeg, SufficientSize
+import torch
+
+from .source import BadSample, EncodedJpeg, ImageRequest, LoadedImage, SufficientSize
 
 if TYPE_CHECKING:
     from PIL import Image
+    from torch import Tensor
 
 # Formats that hold only pixels: no PostScript, which Ghostscript would execute, and no format that refers to other files.
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
@@ -34,6 +38,8 @@ TURNS = ("TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90")
 SEQUENTIAL_FRAMES, FRAMES = (0xC0, 0xC1), {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
 # The last bytes of a JPEG, and where they must be at the latest, counted from the end of the file.
 END_OF_IMAGE, LONGEST_TRAILER = b"\xff\xd9", 64
+# Pixels of the shorter edge from which on an image is certainly larger than it would be at the next smaller scale, 7/8 or less.
+SMALLEST_FOR_TENSOR = 16
 # Bytes. A longer text is not a caption but some other file. Tokenizers cut texts that are too long for their tower.
 LONGEST_TEXT = 1 << 20
 
@@ -45,15 +51,12 @@ def decode_image(data: bytes | Path, key: str, max_pixels: int, sufficient: Suff
         than decoding all pixels, and then averaging most of them away. None decodes all pixels.
     BadSample if it has more pixels than `max_pixels`, as its header says, or if it cannot be decoded completely.
     """
-    image = read_image(data, key, max_pixels, sufficient)
-    assert not isinstance(image, EncodedJpeg)
-    return image
+    image = read_image(data, key, max_pixels, ImageRequest(sufficient))
+    return cast("Image.Image", image)
 
 
-def read_image(
-    data: bytes | Path, key: str, max_pixels: int, sufficient: SufficientSize | KeepJpeg | None = None
-) -> Image.Image | EncodedJpeg:
-    """Return the image as `decode_image` does or, with `KeepJpeg`, a JPEG that nvJPEG decodes as it is stored."""
+def read_image(data: bytes | Path, key: str, max_pixels: int, request: ImageRequest) -> LoadedImage:
+    """Return the image as `decode_image` does, or in another form that the request allows."""
     from PIL import Image, UnidentifiedImageError
 
     # Opening a named pipe would block forever.
@@ -63,7 +66,7 @@ def read_image(
         with io.BytesIO(data) if isinstance(data, bytes) else data.open("rb") as file, warnings.catch_warnings():
             # Pillow warns of large images, which are refused here, and of broken metadata, which is not used.
             warnings.simplefilter("ignore")
-            return _decode(file, key, max_pixels, sufficient)
+            return _decode(file, key, max_pixels, request)
     except (BadSample, MemoryError):
         raise
     except UnidentifiedImageError:
@@ -75,7 +78,7 @@ def read_image(
         raise BadSample(key, f"image cannot be decoded ({type(error).__name__}: {error})") from None
 
 
-def _decode(file: IO[bytes], key: str, max_pixels: int, sufficient: SufficientSize | KeepJpeg | None) -> Image.Image | EncodedJpeg:
+def _decode(file: IO[bytes], key: str, max_pixels: int, request: ImageRequest) -> LoadedImage:
     from PIL import Image
 
     with Image.open(file, formats=IMAGE_FORMATS) as image:
@@ -87,13 +90,15 @@ def _decode(file: IO[bytes], key: str, max_pixels: int, sufficient: SufficientSi
         # Other formats have their orientation at the end of the file, or none.
         is_jpeg = image.format == "JPEG"
         transposition = _transposition(image) if is_jpeg else None
-        if isinstance(sufficient, KeepJpeg):
-            kept = _encoded(image, file, transposition) if is_jpeg else None
+        if is_jpeg:
+            kept = _encoded(image, file, transposition) if request.encoded else None
             if kept is not None:
                 return kept
-            sufficient = sufficient.reduced
-        if is_jpeg and sufficient is not None:
-            _reduce(image, transposition, sufficient)
+            if request.sufficient is not None:
+                _reduce(image, transposition, request.sufficient)
+            decoded = _decode_to_tensor(image, file) if request.tensor and transposition is None else None
+            if decoded is not None:
+                return decoded
         image.load()
         transposition = transposition if is_jpeg else _transposition(image)
         converted = _as_8_bits(image, key)
@@ -102,18 +107,57 @@ def _decode(file: IO[bytes], key: str, max_pixels: int, sufficient: SufficientSi
 
 def _encoded(image: Any, file: IO[bytes], transposition: Image.Transpose | None) -> EncodedJpeg | None:
     """Return the JPEG as it is stored; None if nvJPEG does not decode it, or not to the pixels that libjpeg gives."""
-    # Three components are taken for YCbCr unless the file says that they are RGB.
-    grey, colour = image.mode == "L", image.mode == "RGB" and [layer[0] for layer in image.layer] == [1, 2, 3]
-    if not (grey or colour) or image.info.get("adobe_transform") == 0:
+    if not _is_grey_or_ycbcr(image):
         return None
-    file.seek(0)
-    data = file.read()
+    data = _content(file)
     # Pillow refuses truncated files; nvJPEG need not.
     if _frame_marker(data) not in SEQUENTIAL_FRAMES or END_OF_IMAGE not in data[-LONGEST_TRAILER:]:
         return None
     turned = transposition is not None and transposition.name in TURNS
     width, height = image.size[::-1] if turned else image.size
-    return EncodedJpeg(data, width, height, None if transposition is None else transposition.name, grey)
+    return EncodedJpeg(data, width, height, None if transposition is None else transposition.name, image.mode == "L")
+
+
+def _is_grey_or_ycbcr(image: Any) -> bool:
+    """Return whether all decoders agree on the colours of a JPEG."""
+    # Three components are taken for YCbCr unless the file says that they are RGB.
+    is_ycbcr = image.mode == "RGB" and [layer[0] for layer in image.layer] == [1, 2, 3]
+    return (image.mode == "L" or is_ycbcr) and image.info.get("adobe_transform") != 0
+
+
+def _content(file: IO[bytes]) -> bytes:
+    file.seek(0)
+    return file.read()
+
+
+def _decode_to_tensor(image: Image.Image, file: IO[bytes]) -> Tensor | None:
+    """Return the pixels (height, width, channels) of a JPEG that Pillow has opened, in the size that it would decode; or None.
+
+    simplejpeg decodes by the library that Pillow calls too, to the same values, without copies. What it refuses, Pillow decides.
+    """
+    width, height = image.size
+    simplejpeg = _import_simplejpeg()
+    if simplejpeg is None or min(width, height) < SMALLEST_FOR_TENSOR or not _is_grey_or_ycbcr(image):
+        return None
+    try:
+        # The smallest of its sizes, some of which Pillow does not have, that is at least this one.
+        pixels = simplejpeg.decode_jpeg(
+            _content(file), colorspace="GRAY" if image.mode == "L" else "RGB", min_height=height, min_width=width
+        )
+    except ValueError:
+        return None
+    return torch.from_numpy(pixels) if pixels.shape[:2] == (height, width) else None
+
+
+@functools.cache
+def _import_simplejpeg() -> Any:
+    """Return the module, or None if it cannot be imported."""
+    try:
+        import simplejpeg
+    # A module that was built for another version of NumPy can raise anything.
+    except Exception:
+        return None
+    return simplejpeg
 
 
 def _frame_marker(data: bytes) -> int | None:

@@ -10,7 +10,7 @@ from megabatch.config import Data
 
 from .decoding import IMAGE_SUFFIXES, read_image, read_text
 from .paths import find_folder, path_inside, printable
-from .source import ALL_PIXELS, BadSample, Damage, DataFormat, Sample, Sides, SufficientSizes
+from .source import ALL_PIXELS, BadSample, Damage, DataFormat, ImageRequests, Sample, Sides
 
 
 class ImageFolder:
@@ -46,7 +46,7 @@ class ImageFolder:
     def lengths(self) -> Sequence[int]:
         return [len(self._images)]
 
-    def read(self, shard: int, index: int, sufficient: SufficientSizes = ALL_PIXELS) -> Sample:
+    def read(self, shard: int, index: int, requests: ImageRequests = ALL_PIXELS) -> Sample:
         name = self._images[index]
         key, stem = printable(name), os.path.splitext(name)[0]
         texts = [stem + suffix for suffix in self._text_suffixes if os.path.lexists(self._folder / (stem + suffix))]
@@ -54,7 +54,7 @@ class ImageFolder:
             expected = " or ".join(printable(stem) + suffix for suffix in self._text_suffixes)
             raise BadSample(key, f"there is no text beside it ({expected})")
         caption = read_text(path_inside(self._folder, texts[0], key), key, "text")
-        image = read_image(path_inside(self._folder, name, key), key, self._max_pixels, sufficient.x)
+        image = read_image(path_inside(self._folder, name, key), key, self._max_pixels, requests.x)
         return Sample(key, image, caption)
 
     def group(self, shard: int, index: int) -> str:

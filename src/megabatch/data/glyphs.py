@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from megabatch import packages
 from megabatch.config import Data
 
-from .source import ALL_PIXELS, Damage, DataFormat, Sample, Sides, SufficientSizes
+from .source import ALL_PIXELS, Damage, DataFormat, ImageRequests, Sample, Sides
 
 if TYPE_CHECKING:
     from PIL import Image, ImageFont
@@ -67,7 +67,7 @@ class Glyphs:
     def damage(self) -> Sequence[Damage]:
         return ()
 
-    def read(self, shard: int, index: int, sufficient: SufficientSizes = ALL_PIXELS) -> Sample:
+    def read(self, shard: int, index: int, requests: ImageRequests = ALL_PIXELS) -> Sample:
         character, style = self._characters[shard][index], list(STYLES)[shard]
         return Sample(
             key=f"U+{ord(character):04X} {style}",

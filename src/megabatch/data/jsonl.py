@@ -13,7 +13,7 @@ from megabatch.config import Data
 
 from .paths import find_files, has_suffix, printable
 from .rows import RowDecoder, choose_columns
-from .source import ALL_PIXELS, BadSample, Damage, DataFormat, Sample, Sides, SufficientSizes
+from .source import ALL_PIXELS, BadSample, Damage, DataFormat, ImageRequests, Sample, Sides
 
 # The keys of this many objects at the start count as columns.
 LINES_FOR_KEYS = 1000
@@ -36,8 +36,8 @@ class JsonLines:
     def lengths(self) -> Sequence[int]:
         return [len(starts) for starts, _ in self._lines]
 
-    def read(self, shard: int, index: int, sufficient: SufficientSizes = ALL_PIXELS) -> Sample:
-        return self._decoders[shard].sample(self._key(shard, index), self._object(shard, index), sufficient)
+    def read(self, shard: int, index: int, requests: ImageRequests = ALL_PIXELS) -> Sample:
+        return self._decoders[shard].sample(self._key(shard, index), self._object(shard, index), requests)
 
     def group(self, shard: int, index: int) -> str:
         decoder, key = self._decoders[shard], self._key(shard, index)

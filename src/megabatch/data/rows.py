@@ -6,16 +6,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from megabatch.config import Data
 
 from .decoding import as_label, as_text, as_texts, read_image
 from .paths import path_inside, printable
-from .source import BadSample, EncodedJpeg, KeepJpeg, Kind, Sample, Sides, SufficientSize, SufficientSizes
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
+from .source import BadSample, ImageRequest, ImageRequests, Kind, LoadedImage, Sample, Sides
 
 # The usual names of columns, the likeliest first; case is ignored.
 IMAGES = ("image", "picture", "jpg", "filepath", "file_path", "image_path", "path", "filename", "file_name", "file")
@@ -113,14 +110,14 @@ class RowDecoder:
     folder: Path
     max_pixels: int
 
-    def sample(self, key: str, row: Mapping[str, Any], sufficient: SufficientSizes) -> Sample:
+    def sample(self, key: str, row: Mapping[str, Any], requests: ImageRequests) -> Sample:
         """Return the sample of a row's values; a missing column is None. BadSample if a value cannot be used."""
         columns = self.columns
         # Texts first: they are cheap to refuse.
         negatives = tuple(entry for name in columns.negatives for entry in as_texts(row.get(name), key, name))
         label = None if columns.label is None else as_label(row.get(columns.label), key)
-        y = self._value(self.sides.y, row.get(columns.y), key, columns.y, sufficient.y)
-        x = self._value(self.sides.x, row.get(columns.x), key, columns.x, sufficient.x)
+        y = self._value(self.sides.y, row.get(columns.y), key, columns.y, requests.y)
+        x = self._value(self.sides.x, row.get(columns.x), key, columns.x, requests.x)
         return Sample(key, x, y, negatives, label)
 
     def group(self, key: str, x: object) -> str:
@@ -136,13 +133,11 @@ class RowDecoder:
         except BadSample:
             return None
 
-    def _value(
-        self, kind: Kind, value: Any, key: str, column: str, sufficient: SufficientSize | KeepJpeg | None
-    ) -> Image | EncodedJpeg | str:
+    def _value(self, kind: Kind, value: Any, key: str, column: str, request: ImageRequest) -> LoadedImage | str:
         if kind == "text":
             return as_text(value, key, column)
         if isinstance(value, Mapping):
             # Hugging Face stores an image as the bytes of its file, or as its path.
             value = value.get("path") if value.get("bytes") is None else value["bytes"]
         data = value if isinstance(value, bytes) else path_inside(self.folder, as_text(value, key, column), key)
-        return read_image(data, key, self.max_pixels, sufficient)
+        return read_image(data, key, self.max_pixels, request)

@@ -14,7 +14,7 @@ from itertools import accumulate
 
 import torch
 
-from .source import ALL_PIXELS, Damage, Sample, Source, SufficientSizes
+from .source import ALL_PIXELS, Damage, ImageRequests, Sample, Source
 
 
 def stable_hash(*parts: str | int) -> int:
@@ -113,8 +113,8 @@ class Subset:
         """The damage of the whole source: which subset the lost samples would have belonged to is unknown."""
         return self.source.damage
 
-    def read(self, shard: int, index: int, sufficient: SufficientSizes = ALL_PIXELS) -> Sample:
-        return self.source.read(shard, self.indices[shard][index], sufficient)
+    def read(self, shard: int, index: int, requests: ImageRequests = ALL_PIXELS) -> Sample:
+        return self.source.read(shard, self.indices[shard][index], requests)
 
     def group(self, shard: int, index: int) -> str:
         return self.source.group(shard, self.indices[shard][index])

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
 
 from megabatch.config import Data
 from megabatch.packages import Feature
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+    from torch import Tensor
 
 Kind = Literal["image", "text"]
 # sufficient(width, height): the size to which an image of this size, upright, may be reduced while it is decoded.
@@ -22,12 +23,6 @@ class Sides(NamedTuple):
 
     x: Kind = "image"
     y: Kind = "text"
-
-
-class KeepJpeg(NamedTuple):
-    """Leaves JPEGs that a CUDA device can decode as they are stored. reduced: how far other images may be reduced."""
-
-    reduced: SufficientSize | None = None
 
 
 class EncodedJpeg(NamedTuple):
@@ -43,18 +38,35 @@ class EncodedJpeg(NamedTuple):
     grey: bool
 
 
-class SufficientSizes(NamedTuple):
-    """How far the images of each side of a sample may be reduced, or which are not decoded. None: all pixels."""
-
-    x: SufficientSize | KeepJpeg | None = None
-    y: SufficientSize | KeepJpeg | None = None
+# An image, decoded by Pillow or to a uint8 tensor (height, width, channels), or left as it is stored.
+LoadedImage: TypeAlias = "Image | Tensor | EncodedJpeg"
 
 
-ALL_PIXELS = SufficientSizes()
+class ImageRequest(NamedTuple):
+    """The forms in which an image may be returned besides all of its pixels, decoded by Pillow.
+
+    sufficient: the size to which it may be reduced while it is decoded, None for none.
+    tensor: whether it may be a tensor, to which some JPEGs are decoded faster.
+    encoded: whether JPEGs that a CUDA device can decode are left as they are stored.
+    """
+
+    sufficient: SufficientSize | None = None
+    tensor: bool = False
+    encoded: bool = False
+
+
+class ImageRequests(NamedTuple):
+    """How the images of each side of a sample may be returned."""
+
+    x: ImageRequest = ImageRequest()
+    y: ImageRequest = ImageRequest()
+
+
+ALL_PIXELS = ImageRequests()
 
 
 class Sample(NamedTuple):
-    """One pair as it is stored, with images decoded unless `KeepJpeg` was asked for.
+    """One pair as it is stored, with images in a form that was requested.
 
     key: names the sample in logs and messages: file and line, shard and member, character and style.
     negatives: further texts that do not match x.
@@ -62,8 +74,8 @@ class Sample(NamedTuple):
     """
 
     key: str
-    x: Image | EncodedJpeg | str
-    y: Image | EncodedJpeg | str
+    x: LoadedImage | str
+    y: LoadedImage | str
     negatives: tuple[str, ...] = ()
     label: str | None = None
 
@@ -119,7 +131,7 @@ class Source(Protocol):
     @property
     def damage(self) -> Sequence[Damage]: ...
 
-    def read(self, shard: int, index: int, sufficient: SufficientSizes = ALL_PIXELS) -> Sample:
+    def read(self, shard: int, index: int, requests: ImageRequests = ALL_PIXELS) -> Sample:
         """Return the sample. Raise BadSample if it cannot be used."""
         ...
 

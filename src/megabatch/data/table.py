@@ -17,7 +17,7 @@ from megabatch.config import Data
 from .arrow import check_buffers
 from .paths import find_files, has_suffix, printable
 from .rows import RowDecoder, choose_columns
-from .source import ALL_PIXELS, BadSample, Damage, DataFormat, Sample, Sides, SufficientSizes
+from .source import ALL_PIXELS, BadSample, Damage, DataFormat, ImageRequests, Sample, Sides
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 # The default limit of the csv module (131,072 characters) is too small for some documents; this fits the C long of every platform.
@@ -73,11 +73,11 @@ class TableSource:
             for lines, reason in file.gaps
         ]
 
-    def read(self, shard: int, index: int, sufficient: SufficientSizes = ALL_PIXELS) -> Sample:
+    def read(self, shard: int, index: int, requests: ImageRequests = ALL_PIXELS) -> Sample:
         file = self._files[shard]
         if index in file.problems:
             raise BadSample(file.key(index), file.problems[index])
-        return file.decoder.sample(file.key(index), {name: file.value(name, index) for name in file.values}, sufficient)
+        return file.decoder.sample(file.key(index), {name: file.value(name, index) for name in file.values}, requests)
 
     def group(self, shard: int, index: int) -> str:
         file = self._files[shard]

@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from megabatch.config import Data
 
@@ -24,17 +24,13 @@ from .source import (
     BadSample,
     Damage,
     DataFormat,
-    EncodedJpeg,
-    KeepJpeg,
+    ImageRequest,
+    ImageRequests,
     Kind,
+    LoadedImage,
     Sample,
     Sides,
-    SufficientSize,
-    SufficientSizes,
 )
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 IMAGE_EXTENSIONS, CAPTION_EXTENSIONS = ";".join(IMAGE_SUFFIXES), "txt;caption;json:caption"
 # A member is stored as three numbers: the index of its extension in its field, its offset and its size. MISSING: there is none.
@@ -111,7 +107,7 @@ class WebDataset:
             if shard.broken is not None
         ]
 
-    def read(self, shard: int, index: int, sufficient: SufficientSizes = ALL_PIXELS) -> Sample:
+    def read(self, shard: int, index: int, requests: ImageRequests = ALL_PIXELS) -> Sample:
         names, problems = self._shards[shard].names, self._shards[shard].problems
         if index >= len(names):
             raise BadSample(*problems[index - len(names)])
@@ -120,8 +116,8 @@ class WebDataset:
         by_name = {field.name: value for field, value in zip(self._fields[2:], others, strict=True)}
         return Sample(
             key,
-            self._side(self._fields[0], x, key, sufficient.x),
-            self._side(self._fields[1], y, key, sufficient.y),
+            self._side(self._fields[0], x, key, requests.x),
+            self._side(self._fields[1], y, key, requests.y),
             as_texts(by_name.get("negatives"), key, "negatives"),
             as_label(by_name["label"], key) if "label" in by_name else None,
         )
@@ -163,10 +159,10 @@ class WebDataset:
         json_key = extensions[choice][1]
         return data if json_key is None else _json_value(data, json_key, key, name)
 
-    def _side(self, field: Field, value: Any, key: str, sufficient: SufficientSize | KeepJpeg | None) -> Image | EncodedJpeg | str:
+    def _side(self, field: Field, value: Any, key: str, request: ImageRequest) -> LoadedImage | str:
         if field.kind == "text":
             return as_text(value, key, field.name)
-        return read_image(value, key, self._max_pixels, sufficient)
+        return read_image(value, key, self._max_pixels, request)
 
 
 def _parse_fields(data: Data, sides: Sides) -> list[Field]:

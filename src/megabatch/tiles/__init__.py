@@ -78,12 +78,12 @@ def maxsim_for(device: torch.device, dtype: torch.dtype, backend: str | None = N
 
 def graph_inputs(inputs: Sequence[Tensor]) -> GraphInputs | None:
     """Return what fills the inputs of a CUDA graph in one launch, or None if they have to be filled one by one."""
-    return graph_memory.GraphInputs(inputs) if (graph_memory := _graph_memory_for(inputs)) else None
+    return graph_memory.CopiedInputs(inputs) if (graph_memory := _graph_memory_for(inputs)) else None
 
 
 def graph_gradients(gradients: Sequence[Tensor]) -> GraphGradients | None:
     """Return what reads the gradients of a CUDA graph in one launch, or None if they have to be read one by one."""
-    return graph_memory.GraphGradients(gradients) if (graph_memory := _graph_memory_for(gradients)) else None
+    return graph_memory.ScaledGradients(gradients) if (graph_memory := _graph_memory_for(gradients)) else None
 
 
 def _graph_memory_for(tensors: Sequence[Tensor]) -> ModuleType | None:

@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from ..config import Run
-from ..data.source import EncodedJpeg, Sample
+from ..data.source import Sample
 from ..files import replacing, write_text
 from ..recall import chance
 from ..reporting.contact import contact_sheet, read_contact
@@ -245,12 +245,12 @@ def _shown(samples: dict[int, Sample], place: int, side: str, folder: Path) -> d
     shown = sample.x if side == "x" else sample.y
     if isinstance(shown, str):
         return {"text": shown, "image": None}
-    assert not isinstance(shown, EncodedJpeg)
+    image = cast("Image", shown)
     path = folder / "contact" / f"{place}-{side}.png"
     if not path.exists():
         path.parent.mkdir(exist_ok=True)
         with replacing(path) as temporary:
-            _small(shown).save(temporary, "PNG")
+            _small(image).save(temporary, "PNG")
     caption = sample.y if side == "x" else sample.x
     return {"text": caption if isinstance(caption, str) else "", "image": path.relative_to(folder).as_posix()}
 

@@ -91,7 +91,7 @@ class _OneLaunch:
             launch_compiled(self.compiled, self.grid, self.device, (*tensors, *self.lengths), (BLOCK,))
 
 
-class GraphInputs(_OneLaunch):
+class CopiedInputs(_OneLaunch):
     """Implements contract.GraphInputs."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
@@ -108,7 +108,7 @@ class GraphInputs(_OneLaunch):
         deliver_kernel[(1,)](value, self.place)
 
 
-class GraphGradients(_OneLaunch):
+class ScaledGradients(_OneLaunch):
     """Implements contract.GraphGradients."""
 
     def __init__(self, gradients: Sequence[Tensor]) -> None:
