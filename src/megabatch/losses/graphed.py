@@ -277,8 +277,7 @@ class LossGraph:
 
     def run(self, inputs: list[Tensor] | tuple[Tensor, ...]) -> tuple[Tensor, int]:
         """Return a copy of the value for these inputs, and the number of the replay."""
-        # Skips the layers of autograd in the dispatch of every operation.
-        with self.lock, torch._C._AutoDispatchBelowAutograd():
+        with self.lock:
             value = torch.empty_like(self.value)
             self._compute(inputs, value)
             if self.fused_inputs is None:
@@ -297,7 +296,7 @@ class LossGraph:
         generation: the number of the replay whose gradients are wanted; inputs: those of that replay, which is repeated if it is
         not the last one. targets: the memory of the gradients.
         """
-        with self.lock, torch._C._AutoDispatchBelowAutograd():
+        with self.lock:
             if self.generation != generation:
                 self._compute(inputs, self.value)
             if self.fused_gradients is None:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import cdiv, launch_compiled
+from .launch import addresses, cdiv, launch_addresses
 
 # Tensors of one launch.
 MOST = 4
@@ -24,7 +24,7 @@ ALIGNMENT = 16
 
 @triton.jit(do_not_specialize=["length_a", "length_b", "length_c", "length_d"], do_not_specialize_on_alignment=["result"])
 def copy_kernel(
-    a, b, c, d, to_a, to_b, to_c, to_d, factor, result, place, length_a, length_b, length_c, length_d, BLOCK: tl.constexpr
+    result, factor, a, b, c, d, to_a, to_b, to_c, to_d, place, length_a, length_b, length_c, length_d, BLOCK: tl.constexpr
 ):
     """Copy tensors of these lengths, times the factor unless it is None; write the address of result to place unless it is None.
     Only a is not None in any case."""
@@ -62,47 +62,49 @@ def deliver_kernel(value, place):
 
 
 class _OneLaunch:
-    """Copies of tensors that are like these, by one kernel that is found once."""
+    """Copies between tensors of a graph and others like them, by one kernel that is compiled in the first launch.
 
-    def __init__(self, like: Sequence[Tensor]) -> None:
-        lengths = [t.numel() for t in like]
-        self.device = like[0].get_device()
-        self.missing = (None,) * (MOST - len(like))
-        self.lengths = *lengths, *itertools.repeat(0, len(self.missing))
+    Later launches pass addresses. Those of the graph's own tensors are read once.
+    """
+
+    def __init__(self, own: Sequence[Tensor], place: Tensor | None = None) -> None:
+        lengths = [t.numel() for t in own]
+        self.missing = (None,) * (MOST - len(own))
+        self.own = *own, *self.missing
+        self.constant = place, *lengths, *itertools.repeat(0, len(self.missing))
+        self.own_addresses, self.constant_addresses = addresses(self.own), addresses(self.constant)
+        self.device = own[0].get_device()
         self.grid = (sum(cdiv(length, BLOCK) for length in lengths),)
         self.compiled: Any = None
 
-    def launch(
-        self,
-        sources: Sequence[Tensor],
-        targets: Sequence[Tensor],
-        factor: Tensor | None = None,
-        result: Tensor | None = None,
-        place: Tensor | None = None,
-    ) -> None:
-        if self.device >= 0 and self.device != torch._C._cuda_getDevice():
+    def compile(self, *arguments: Tensor | int | None) -> None:
+        """Launch the kernel and keep it. Triton's interpreter compiles nothing."""
+        with torch.cuda.device(self.device):
+            self.compiled = copy_kernel[self.grid](*arguments, BLOCK=BLOCK)
+
+    def launch(self, *values: int | None) -> None:
+        if self.device != torch._C._cuda_getDevice():
             with torch.cuda.device(self.device):
-                return self.launch(sources, targets, factor, result, place)
-        tensors = *sources, *self.missing, *targets, *self.missing, factor, result, place
-        if self.compiled is None:
-            # Triton's interpreter compiles nothing.
-            self.compiled = copy_kernel[self.grid](*tensors, *self.lengths, BLOCK=BLOCK)
-        else:
-            launch_compiled(self.compiled, self.grid, self.device, (*tensors, *self.lengths), (BLOCK,))
+                return self.launch(*values)
+        launch_addresses(self.compiled, self.grid, self.device, values, (BLOCK,))
 
 
 class CopiedInputs(_OneLaunch):
     """Implements contract.GraphInputs."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
-        super().__init__(inputs)
-        self.inputs = inputs
         # Nobody reads what is delivered before the first call. No value takes more bytes.
         self.unread = torch.empty(1, dtype=torch.float64, device=inputs[0].device)
         self.place = torch.tensor([self.unread.data_ptr()], device=inputs[0].device)
+        super().__init__(inputs, self.place)
 
     def fill(self, sources: Sequence[Tensor], result: Tensor) -> None:
-        self.launch([t if _is_readable(t) else _copied(t) for t in sources], self.inputs, None, result, self.place)
+        readable = [t if _is_readable(t) else _copied(t) for t in sources]
+        if self.compiled is None:
+            self.compile(result, None, *readable, *self.missing, *self.own, *self.constant)
+        else:
+            pointers = [t.data_ptr() for t in readable]
+            self.launch(result.data_ptr(), None, *pointers, *self.missing, *self.own_addresses, *self.constant_addresses)
 
     def deliver(self, value: Tensor) -> None:
         deliver_kernel[(1,)](value, self.place)
@@ -111,12 +113,13 @@ class CopiedInputs(_OneLaunch):
 class ScaledGradients(_OneLaunch):
     """Implements contract.GraphGradients."""
 
-    def __init__(self, gradients: Sequence[Tensor]) -> None:
-        super().__init__(gradients)
-        self.gradients = gradients
-
     def scale(self, factor: Tensor, targets: Sequence[Tensor]) -> None:
-        self.launch(self.gradients, targets, factor if _is_readable(factor) else _copied(factor))
+        readable = factor if _is_readable(factor) else _copied(factor)
+        if self.compiled is None:
+            self.compile(None, readable, *self.own, *targets, *self.missing, *self.constant)
+        else:
+            pointers = [t.data_ptr() for t in targets]
+            self.launch(None, readable.data_ptr(), *self.own_addresses, *pointers, *self.missing, *self.constant_addresses)
 
 
 def can_copy(tensors: Sequence[Tensor]) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, TypeVar, cast, overload
 
@@ -23,6 +23,8 @@ from ..contract import ComputeOptions, Pairs, Softmax
 from ..panels import panel_size
 from .tile import PairArgs
 from .tuned_configs import Blocks, blocks_for
+
+_runtime = triton.knobs.runtime
 
 MATCHED_TILES = 8
 # A pass has as many marks as the largest tile has rows or columns.
@@ -267,15 +269,26 @@ def launch_compiled(
     compiled: Any, grid: tuple[int, ...], device: int | None, arguments: tuple[Any, ...], constants: tuple[Any, ...]
 ) -> None:
     """Launch a compiled kernel, without Triton's search for it."""
-    hook = triton.knobs.runtime.launch_enter_hook
+    # For a tensor, Triton would call data_ptr and then ask the driver about the address.
+    launch_addresses(compiled, grid, device, addresses(arguments), constants)
+
+
+def launch_addresses(
+    compiled: Any, grid: tuple[int, ...], device: int | None, values: tuple[Any, ...], constants: tuple[Any, ...]
+) -> None:
+    """Launch a compiled kernel with addresses in place of tensors."""
+    hook = _runtime.launch_enter_hook
     if getattr(hook, "calls", hook):
         # A profiler of Triton asks to be told of launches.
-        compiled[grid](*arguments, *constants)
+        compiled[grid](*values, *constants)
         return
     x, y, z = (*grid, 1, 1)[:3]
-    # For a tensor, Triton would call data_ptr and then ask the driver about the address.
-    values = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
     compiled.run(x, y, z, _stream(device), compiled.function, compiled.packed_metadata, None, None, None, *values, *constants)
+
+
+def addresses(arguments: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the arguments of a kernel with addresses in place of tensors."""
+    return tuple([a.data_ptr() if isinstance(a, Tensor) else a for a in arguments])
 
 
 def _stream(device: int | None) -> int:
