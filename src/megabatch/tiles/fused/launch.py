@@ -24,8 +24,6 @@ from ..panels import panel_size
 from .tile import PairArgs
 from .tuned_configs import Blocks, blocks_for
 
-_runtime = triton.knobs.runtime
-
 MATCHED_TILES = 8
 # A pass has as many marks as the largest tile has rows or columns.
 MARKS = 256
@@ -277,7 +275,7 @@ def launch_addresses(
     compiled: Any, grid: tuple[int, ...], device: int | None, values: tuple[Any, ...], constants: tuple[Any, ...]
 ) -> None:
     """Launch a compiled kernel with addresses in place of tensors."""
-    hook = _runtime.launch_enter_hook
+    hook = triton.knobs.runtime.launch_enter_hook
     if getattr(hook, "calls", hook):
         # A profiler of Triton asks to be told of launches.
         compiled[grid](*values, *constants)
