@@ -115,14 +115,15 @@ class GraphedLoss:
         self._removed = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return self.loss(*args, **kwargs)
+        # Cold code, as between the steps of a training: each function called here costs the host microseconds.
         grad = torch.is_grad_enabled()
         tensors, signature = [], []
-        for value in (*args, *kwargs.values()):
+        for value in (*args, *kwargs.values()) if kwargs else args:
             if type(value) in PLAIN_TENSORS and value.layout is torch.strided and not value.is_nested:
                 tensors.append(value)
-                signature.append((value.shape, value.dtype, value.device, grad and value.requires_grad))
+                signature.append((value.shape, value.dtype, value.get_device(), grad and value.requires_grad))
             elif isinstance(value, Tensor):
                 return self._without_graph(args, kwargs)
             else:
@@ -131,7 +132,7 @@ class GraphedLoss:
         if stream is None or _is_special():
             return self._without_graph(args, kwargs)
         autocast = torch.get_autocast_dtype(DEVICE) if torch.is_autocast_enabled(DEVICE) else None
-        initialized = HAS_DISTRIBUTED and dist.is_initialized()
+        initialized = HAS_DISTRIBUTED and dist.GroupMember.WORLD is not None
         key = stream, tuple(signature), tuple(kwargs), grad, autocast, initialized
         try:
             graph = self._graphs.get(key)
@@ -349,7 +350,7 @@ _apply = super(torch.autograd.Function, _Replay).apply
 def stream_of(t: Tensor) -> int | None:
     """Return the handle of the current stream of t's device, or None where no graph is used: elsewhere than on CUDA, and while the
     stream is captured."""
-    if not t.is_cuda or torch.cuda.is_current_stream_capturing():
+    if not t.is_cuda or torch._C._cuda_isCurrentStreamCapturing():
         return None
     return torch._C._cuda_getCurrentRawStream(t.get_device())
 

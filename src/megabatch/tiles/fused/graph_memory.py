@@ -99,11 +99,15 @@ class CopiedInputs(_OneLaunch):
         super().__init__(inputs, self.place)
 
     def fill(self, sources: Sequence[Tensor], result: Tensor) -> None:
-        readable = [t if _is_readable(t) else _copied(t) for t in sources]
+        readable, pointers = list(sources), [t.data_ptr() for t in sources]
+        for place, (t, pointer) in enumerate(zip(sources, pointers, strict=True)):
+            # _is_readable(t), without a call for each tensor.
+            if pointer % ALIGNMENT or not t.is_contiguous() or t.is_neg():
+                readable[place] = _copied(t)
+                pointers[place] = readable[place].data_ptr()
         if self.compiled is None:
             self.compile(result, None, *readable, *self.missing, *self.own, *self.constant)
         else:
-            pointers = [t.data_ptr() for t in readable]
             self.launch(result.data_ptr(), None, *pointers, *self.missing, *self.own_addresses, *self.constant_addresses)
 
     def deliver(self, value: Tensor) -> None:
