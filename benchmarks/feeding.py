@@ -42,7 +42,7 @@ from megabatch.data.sampler import Order
 from megabatch.towers.inputs import ByteTokenizer, PrepareImage
 
 WIDTH, HEIGHT, QUALITY, SIZE, CROP = 640, 480, 66, 224, 0.9
-IMAGES, ROUNDS = 64, 5
+IMAGES, ROUNDS = 64, 31
 # Seconds for which a whole loader runs before it is measured, and while it is.
 WARMUP_S, MEASURED_S = 3.0, 5.0
 RESULTS = Path(__file__).parent / "results"
@@ -272,8 +272,8 @@ def _factor(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}×"
 
 
-def per_core(pipelines: dict[str, Callable[[], Iterator[Tensor]]]) -> dict[str, float]:
-    """Return the pairs per second of CPU time of each pipeline, measured in turns."""
+def cpu_seconds(pipelines: dict[str, Callable[[], Iterator[Tensor]]]) -> dict[str, list[float]]:
+    """Return the seconds of CPU time that each pipeline takes for all pairs, in ROUNDS rounds in which they take turns."""
     seconds: dict[str, list[float]] = {name: [] for name in pipelines}
     for _ in range(ROUNDS + 1):
         for name, batches in pipelines.items():
@@ -281,7 +281,12 @@ def per_core(pipelines: dict[str, Callable[[], Iterator[Tensor]]]) -> dict[str, 
             assert sum(len(rows) for rows in batches()) == IMAGES
             seconds[name].append(time.process_time() - began)
     # The first round warms caches.
-    return {name: IMAGES / statistics.median(times[1:]) for name, times in seconds.items()}
+    return {name: times[1:] for name, times in seconds.items()}
+
+
+def speed_up(seconds: list[float], theirs: list[float]) -> float:
+    """Return the median over the rounds: the clock of a processor may change between them."""
+    return statistics.median(their / own for own, their in zip(seconds, theirs, strict=True))
 
 
 def whole_loaders(shard: Path, workers: int, decoder: DeviceDecoder, peer: bool) -> dict[str, float]:
@@ -312,22 +317,23 @@ def main(out: Path | None, device: str, workers: int) -> None:
             pipelines[ON_DEVICE] = worker_part(shard)
         if peer:
             pipelines[THEIRS] = theirs(shard)
-        cores = per_core(pipelines)
+        cores = cpu_seconds(pipelines)
         differences = pixel_differences(shard, decoder)
         loaders = {} if decoder is None else whole_loaders(shard, workers, decoder, peer)
         on_device = {} if decoder is None else device_seconds(shard, decoder)
     rows = []
-    for name, rate in cores.items():
+    for name, seconds in cores.items():
+        rate = IMAGES / statistics.median(seconds)
         row: dict[str, Any] = {"pipeline": name, "image_bytes": image_bytes, "pairs_per_core_s": rate}
-        row["speed_up"] = rate / cores[THEIRS] if peer else None
+        row["speed_up"] = speed_up(seconds, cores[THEIRS]) if peer else None
         if loaders:
-            speed_up = loaders[name] / loaders[THEIRS] if peer else None
-            row |= {"workers": workers, "pairs_per_s": loaders[name], "loader_speed_up": speed_up}
+            faster = loaders[name] / loaders[THEIRS] if peer else None
+            row |= {"workers": workers, "pairs_per_s": loaders[name], "loader_speed_up": faster}
         rows.append(row | (on_device if name == ON_DEVICE else {}) | differences | {"machine": describe(device)})
         whole = f", {_number(row['pairs_per_s'])} with {workers} workers {_factor(row['loader_speed_up'])}" if loaders else ""
         print(f"{name:34} {rate:7.0f} pairs/s per core {_factor(row['speed_up'])}{whole}")
-    for name, seconds in on_device.items():
-        print(f"{name:34} {1e6 * seconds:7.0f} µs per image")
+    for name, an_image in on_device.items():
+        print(f"{name:34} {1e6 * an_image:7.0f} µs per image")
     report.write_rows(out or RESULTS / f"feeding-{device}.jsonl", rows)
 
 
