@@ -17,7 +17,8 @@ from megabatch.costs.lora import add_adapters
 from megabatch.costs.operations import flops_of
 from megabatch.costs.strategy import Precision, Strategy
 from megabatch.costs.time import StepWork, step_time
-from megabatch.planning.reading import reading_rate
+from megabatch.data.glyphs import Glyphs
+from megabatch.planning.reading import PIECE, reading_rate
 from megabatch.planning.request import Request, base_run
 from megabatch.planning.workload import Workload, traced, workload
 
@@ -166,10 +167,26 @@ def test_language_models_are_named_and_misspelt_ones_get_a_hint() -> None:
 def test_reading_is_measured_on_the_source_and_assumed_without_it(work: Workload) -> None:
     ticks = iter(range(10**6))
     measured = reading_rate(RUN, work.built, clock=lambda: 0.01 * next(ticks))
-    # Each sample takes two readings of the clock.
-    assert 0 < measured.seconds < 0.05 and "glyphs" in measured.source
+    # The clock is read once for each piece.
+    assert measured.seconds == pytest.approx(0.01 / PIECE, rel=0.05) and "glyphs" in measured.source
     missing = replace(RUN, data=replace(RUN.data, source="no/such/folder"))
     assert reading_rate(missing, work.built).seconds > 1e-3 and reading_rate(missing, ()).seconds == 0
+
+
+@pytest.mark.parametrize("reduced", [True, False])
+def test_reading_is_measured_as_a_run_reads(work: Workload, monkeypatch: pytest.MonkeyPatch, reduced: bool) -> None:
+    requests = []
+
+    def read(self, shard, index, request):
+        requests.append(request.x)
+        return original(self, shard, index, request)
+
+    original = Glyphs.read
+    monkeypatch.setattr(Glyphs, "read", read)
+    ticks = iter(range(10**6))
+    reading_rate(replace(RUN, data=replace(RUN.data, reduce_jpegs=reduced)), work.built, clock=lambda: 0.3 * next(ticks))
+    assert len(requests) == 3 * PIECE
+    assert all((request.sufficient is not None) == reduced and request.tensor for request in requests)
 
 
 def test_workers_have_less_to_do_if_the_device_decodes(work: Workload) -> None:

@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 from .. import config
 from ..data import open_source
+from ..data.collate import ReadTask, SamplePlace, SampleReader
 from ..data.device_decoding import can_defer
-from ..data.source import BadSample
 from ..towers import BuiltTower
 
-# Seconds for which a source is read.
-MEASURED_S = 1.0
+# Seconds for which a source is read, and samples that are read between two readings of the clock.
+MEASURED_S, PIECE = 1.0, 8
 # Seconds of one process for a sample: a JPEG of 97 kB decoded and resized with its caption (benchmarks/results/feeding-cpu.jsonl),
 # and a text split into tokens.
 IMAGE_S, TEXT_S = 3.6e-3, 1e-4
@@ -59,21 +59,32 @@ def _on_device(towers: Sequence[BuiltTower]) -> ReadingRate:
 
 
 def _measured(run: config.Run, towers: Sequence[BuiltTower], clock: Callable[[], float]) -> float:
+    """Return the seconds for a sample of the source, read at random places by what worker processes use."""
     source = open_source(run.data, x=towers[0].kind, y=towers[-1].kind)
     rng = random.Random(0)
     shards = [number for number, length in enumerate(source.lengths) if length]
     if not shards:
         raise ValueError("the source is empty")
-    samples, began = 0, clock()
+    has_y = len(towers) > 1
+    reader = SampleReader(
+        source,
+        towers[0].prepare,
+        towers[1].prepare if has_y else None,
+        seed=run.seed,
+        ids=False,
+        classes=None,
+        negatives=has_y and bool(run.data.negatives),
+        augment=True,
+        reduce_jpegs=run.data.reduce_jpegs,
+    )
+    tried, samples, began = 0, 0, clock()
     while clock() - began < MEASURED_S:
-        shard = rng.choice(shards)
-        try:
-            sample = source.read(shard, rng.randrange(source.lengths[shard]))
-        except BadSample:
-            continue
-        for tower, raw in zip(towers, (sample.x, sample.y), strict=False):
-            tower.prepare(raw, samples)
-        samples += 1
+        places = []
+        for position in range(tried, tried + PIECE):
+            shard = rng.choice(shards)
+            places.append(SamplePlace(position, shard, rng.randrange(source.lengths[shard])))
+        rows, _ = reader[ReadTask(places, PIECE, last=False)]
+        tried, samples = tried + PIECE, samples + len(rows.info.keys)
     if not samples:
         raise ValueError("no sample could be read")
     return (clock() - began) / samples
