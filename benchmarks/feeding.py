@@ -249,6 +249,8 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         f" {SIZE}, in turns in one process. Images are noise with the spectrum of photographs; reducing changes their pixels by"
         f" {first['mean_difference']:.1f} of 255 levels in the mean and {first['most_difference']:.0f} at most."
     )
+    if "rounds" in first:
+        caption += f" The speed-up is the median over {first['rounds']} rounds."
     for row in rows:
         if "decode_s" in row:
             decoded, prepared = (f"{1e6 * row[name]:.0f} µs" for name in ("decode_s", "prepare_s"))
@@ -285,7 +287,7 @@ def cpu_seconds(pipelines: dict[str, Callable[[], Iterator[Tensor]]]) -> dict[st
 
 
 def speed_up(seconds: list[float], theirs: list[float]) -> float:
-    """Return the median over the rounds: the clock of a processor may change between them."""
+    """Return the median of the ratios within the rounds, between which the clock of a processor may change."""
     return statistics.median(their / own for own, their in zip(seconds, theirs, strict=True))
 
 
@@ -324,7 +326,7 @@ def main(out: Path | None, device: str, workers: int) -> None:
     rows = []
     for name, seconds in cores.items():
         rate = IMAGES / statistics.median(seconds)
-        row: dict[str, Any] = {"pipeline": name, "image_bytes": image_bytes, "pairs_per_core_s": rate}
+        row: dict[str, Any] = {"pipeline": name, "image_bytes": image_bytes, "pairs_per_core_s": rate, "rounds": ROUNDS}
         row["speed_up"] = speed_up(seconds, cores[THEIRS]) if peer else None
         if loaders:
             faster = loaders[name] / loaders[THEIRS] if peer else None

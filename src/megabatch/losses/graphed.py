@@ -117,7 +117,7 @@ class GraphedLoss:
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         if torch.compiler.is_dynamo_compiling():
             return self.loss(*args, **kwargs)
-        # Cold code, as between the steps of a training: each function called here costs the host microseconds.
+        # This code is cold between two steps of a training: every Python call in it takes microseconds.
         grad = torch.is_grad_enabled()
         tensors, signature = [], []
         for value in (*args, *kwargs.values()) if kwargs else args:

@@ -17,7 +17,7 @@ from ..towers import BuiltTower
 MEASURED_S, PIECE = 1.0, 8
 # Seconds of one process for a sample: a JPEG of 97 kB decoded and resized with its caption (benchmarks/results/feeding-cpu.jsonl),
 # and a text split into tokens.
-IMAGE_S, TEXT_S = 3.6e-3, 1e-4
+IMAGE_S, TEXT_S = 2.7e-3, 1e-4
 # With data.decode = "device", seconds of a worker process for such a JPEG, and of the training process, one thread of which
 # launches the decoding and resizing: those of a whole loader that has workers enough (benchmarks/results/feeding-cuda.jsonl).
 PACKED_S, DECODED_S = 1.9e-4, 1.5e-4
