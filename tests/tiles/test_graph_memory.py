@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 
 from interpreted import IN_INTERPRETER
 
+from megabatch.tiles.fused import graph_memory
 from megabatch.tiles.fused.graph_memory import BLOCK, MOST, CopiedInputs, ScaledGradients, can_copy
 
 pytestmark = IN_INTERPRETER
@@ -79,3 +80,68 @@ def test_what_one_launch_cannot_copy():
     assert not can_copy([]) and not can_copy([torch.zeros(2)] * (MOST + 1))
     assert not can_copy([torch.zeros(0, 3)]) and not can_copy([torch.zeros(3, dtype=torch.complex64)])
     assert not can_copy([torch.zeros(4, 3).T]) and not can_copy([torch.zeros(5)[1:]])
+
+
+class Launches:
+    """Takes the place of the kernel and of Triton's launcher, and records the arguments of each launch, by address.
+
+    first: what the kernel is called with, which compiles it. later: what the launcher gets after that; stream: the current one.
+    """
+
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self) -> None:
+        self.first, self.later, self.stream = [], [], 5
+
+    def __getitem__(self, grid):
+        def launch(*arguments, BLOCK):
+            self.first.append((grid, *(t.data_ptr() if isinstance(t, Tensor) else t for t in arguments), BLOCK))
+            return self
+
+        return launch
+
+    def run(self, x, y, z, stream, function, metadata, *rest):
+        # Without what Triton tells its hooks.
+        assert (stream, function, metadata, *rest[:3]) == (5, "function", "metadata", None, None, None)
+        self.later.append(((x, y, z), *rest[3:]))
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    new = Launches()
+    monkeypatch.setattr(graph_memory, "copy_kernel", new)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: new.stream, raising=False)
+    return new
+
+
+@pytest.mark.parametrize("shapes", KINDS.values(), ids=KINDS)
+def test_a_later_launch_gets_the_same_arguments_on_the_stream_of_the_first(launches, shapes):
+    own, others, value = tensors(shapes, torch.float32), tensors(shapes, torch.float32), torch.zeros(())
+    inputs, gradients = CopiedInputs(own), ScaledGradients(own)
+    for _ in range(2):
+        inputs.fill(others, value)
+        gradients.scale(value, others)
+        launches.stream = 6
+    assert len(launches.first) == 2 and launches.later == launches.first
+
+
+def test_a_later_launch_copies_what_a_kernel_cannot_read(launches):
+    own, value = torch.zeros(4, 4), torch.zeros(())
+    inputs, gradients = CopiedInputs([own]), ScaledGradients([own])
+    transposed, shifted = torch.randn(4, 4).T, torch.ones(3)[1]
+    for source, factor in ((own, value), (transposed, shifted)):
+        inputs.fill([source], value)
+        gradients.scale(factor, [own])
+    (_, result, _, copy, *_), (_, _, factor, source, *_) = launches.later
+    assert result == value.data_ptr() and source == own.data_ptr()
+    assert copy % 16 == factor % 16 == 0 and copy != transposed.data_ptr() and factor != shifted.data_ptr()
+
+
+def test_a_launch_on_another_device_than_the_current_one(launches, monkeypatch):
+    current = iter((0, -1))
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: next(current))
+    inputs, source = CopiedInputs([torch.zeros(3)]), [torch.ones(3)]
+    for _ in range(2):
+        inputs.fill(source, torch.zeros(()))
+    assert len(launches.later) == 1 and next(current, None) is None

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import addresses, cdiv, launch_addresses
+from .launch import addresses, cdiv
 
 # Tensors of one launch.
 MOST = 4
@@ -64,7 +64,8 @@ def deliver_kernel(value, place):
 class _OneLaunch:
     """Copies between tensors of a graph and others like them, by one kernel that is compiled in the first launch.
 
-    Later launches pass addresses. Those of the graph's own tensors are read once.
+    Later launches pass addresses to Triton's launcher, on the stream of the first one, which is the graph's, and no profiler of
+    Triton is told of them. What does not change from launch to launch is read once.
     """
 
     def __init__(self, own: Sequence[Tensor], place: Tensor | None = None) -> None:
@@ -72,21 +73,19 @@ class _OneLaunch:
         self.missing = (None,) * (MOST - len(own))
         self.own = *own, *self.missing
         self.constant = place, *lengths, *itertools.repeat(0, len(self.missing))
-        self.own_addresses, self.constant_addresses = addresses(self.own), addresses(self.constant)
+        self.own_addresses, self.constant_addresses = addresses(self.own), (*addresses(self.constant), BLOCK)
         self.device = own[0].get_device()
-        self.grid = (sum(cdiv(length, BLOCK) for length in lengths),)
-        self.compiled: Any = None
+        self.grid = (sum(cdiv(length, BLOCK) for length in lengths), 1, 1)
+        self.run: Callable[..., None] | None = None
 
     def compile(self, *arguments: Tensor | int | None) -> None:
-        """Launch the kernel and keep it. Triton's interpreter compiles nothing."""
+        """Launch the kernel, and keep what launches it again. Triton's interpreter compiles nothing."""
         with torch.cuda.device(self.device):
-            self.compiled = copy_kernel[self.grid](*arguments, BLOCK=BLOCK)
-
-    def launch(self, *values: int | None) -> None:
-        if self.device != torch._C._cuda_getDevice():
-            with torch.cuda.device(self.device):
-                return self.launch(*values)
-        launch_addresses(self.compiled, self.grid, self.device, values, (BLOCK,))
+            compiled = copy_kernel[self.grid](*arguments, BLOCK=BLOCK)
+        if compiled is not None:
+            stream = torch._C._cuda_getCurrentRawStream(self.device)
+            fixed = *self.grid, stream, compiled.function, compiled.packed_metadata, None, None, None
+            self.run = functools.partial(compiled.run, *fixed)
 
 
 class CopiedInputs(_OneLaunch):
@@ -97,18 +96,23 @@ class CopiedInputs(_OneLaunch):
         self.unread = torch.empty(1, dtype=torch.float64, device=inputs[0].device)
         self.place = torch.tensor([self.unread.data_ptr()], device=inputs[0].device)
         super().__init__(inputs, self.place)
+        self.rest = *self.missing, *self.own_addresses, *self.constant_addresses
 
     def fill(self, sources: Sequence[Tensor], result: Tensor) -> None:
-        readable, pointers = list(sources), [t.data_ptr() for t in sources]
-        for place, (t, pointer) in enumerate(zip(sources, pointers, strict=True)):
+        pointers = []
+        for t in sources:
+            pointer = t.data_ptr()
             # _is_readable(t), without a call for each tensor.
             if pointer % ALIGNMENT or not t.is_contiguous() or t.is_neg():
-                readable[place] = _copied(t)
-                pointers[place] = readable[place].data_ptr()
-        if self.compiled is None:
-            self.compile(result, None, *readable, *self.missing, *self.own, *self.constant)
+                return self.fill([t if _is_readable(t) else _copied(t) for t in sources], result)
+            pointers.append(pointer)
+        if self.run is None:
+            self.compile(result, None, *sources, *self.missing, *self.own, *self.constant)
+        elif self.device == torch._C._cuda_getDevice():
+            self.run(result.data_ptr(), None, *pointers, *self.rest)
         else:
-            self.launch(result.data_ptr(), None, *pointers, *self.missing, *self.own_addresses, *self.constant_addresses)
+            with torch.cuda.device(self.device):
+                self.fill(sources, result)
 
     def deliver(self, value: Tensor) -> None:
         deliver_kernel[(1,)](value, self.place)
@@ -117,13 +121,21 @@ class CopiedInputs(_OneLaunch):
 class ScaledGradients(_OneLaunch):
     """Implements contract.GraphGradients."""
 
+    def __init__(self, gradients: Sequence[Tensor]) -> None:
+        super().__init__(gradients)
+        self.rest = *self.missing, *self.constant_addresses
+
     def scale(self, factor: Tensor, targets: Sequence[Tensor]) -> None:
-        readable = factor if _is_readable(factor) else _copied(factor)
-        if self.compiled is None:
-            self.compile(None, readable, *self.own, *targets, *self.missing, *self.constant)
+        pointer = factor.data_ptr()
+        if pointer % ALIGNMENT or factor.is_neg():
+            self.scale(_copied(factor), targets)
+        elif self.run is None:
+            self.compile(None, factor, *self.own, *targets, *self.missing, *self.constant)
+        elif self.device == torch._C._cuda_getDevice():
+            self.run(None, pointer, *self.own_addresses, *[t.data_ptr() for t in targets], *self.rest)
         else:
-            pointers = [t.data_ptr() for t in targets]
-            self.launch(None, readable.data_ptr(), *self.own_addresses, *pointers, *self.missing, *self.constant_addresses)
+            with torch.cuda.device(self.device):
+                self.scale(factor, targets)
 
 
 def can_copy(tensors: Sequence[Tensor]) -> bool:

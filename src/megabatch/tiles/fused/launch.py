@@ -268,13 +268,7 @@ def launch_compiled(
 ) -> None:
     """Launch a compiled kernel, without Triton's search for it."""
     # For a tensor, Triton would call data_ptr and then ask the driver about the address.
-    launch_addresses(compiled, grid, device, addresses(arguments), constants)
-
-
-def launch_addresses(
-    compiled: Any, grid: tuple[int, ...], device: int | None, values: tuple[Any, ...], constants: tuple[Any, ...]
-) -> None:
-    """Launch a compiled kernel with addresses in place of tensors."""
+    values = addresses(arguments)
     hook = triton.knobs.runtime.launch_enter_hook
     if getattr(hook, "calls", hook):
         # A profiler of Triton asks to be told of launches.
