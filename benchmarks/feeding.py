@@ -329,13 +329,13 @@ def main(out: Path | None, device: str, workers: int) -> None:
         row: dict[str, Any] = {"pipeline": name, "image_bytes": image_bytes, "pairs_per_core_s": rate, "rounds": ROUNDS}
         row["speed_up"] = speed_up(seconds, cores[THEIRS]) if peer else None
         if loaders:
-            faster = loaders[name] / loaders[THEIRS] if peer else None
-            row |= {"workers": workers, "pairs_per_s": loaders[name], "loader_speed_up": faster}
+            loader_speed_up = loaders[name] / loaders[THEIRS] if peer else None
+            row |= {"workers": workers, "pairs_per_s": loaders[name], "loader_speed_up": loader_speed_up}
         rows.append(row | (on_device if name == ON_DEVICE else {}) | differences | {"machine": describe(device)})
         whole = f", {_number(row['pairs_per_s'])} with {workers} workers {_factor(row['loader_speed_up'])}" if loaders else ""
         print(f"{name:34} {rate:7.0f} pairs/s per core {_factor(row['speed_up'])}{whole}")
-    for name, an_image in on_device.items():
-        print(f"{name:34} {1e6 * an_image:7.0f} µs per image")
+    for name, per_image in on_device.items():
+        print(f"{name:34} {1e6 * per_image:7.0f} µs per image")
     report.write_rows(out or RESULTS / f"feeding-{device}.jsonl", rows)
 
 

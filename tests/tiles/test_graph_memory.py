@@ -101,7 +101,7 @@ class Launches:
         return launch
 
     def run(self, x, y, z, stream, function, metadata, *rest):
-        # Without what Triton tells its hooks.
+        # No launch metadata, and no hooks.
         assert (stream, function, metadata, *rest[:3]) == (5, "function", "metadata", None, None, None)
         self.later.append(((x, y, z), *rest[3:]))
 
@@ -139,9 +139,11 @@ def test_a_later_launch_copies_what_a_kernel_cannot_read(launches):
 
 
 def test_a_launch_on_another_device_than_the_current_one(launches, monkeypatch):
-    current = iter((0, -1))
+    current = iter((0, -1, 0, -1))
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: next(current))
-    inputs, source = CopiedInputs([torch.zeros(3)]), [torch.ones(3)]
+    own, others, value = [torch.zeros(3)], [torch.ones(3)], torch.zeros(())
+    inputs, gradients = CopiedInputs(own), ScaledGradients(own)
     for _ in range(2):
-        inputs.fill(source, torch.zeros(()))
-    assert len(launches.later) == 1 and next(current, None) is None
+        inputs.fill(others, value)
+        gradients.scale(value, others)
+    assert len(launches.later) == 2 and next(current, None) is None

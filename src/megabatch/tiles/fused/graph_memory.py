@@ -62,18 +62,17 @@ def deliver_kernel(value, place):
 
 
 class _OneLaunch:
-    """Copies between tensors of a graph and others like them, by one kernel that is compiled in the first launch.
+    """Copies between tensors of a graph and others of the same form, by one kernel.
 
-    Later launches pass addresses to Triton's launcher, on the stream of the first one, which is the graph's, and no profiler of
-    Triton is told of them. What does not change from launch to launch is read once.
+    The first launch compiles it. Later ones call Triton's launcher directly, with addresses that are read once where they do not
+    change, on the stream of the first launch, since a graph is replayed on one stream. They do not call Triton's launch hooks.
     """
 
     def __init__(self, own: Sequence[Tensor], place: Tensor | None = None) -> None:
         lengths = [t.numel() for t in own]
         self.missing = (None,) * (MOST - len(own))
         self.own = *own, *self.missing
-        self.constant = place, *lengths, *itertools.repeat(0, len(self.missing))
-        self.own_addresses, self.constant_addresses = addresses(self.own), (*addresses(self.constant), BLOCK)
+        self.place_and_lengths = place, *lengths, *itertools.repeat(0, len(self.missing))
         self.device = own[0].get_device()
         self.grid = (sum(cdiv(length, BLOCK) for length in lengths), 1, 1)
         self.run: Callable[..., None] | None = None
@@ -96,7 +95,8 @@ class CopiedInputs(_OneLaunch):
         self.unread = torch.empty(1, dtype=torch.float64, device=inputs[0].device)
         self.place = torch.tensor([self.unread.data_ptr()], device=inputs[0].device)
         super().__init__(inputs, self.place)
-        self.rest = *self.missing, *self.own_addresses, *self.constant_addresses
+        self.rest = *self.missing, *self.own, *self.place_and_lengths
+        self.rest_addresses = *addresses(self.rest), BLOCK
 
     def fill(self, sources: Sequence[Tensor], result: Tensor) -> None:
         pointers = []
@@ -107,9 +107,9 @@ class CopiedInputs(_OneLaunch):
                 return self.fill([t if _is_readable(t) else _copied(t) for t in sources], result)
             pointers.append(pointer)
         if self.run is None:
-            self.compile(result, None, *sources, *self.missing, *self.own, *self.constant)
+            self.compile(result, None, *sources, *self.rest)
         elif self.device == torch._C._cuda_getDevice():
-            self.run(result.data_ptr(), None, *pointers, *self.rest)
+            self.run(result.data_ptr(), None, *pointers, *self.rest_addresses)
         else:
             with torch.cuda.device(self.device):
                 self.fill(sources, result)
@@ -123,16 +123,17 @@ class ScaledGradients(_OneLaunch):
 
     def __init__(self, gradients: Sequence[Tensor]) -> None:
         super().__init__(gradients)
-        self.rest = *self.missing, *self.constant_addresses
+        self.rest = *self.missing, *self.place_and_lengths
+        self.own_addresses, self.rest_addresses = addresses(self.own), (*addresses(self.rest), BLOCK)
 
     def scale(self, factor: Tensor, targets: Sequence[Tensor]) -> None:
         pointer = factor.data_ptr()
         if pointer % ALIGNMENT or factor.is_neg():
             self.scale(_copied(factor), targets)
         elif self.run is None:
-            self.compile(None, factor, *self.own, *targets, *self.missing, *self.constant)
+            self.compile(None, factor, *self.own, *targets, *self.rest)
         elif self.device == torch._C._cuda_getDevice():
-            self.run(None, pointer, *self.own_addresses, *[t.data_ptr() for t in targets], *self.rest)
+            self.run(None, pointer, *self.own_addresses, *[t.data_ptr() for t in targets], *self.rest_addresses)
         else:
             with torch.cuda.device(self.device):
                 self.scale(factor, targets)
