@@ -34,7 +34,7 @@ from reduction_kernel import expected, integers, rows_and_columns
 
 from megabatch.tiles import fused
 from megabatch.tiles.fused import architectures, int8, launch, reductions, sigmoid, tile, tuned_configs
-from megabatch.tiles.fused.gradient_panels import MIN_WIDTH_TO_SAVE_EXP, allocate_saved_exp
+from megabatch.tiles.fused.gradient_panels import MIN_WIDTH_TO_SAVE_EXP, GradientProducts, allocate_saved_exp
 from megabatch.tiles.fused.reductions import COUNTED, EXPONENTIALS, RANKING, SUMS
 
 pytestmark = [pytest.mark.sampled(4), *IN_INTERPRETER]
@@ -618,6 +618,34 @@ def test_saved_exponentials_are_those_of_the_first_panel_and_gradients_are_compu
     assert torch.allclose(doubled[rows:], again[rows:], rtol=1e-5)
 
 
+@pytest.mark.parametrize("workspace", [2**20, 40 * 64 * 4])
+@pytest.mark.parametrize("kind", ["usual", "tiny weight", "marked"])
+def test_gains_of_rows_alone_are_factors_of_saved_products(kind, workspace, monkeypatch):
+    x, y = embeddings(70, 9, width=8)
+    options = {"symmetric": False, "ids": torch.arange(79) // 2}
+    if kind == "tiny weight":
+        options["weights"] = torch.where(torch.arange(70) == 3, 1e-36, 1.0)
+    if kind == "marked":
+        x[3:5] *= 40
+    case = Case("clip_loss", x, y, (3.0,), options)
+    written, write = [], GradientProducts.write_with_gains
+
+    def spy(products, panel, p, gains_M):
+        written.append((gains_M == 1).all().item())
+        write(products, panel, p, gains_M)
+
+    monkeypatch.setattr(GradientProducts, "write_with_gains", spy)
+    true = formula(case)
+    # Both gradients share memory for a while; each is wanted alone, too.
+    for wanted in ((True, True), (True, False), (False, True)):
+        tensors = [t.float().requires_grad_(need) for t, need in zip((x, y), wanted, strict=True)]
+        megabatch.clip_loss(*tensors, 3.0, backend="fused", workspace=workspace, **options).backward()
+        for name, t, need in zip(("x", "y"), tensors, wanted, strict=True):
+            assert not need or (t.grad - true[name]).norm() < 1e-5 * true[name].norm(), (wanted, name)
+    # With a mark, the panel holds the gradient itself.
+    assert written == [kind != "usual"] * 3
+
+
 @pytest.mark.parametrize("workspace, symmetric", [(2**20, False), (40 * 64 * 4, True)])
 def test_saved_exponentials_show_which_pairs_count_however_small_they_are(workspace, symmetric):
     x, y = embeddings(70, width=8)
@@ -826,9 +854,7 @@ def test_blocks_are_those_of_this_device_or_of_its_capability_at_the_nearest_wid
 
 
 def test_gains_are_unshifted_and_peaks_out_of_range_are_marked():
-    pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
-    from megabatch.tiles.fused.hopper.pipeline import TILE
-    from megabatch.tiles.fused.hopper.softmax_backward import unshifted_gains
+    from megabatch.tiles.fused.unshifted_gains import TILE, unshifted_gains
 
     peaks, gains = (torch.randn(2, 300, generator=torch.Generator().manual_seed(seed)).unbind() for seed in (0, 1))
     rows, columns = Softmax(peaks[0], gains[0]), Softmax(peaks[1][:129], gains[1][:129])

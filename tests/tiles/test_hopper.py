@@ -88,7 +88,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from megabatch.tiles.contract import Softmax
 from megabatch.tiles.fused import launch
-from megabatch.tiles.fused.hopper import saved_products, softmax_backward
+from megabatch.tiles.fused.hopper import saved_products
+from megabatch.tiles.fused.unshifted_gains import unshifted_gains
 
 class Launcher:
     def __init__(self, source, metadata):
@@ -136,27 +137,25 @@ launch.addresses = tuple
 rows, marks, scale = Softmax(*torch.rand(2, 300)), torch.zeros(launch.MARKS, dtype=torch.int32), torch.tensor(20.0)
 panel, embeddings = torch.rand(300, 256).bfloat16(), torch.rand(300, 256).bfloat16()
 
-def launched(columns):
+def launched():
     global launches
     launches = []
-    gains = softmax_backward.unshifted_gains(scale, rows, columns, marks)
+    gains = unshifted_gains(scale, rows, columns, marks)
     outer, inner = saved_products.bf16_gains(*gains, 384, 256, marks)
     saved_products.write_product(panel, embeddings[:256], outer, inner, torch.empty(300, 256), transposed=False)
     saved_products.write_product(panel, embeddings, inner, outer, torch.empty(256, 256), transposed=True)
     return launches
 
-run = JITFunction.run
-for columns in (Softmax(*torch.rand(2, 256)), None):
-    JITFunction.run = run
-    first = launched(columns)
-    JITFunction.run = search
-    second = launched(columns)
-    assert first == second, (first, second)
-    print(*(name for name, *_ in first))
+columns = Softmax(*torch.rand(2, 256))
+first = launched()
+JITFunction.run = search
+second = launched()
+assert first == second, (first, second)
+print(*(name for name, *_ in first))
 """
 
 
 @pytest.mark.slow
 def test_a_further_launch_passes_what_triton_passed_in_the_first_one():
     kernels = ["unshifted_gains_kernel", "bf16_gains_kernel", "product_kernel", "product_kernel"]
-    assert compiled_apart(LAUNCH) == 2 * kernels
+    assert compiled_apart(LAUNCH) == kernels

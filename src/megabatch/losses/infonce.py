@@ -17,6 +17,7 @@ from ..ring import Group
 from .autograd import LossModule, LossResult, first_derivative_only, outside_graphs, save, saved
 from .batch import Diagnostics, Execution, ExecutionOptions, Inputs, LossBatch, prepare
 from .checks import DTYPES, check_duplicates, check_number, check_tensor, product_dtype
+from .clip import clip_loss
 from .directions import (
     CROSS,
     DIRECTIONS,
@@ -29,7 +30,7 @@ from .directions import (
     directions_forward,
     finish_directions,
 )
-from .one_piece import loss_in_one_piece, one_piece_of, softmax_in_one_piece
+from .one_piece import is_alone, loss_in_one_piece, one_piece_of, softmax_in_one_piece
 
 if TYPE_CHECKING:
     # torch depends on typing_extensions; typing has Unpack from Python 3.11 on.
@@ -195,8 +196,14 @@ def infonce_loss(
         diagnostics,
     )
     execution = Execution(group, equal_shards, backend, workspace, precision)
-    inputs = Inputs(x, y, {"scale": scale}, ids, weights, queue)
-    return directions_loss(inputs, rules, execution, FurtherInputs(negatives_of, guide, queue))
+    further = FurtherInputs(negatives_of, guide, queue)
+    # Of several ranks some may have further inputs, and all have to agree on one loss.
+    if rules in AS_CLIP_LOSS and all(each is None for each in further) and is_alone(group):
+        symmetric = rules == AS_CLIP_LOSS[1]
+        # Back from y, hard negatives would not be candidates.
+        if not symmetric or x.shape == y.shape:
+            return clip_loss(x, y, scale, symmetric=symmetric, ids=ids, weights=weights, **vars(execution))
+    return directions_loss(Inputs(x, y, {"scale": scale}, ids, weights, queue), rules, execution, further)
 
 
 class InfoNCELoss(LossModule[LossResult]):
@@ -346,6 +353,10 @@ class InfoNCERules:
             in_batch=self.in_batch,
             diagnostics=self.diagnostics,
         )
+
+
+# The options with which this is `clip_loss`, in one direction and in both, which takes less time on the host.
+AS_CLIP_LOSS = InfoNCERules(("x_to_y",)), InfoNCERules(("x_to_y", "y_to_x"), "separate")
 
 
 class FurtherInputs(NamedTuple):

@@ -51,6 +51,11 @@ class OnePieceCall(NamedTuple):
 OnePieceLoss = Callable[..., OnePiece]
 
 
+def is_alone(group: Group) -> bool:
+    """Return whether these rows are certainly the whole batch."""
+    return group is None or (group is ... and not (HAS_DISTRIBUTED and dist.is_initialized()))
+
+
 def accept(
     x: Tensor, y: Tensor, scalars: tuple[Tensor | float, ...], group: Group, backend: str | None, workspace: int | None
 ) -> OnePieceCall | LossBatch | None:
@@ -61,7 +66,7 @@ def accept(
     Right are dense matrices of one shape on a CPU or on the current CUDA device, and scalars that are tensors of the dtype of
     logits, with a scale of at least 1; in one process, and on a CPU without autocast.
     """
-    if group is not None and (group is not ... or (HAS_DISTRIBUTED and dist.is_initialized())):
+    if not is_alone(group):
         return None
     # The transforms of torch.func, and dual tensors of forward-mode AD.
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0 or is_accumulating():

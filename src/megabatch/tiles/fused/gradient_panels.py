@@ -149,6 +149,22 @@ class GradientProducts:
         for product in products:
             self._add(product)
 
+    def write_with_gains(self, panel: Tensor, p: Panel, gains_M: Tensor) -> None:
+        """Write the products of the gradient that is the panel with each row multiplied by its gain, without computing it.
+
+        These are the first products of these rows and columns.
+        """
+        gains_M1, x_MD = gains_M.unsqueeze(1), part(self.x_MD, p.r)
+        gx_MD, gy_ND = part(self.gx_MD, p.r), part(self.gy_ND, p.c)
+        if gy_ND is not None:
+            # As long as gx is not written, its memory is free, and enough.
+            into = torch.empty_like(x_MD) if gx_MD is None else gx_MD.view(-1).view(self.dtype)[: x_MD.numel()].view(x_MD.shape)
+            torch.mul(x_MD, gains_M1, out=into)
+            self._add(_Product(gy_ND, panel.T, into, is_first=True))
+        if gx_MD is not None:
+            self._add(_Product(gx_MD, panel, part(self.y_ND, p.c), is_first=True))
+            gx_MD.mul_(gains_M1)
+
     def _add(self, product: _Product) -> None:
         into, g, embeddings, is_first = product
         if self.dtype == torch.bfloat16:

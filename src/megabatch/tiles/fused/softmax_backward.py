@@ -2,8 +2,9 @@
 fast and a safe launch: softmax_forward.py.
 
 A kernel writes the gradient in the logits of a panel, from similarities that it computes again or from exponentials that forward
-has saved. Two GEMMs with the panel follow (gradient_panels.py). An architecture may have products that take saved exponentials
-themselves (launch.SpecialisedGrads); the gradient is then written only where the safe launch is needed.
+has saved. Two GEMMs with the panel follow (gradient_panels.py). If only rows have a softmax, their gains are factors of x and of
+the other product, so the GEMMs take saved exponentials themselves. For rows and columns, an architecture may have products that
+do (launch.SpecialisedGrads). In both cases the gradient is written only where the safe launch is needed.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ from .tile import (
     tile_needs_mask,
     unshifted_gain,
 )
+from .unshifted_gains import unshifted_gains
 
 # The tile of the kernel that reads saved exponentials.
 SAVED_ROWS, SAVED_COLUMNS = 16, 512
@@ -306,15 +308,20 @@ def softmax_grads(
     int8 = compute.int8_similarities and x_MD.dtype == torch.bfloat16 and not pairs.smoothed
     request = GradsRequest(scale, pairs, rows, columns, needs_fallback, dpos_M if int8 else None)
     specialised = None if kernels is None else kernels.softmax_grads(launch, request)
+    # The gradient is then an exponential times the gain of its row. Products in tf32 would cut exponentials off, not round them.
+    one_gain = columns is None and rows.counted is None and not products.rounds_to_tf32
     for p in launch.panels(products.bytes_per_cell):
         panel, pair_args = products.panel(p), launch.pair_args(pairs, p)
         softmax = SoftmaxArgs(*(part(v, p.r) for v in rows), *(part(v, p.c) for v in columns or (None,) * 4))
         was_saved = saved_exp is not None and saved_exp.contains(p)
-        multiply = specialised.saved_products(p) if was_saved and specialised is not None else None
+        gains_M = multiply = None
+        if was_saved and one_gain:
+            gains_M = unshifted_gains(scale, Softmax(softmax.row_peak, softmax.row_gain), None, needs_fallback).rows[: p.rows]
+        elif was_saved and specialised is not None:
+            multiply = specialised.saved_products(p)
         if was_saved:
-            _gradient_from_saved_exp(
-                panel, p, scale, softmax, needs_fallback, products.rounds_to_tf32, if_marked=multiply is not None
-            )
+            if_marked = gains_M is not None or multiply is not None
+            _gradient_from_saved_exp(panel, p, scale, softmax, needs_fallback, products.rounds_to_tf32, if_marked=if_marked)
         computed = was_saved or (specialised is not None and specialised(p, panel, pair_args))
         operands, target = launch.operands(p), launch.target(panel)
         for safe in (True,) if computed else (False, True):
@@ -323,10 +330,13 @@ def softmax_grads(
                 *operands, scale, target, needs_fallback, *softmax, *pair_args, panel.stride(0), IS_LOCAL=pairs.is_local,
                 MULTI_POSITIVE=multi_positive, DROP=drops, SAFE=safe, ROUND_TO_TF32=products.rounds_to_tf32, **launch.constants,
             )  # fmt: skip
-        if multiply is None:
-            products.add(panel, p)
-        else:
+        if gains_M is not None:
+            # With a mark, the panel holds the gradient.
+            products.write_with_gains(panel, p, gains_M.masked_fill_(needs_fallback.any(), 1.0))
+        elif multiply is not None:
             multiply(panel, part(products.gx_MD, p.r), part(products.gy_ND, p.c))
+        else:
+            products.add(panel, p)
     return products.gx_MD, products.gy_ND
 
 

@@ -186,8 +186,7 @@ def bf16_gains_kernel(
     row_gains, column_gains, needs_fallback, high, low, inner, rows, columns,
     MARKS: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """Write the Bf16Gains of the first `rows` gains of rows, and behind them those of `columns` gains of columns; column gains that
-    are None are zeros."""
+    """Write the Bf16Gains of the first `rows` gains of rows, and behind them those of `columns` gains of columns."""
     programs = tl.cdiv(rows, R)
     is_gradient = any_fallback(needs_fallback, MARKS)
     if tl.program_id(0) < programs:
@@ -201,10 +200,7 @@ def bf16_gains_kernel(
 def _put_bf16(gains, is_gradient, high, low, inner, first, length, K: tl.constexpr, R: tl.constexpr):
     i = first + tl.arange(0, R)
     inside = i < length
-    g = tl.zeros((R,), tl.float32)
-    if gains is not None:
-        g = tl.load(gains + i, mask=inside, other=0.0)
-    g = tl.where(is_gradient, 0.0, g)
+    g = tl.where(is_gradient, 0.0, tl.load(gains + i, mask=inside, other=0.0))
     rounded = g.to(tl.bfloat16)
     tl.store(high + i, tl.where(is_gradient, 1.0, rounded.to(tl.float32)).to(tl.bfloat16), mask=inside)
     tl.store(low + i, (g - rounded.to(tl.float32)).to(tl.bfloat16), mask=inside)
@@ -224,9 +220,9 @@ def padded(rows: int) -> int:
 
 
 def bf16_gains(
-    row_gains: Tensor, column_gains: Tensor | None, rows: int, columns: int, needs_fallback: Tensor
+    row_gains: Tensor, column_gains: Tensor, rows: int, columns: int, needs_fallback: Tensor
 ) -> tuple[Bf16Gains, Bf16Gains]:
-    """Return the first gains of rows and of columns in bf16, zeros for columns that have none.
+    """Return the first gains of rows and of columns in bf16.
 
     rows, columns: how many, as `padded` gives them.
     """

@@ -10,18 +10,16 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from ...contract import Softmax
 from ..int8 import Correction, Int8Embeddings, Int8Operands, correct_large
 from ..launch import GradsRequest, Launch, Panel, SpecialisedGrads, cdiv, part, run_kernel
-from ..tile import LOG2_E, PairArgs, exp_offset, exp_peak_out_of_range, load_vector, mark_fallback, unshifted_gain
+from ..tile import LOG2_E, PairArgs, exp_offset
 from ..tuned_configs import Pipeline
+from ..unshifted_gains import UnshiftedGains, unshifted_gains
 from .pipeline import (
     OPTIONS,
     REGISTERS,
@@ -47,11 +45,6 @@ from .pipeline import (
     tile_pairs,
 )
 from .saved_products import bf16_gains, fits, padded, write_product
-
-# Tiles beyond the end that gains are padded by: kernels read them.
-PADDING = tl.constexpr(2)
-# Below, the second of two bf16 numbers (saved_products.py) may be subnormal.
-SMALLEST_BF16_GAIN = tl.constexpr(2.0**-110)
 
 
 class UnshiftedSoftmax(NamedTuple):
@@ -189,48 +182,6 @@ def _load(values, i, length):
     return gl.load(values + i, mask=i < length, other=0.0)
 
 
-@triton.jit(do_not_specialize=["rows", "columns"])
-def unshifted_gains_kernel(
-    scale, row_peak, row_gain, column_peak, column_gain, gains_M, gains_N, needs_fallback, rows, columns, R: tl.constexpr
-):  # fmt: skip
-    """Write unshifted gains of rows and columns, zero beyond their end. Mark peaks out of range, and gains too small for bf16."""
-    programs, offset = tl.cdiv(rows, R) + PADDING, exp_offset(tl.load(scale))
-    if tl.program_id(0) < programs:
-        _put_unshifted(offset, row_peak, row_gain, gains_M, needs_fallback, tl.program_id(0) * R, rows, R)
-    elif column_peak is not None:
-        _put_unshifted(offset, column_peak, column_gain, gains_N, needs_fallback, (tl.program_id(0) - programs) * R, columns, R)
-
-
-@triton.jit
-def _put_unshifted(offset, peak, gain, gains, needs_fallback, first, length, R: tl.constexpr):
-    i = first + tl.arange(0, R)
-    peaks = load_vector(peak, first, length, R)
-    values = unshifted_gain(load_vector(gain, first, length, R), peaks, offset)
-    is_tiny = (values != 0) & (tl.abs(values) < SMALLEST_BF16_GAIN)
-    mark_fallback(needs_fallback, tl.arange(0, R), (exp_peak_out_of_range(peaks, offset) | is_tiny) & (i < length))
-    tl.store(gains + i, tl.where(i < length, values, 0.0))
-
-
-class UnshiftedGains(NamedTuple):
-    """Unshifted gains of rows and columns, padded by PADDING tiles."""
-
-    rows: Tensor
-    columns: Tensor | None
-
-
-def unshifted_gains(scale: Tensor, rows: Softmax, columns: Softmax | None, needs_fallback: Tensor) -> UnshiftedGains:
-    """Return the gains for exp(s - offset), and mark peaks out of range."""
-    length, width = rows.peak.shape[0], columns.peak.shape[0] if columns else 0
-    tiles_M, tiles_N = cdiv(length, TILE) + PADDING.value, cdiv(width, TILE) + PADDING.value if columns else 0
-    gains_M, gains_N = rows.peak.new_empty((tiles_M + tiles_N) * TILE).split((tiles_M * TILE, tiles_N * TILE))
-    run_kernel(
-        unshifted_gains_kernel, (tiles_M + tiles_N,),
-        scale, rows.peak, rows.gain, columns.peak if columns else None, columns.gain if columns else None, gains_M, gains_N,
-        needs_fallback, length, width, R=TILE,
-    )  # fmt: skip
-    return UnshiftedGains(gains_M, gains_N if columns else None)
-
-
 class _GradientWriter:
     """Writes the gradient of one panel after another; gains and quantised embeddings are made for the first that needs them."""
 
@@ -254,15 +205,16 @@ class _GradientWriter:
         """See launch.SpecialisedGrads."""
         x, y = self.launch.x_MD, self.launch.y_ND
         is_first = not p.r.start and not p.c.start
-        if x.dtype != torch.bfloat16 or self.request.rows.counted is not None or not is_first:
+        if x.dtype != torch.bfloat16 or self.request.columns is None or self.request.rows.counted is not None or not is_first:
             return None
         if not all(fits(rows, x.shape[1], x.device) for rows in (p.rows, p.columns)):
             return None
-        gains = self._unshifted_gains()
+        row_gains, column_gains = self._unshifted_gains()
+        assert column_gains is not None
 
         def multiply(panel: Tensor, gx: Tensor | None, gy: Tensor | None) -> None:
             marks = self.request.needs_fallback
-            rows, columns = bf16_gains(*gains, padded(p.rows), padded(p.columns), marks)
+            rows, columns = bf16_gains(row_gains, column_gains, padded(p.rows), padded(p.columns), marks)
             if gx is not None:
                 write_product(panel, part(y, p.c), rows, columns, gx, transposed=False)
             if gy is not None:
