@@ -258,14 +258,16 @@ def fit_law(given: Sequence[Curve]) -> Law:
 
     theta = least_squares(residuals, np.array([12.0, 0.5, 0.0, 0.0]))
     law = Law(*(float(t) for t in theta[:3]), float(np.exp(theta[3])), 0.0)
-    lost_at = [fmean(min(planned_loss(c, law._replace(aim=aim)) / tolerance(c.best), MOST_LOST) for c in given) for aim in AIMS]
-    return law._replace(aim=float(AIMS[int(np.argmin(lost_at))]))
+    aimed = [law._replace(aim=float(aim)) for aim in AIMS]
+    lost_at = np.mean([np.minimum(planned_losses(c, aimed) / tolerance(c.best), MOST_LOST) for c in given], 0)
+    return aimed[int(lost_at.argmin())]
 
 
-def planned_loss(curve: Curve, law: Law) -> float:
-    """Return the recall that the planned batch loses on a curve. Beyond the batches that were run it is what the last one loses."""
-    planned = power_near(law.planned(curve.samples, curve.pairs))
-    return curve.best - recall_at(curve, float(np.clip(planned, curve.batches[0], curve.batches[-1])))
+def planned_losses(curve: Curve, laws: Sequence[Law]) -> np.ndarray:
+    """Return the recall that each law's planned batch loses on a curve. Beyond the batches that were run it is what the last one
+    loses."""
+    planned = [power_near(law.planned(curve.samples, curve.pairs)) for law in laws]
+    return curve.best - recalls_at(curve, np.clip(planned, curve.batches[0], curve.batches[-1]))
 
 
 def fit_largest(batches: np.ndarray, recalls: np.ndarray, steepness: float) -> float:
@@ -337,9 +339,9 @@ def _interval(values: Sequence[float]) -> Interval:
     return Interval(*(float(v) for v in np.quantile(values, [(1 - COVERED) / 2, (1 + COVERED) / 2])))
 
 
-def recall_at(curve: Curve, batch: float) -> float:
-    """Return the recall of a batch between those that were run."""
-    return float(np.interp(np.log2(batch), np.log2(curve.batches), curve.recalls))
+def recalls_at(curve: Curve, batches: np.ndarray | float) -> np.ndarray:
+    """Return the recalls of batches between those that were run."""
+    return np.interp(np.log2(batches), np.log2(curve.batches), curve.recalls)
 
 
 def hold_out_batches(given: Sequence[Curve], judged: Sequence[Curve] | None = None) -> list[HeldBack]:
@@ -350,7 +352,9 @@ def hold_out_batches(given: Sequence[Curve], judged: Sequence[Curve] | None = No
         law = fit_law([c for c in given if c.source != source])
         for c in (c for c in judged if c.source == source):
             planned = power_near(law.planned(c.samples, c.pairs))
-            found.append(HeldBack(source, c.kind, c.samples, planned, planned, planned_loss(c, law), tolerance(c.best)))
+            found.append(
+                HeldBack(source, c.kind, c.samples, planned, planned, float(planned_losses(c, [law])[0]), tolerance(c.best))
+            )
     return found
 
 

@@ -616,7 +616,9 @@ def judge(frozen: Sequence[Mapping[str, Any]], rows: Sequence[Row]) -> str:
             largest = fit.largest_batch(c.batches, c.recalls)
             # As it was predicted: the first sets have no rounding.
             batch = float(np.clip(case["planned"], c.batches[0], c.batches[-1]))
-            held = HeldBack(c.source, PLAIN, c.samples, batch, batch, c.best - fit.recall_at(c, batch), fit.tolerance(c.best))
+            held = HeldBack(
+                c.source, PLAIN, c.samples, batch, batch, c.best - float(fit.recalls_at(c, batch)), fit.tolerance(c.best)
+            )
             measured = f"{'≥ ' if largest.beyond else ''}{largest.batch:,.0f}"
             texts = [_text(case["largest"], Interval(*case["interval"]), 0), measured, f"{c.batches[c.recalls.argmax()]:,.0f}"]
             texts += [f"{batch:,.0f}", f"{100 * held.lost:.1f} points", "yes" if held.good else "no"]
