@@ -25,6 +25,14 @@ def siglip(x, y, scale=5.0, bias=-2.0, module=megabatch, **options):
     return module.siglip_loss(x, y, scale, bias, **options)
 
 
+def one_direction(x, y):
+    return megabatch.infonce_loss(x, y, 5.0)
+
+
+def both_directions(x, y):
+    return megabatch.infonce_loss(x, y, 5.0, directions=("x_to_y", "y_to_x"), partition="separate")
+
+
 losses = pytest.mark.parametrize("loss", [clip, siglip])
 
 # At the first use of forward mode, PyTorch compiles decompositions with functions that it has deprecated.
@@ -265,7 +273,8 @@ EMBEDDINGS = {
 }
 
 
-@losses
+# The latter two are the softmax loss, if that takes the embeddings.
+@pytest.mark.parametrize("loss", [clip, siglip, one_direction, both_directions])
 @pytest.mark.parametrize("side", ["x", "y"])
 @pytest.mark.parametrize("kind", EMBEDDINGS)
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta", "ignore:The PyTorch API of nested tensors")

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..ring import Group
 from .autograd import LossModule, LossResult, first_derivative_only, outside_graphs, save, saved
 from .batch import Diagnostics, Execution, ExecutionOptions, Inputs, LossBatch, prepare
-from .checks import DTYPES, check_duplicates, check_number, check_tensor, product_dtype
+from .checks import DTYPES, PLAIN_TENSORS, check_duplicates, check_number, check_tensor, product_dtype
 from .clip import clip_loss
 from .directions import (
     CROSS,
@@ -200,8 +200,8 @@ def infonce_loss(
     # Of several ranks some may have further inputs, and all have to agree on one loss.
     if rules in AS_CLIP_LOSS and all(each is None for each in further) and is_alone(group):
         symmetric = rules == AS_CLIP_LOSS[1]
-        # Back from y, hard negatives would not be candidates.
-        if not symmetric or x.shape == y.shape:
+        # Back from y, hard negatives would not be candidates. What has no shape is refused below.
+        if not symmetric or (all(type(t) in PLAIN_TENSORS and not t.is_nested for t in (x, y)) and x.shape == y.shape):
             return clip_loss(x, y, scale, symmetric=symmetric, ids=ids, weights=weights, **vars(execution))
     return directions_loss(Inputs(x, y, {"scale": scale}, ids, weights, queue), rules, execution, further)
 
