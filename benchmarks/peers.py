@@ -12,13 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LossCall = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # (x, y, scale, bias) -> loss
+LossCall = Callable[[Tensor, Tensor, Tensor, Tensor], Any]  # (x, y, scale, bias) -> a tensor, or a ComputedLoss
 
 HALF = (torch.bfloat16, torch.float16)
 # Rows per chunk, for losses that leave it to the caller.
@@ -115,6 +115,34 @@ def _as_trained(call: LossCall) -> LossCall:
             return call(x, y, scale, bias)
 
     return run
+
+
+class ComputedLoss(NamedTuple):
+    """A value whose gradients are known already. `backward` and `detach` are those of a tensor."""
+
+    value: Tensor
+    leaves: tuple[Tensor, ...]
+    gradients: tuple[Tensor | None, ...]
+
+    def backward(self) -> None:
+        for leaf, gradient in zip(self.leaves, self.gradients, strict=True):
+            leaf.grad = gradient
+
+    def detach(self) -> Tensor:
+        return self.value
+
+
+def _megabatch_value_and_grad(loss: str) -> Callable[..., ComputedLoss]:
+    import megabatch
+
+    criterion = megabatch.graphed({"clip": megabatch.clip_loss, "siglip": megabatch.siglip_loss}[loss])
+
+    def call(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor) -> ComputedLoss:
+        leaves = (x, y, scale) if loss == "clip" else (x, y, scale, bias)
+        value, gradients = criterion.value_and_grad(*leaves)
+        return ComputedLoss(value, leaves, gradients)
+
+    return call
 
 
 def _megabatch(loss: str, ids: bool = False, graphed: bool = False, **options: Any) -> LossCall:
@@ -338,6 +366,10 @@ PEERS: tuple[Peer, ...] = (
     _option("512 MiB", "clip", workspace=WORKSPACE),
     _option("graphed", "clip", by_default=True, graphed=True),
     _option("graphed", "siglip", by_default=True, graphed=True),
+    *(
+        Peer("ours, value_and_grad", loss, partial(_megabatch_value_and_grad, loss), "megabatch", cuda_only=True)
+        for loss in ("clip", "siglip")
+    ),
     # Saved exponentials leave it nothing to do.
     _option("int8", "clip", int8_backward=True, workspace=WORKSPACE),
     _option("ids", "siglip", ids=True),

@@ -13,6 +13,7 @@ from megabatch.reporting.report import Column, Table
 from megabatch.reporting.terminal import print_table
 
 GRAPHED = "ours, graphed"
+VALUE_AND_GRAD = "ours, value_and_grad"
 TITLES = {
     "ours": "megabatch",
     "ours, ids": "megabatch, ids",
@@ -21,6 +22,7 @@ TITLES = {
     "ours, int8": "megabatch, int8 with a workspace of 512 MiB",
     "ours, 512 MiB": "megabatch, workspace of 512 MiB",
     GRAPHED: "megabatch, in a CUDA graph",
+    VALUE_AND_GRAD: "megabatch, in a CUDA graph, without autograd",
     "full matrix compiled": "full matrix, compiled",
     "openclip": "OpenCLIP",
     "openclip chunked": "OpenCLIP, chunked",
@@ -73,6 +75,11 @@ def is_ours(row: Row) -> bool:
 def is_option(row: Row) -> bool:
     """Return whether a row is of megabatch with an option; tables of implementations leave such rows out."""
     return is_ours(row) and row["implementation"] != "ours"
+
+
+def is_in_graph(row: Row) -> bool:
+    """Return whether a row is of a graphed loss."""
+    return row["implementation"] in (GRAPHED, VALUE_AND_GRAD)
 
 
 def has_share(row: Row) -> bool:
@@ -224,12 +231,12 @@ def _shares_line(row: Row, peer: Row | None) -> list[str]:
 def times_markdown(rows: list[Row]) -> str:
     """Return a table of the times of steps with the host, one line per loss and implementation and one column per batch.
 
-    Of several widths it shows the one with most rows, of megabatch's options the graphed loss alone, and only batches at which
+    Of several widths it shows the one with most rows, of megabatch's options the graphed losses alone, and only batches at which
     at least two implementations were timed. The fastest of a loss and batch is bold.
     """
     widths = [row["dim"] for row in rows]
     width = max(widths, key=widths.count)
-    shown = [row for row in in_order(rows) if row["dim"] == width and (not is_option(row) or row["implementation"] == GRAPHED)]
+    shown = [row for row in in_order(rows) if row["dim"] == width and (not is_option(row) or is_in_graph(row))]
     timed = [row for row in shown if "wall_s" in row]
     if not timed:
         raise ValueError("no row holds a time with the host: run `python -m benchmarks.loss --device cuda --in-process`")
@@ -270,7 +277,7 @@ def _times_cell(row: Row, is_fastest: bool) -> str:
 def options_markdown(rows: list[Row]) -> str:
     """Return the table of megabatch's options: the time of each, and relative to the same loss without it."""
     plain = {_place(row): row for row in _measured(rows) if row["implementation"] == "ours"}
-    with_option = [row for row in in_order(rows) if is_option(row) and row["implementation"] != GRAPHED]
+    with_option = [row for row in in_order(rows) if is_option(row) and not is_in_graph(row)]
     if not with_option:
         raise ValueError("no row holds an option: run `python -m benchmarks.loss --only` with names such as 'ours, ids'")
     lines = []

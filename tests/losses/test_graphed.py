@@ -84,12 +84,20 @@ def same(found: list[Tensor], expected: list[Tensor]) -> bool:
     return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+def value_and_grad(criterion: graphs.GraphedLoss, inputs: list[Tensor], **options) -> list[Tensor]:
+    value, gradients = criterion.value_and_grad(*inputs, **options)
+    assert not value.requires_grad and not any(t.requires_grad for t in gradients)
+    return [value, *gradients]
+
+
 @names
 def test_on_a_cpu_it_is_the_loss_itself(name):
     loss = getattr(megabatch, name)
     criterion = megabatch.graphed(loss)
     for seed in range(3):
-        assert same(step(criterion, arguments(name, seed=seed)), step(loss, arguments(name, seed=seed)))
+        expected = step(loss, arguments(name, seed=seed))
+        assert same(step(criterion, arguments(name, seed=seed)), expected)
+        assert same(value_and_grad(criterion, arguments(name, seed=seed)), expected)
     assert not criterion._graphs and not criterion._seen
     assert repr(criterion) == f"graphed({name}, max_graphs=8)"
 
@@ -103,6 +111,58 @@ def test_results_are_those_of_the_loss_and_the_second_call_captures(name, dtype,
         inputs = arguments(name, dtype=dtype, seed=seed)
         assert same(step(criterion, inputs), step(loss, inputs))
         assert recorder.captures == (seed > 0) and recorder.replays == seed
+
+
+@names
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_value_and_grad_is_a_call_and_its_backward(name, dtype, recorder):
+    loss = getattr(megabatch, name)
+    criterion = megabatch.graphed(loss)
+    inputs = [arguments(name, dtype=dtype, seed=seed) for seed in range(4)]
+    expected = [step(loss, each) for each in inputs]
+    found = [value_and_grad(criterion, each) for each in inputs]
+    # No later call overwrites what an earlier one returned.
+    assert all(same(*each) for each in zip(found, expected, strict=True))
+    assert recorder.captures == 1 and recorder.replays == 3
+    # A call uses the same graph, and its backward is right after another replay.
+    value = criterion(*inputs[0])
+    assert same(value_and_grad(criterion, inputs[1]), expected[1])
+    assert same(list(torch.autograd.grad(value, inputs[0])), expected[0][1:])
+    assert recorder.captures == 1 and recorder.replays == 6
+    assert all(t.grad is None for each in inputs for t in each)
+
+
+def test_value_and_grad_without_a_gradient_is_none(recorder):
+    criterion = megabatch.graphed(megabatch.clip_loss)
+    x, y, _ = arguments()
+    ids = torch.arange(12) // 2
+    expected = step(lambda x: megabatch.clip_loss(x, y, 20.0, ids=ids), [x])
+    for _ in range(3):
+        value, gradients = criterion.value_and_grad(x, y.detach(), 20.0, ids=ids)
+        assert gradients[1:] == (None, None) and same([value, gradients[0]], expected)
+        value, gradients = criterion.value_and_grad(x.detach(), y.detach(), 20.0, ids=ids)
+        assert gradients == (None, None, None) and torch.equal(value, expected[0])
+    assert recorder.captures == 2 and recorder.replays == 4
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_value_and_grad_where_autograd_is_off(context, recorder):
+    criterion = megabatch.graphed(megabatch.clip_loss)
+    inputs = arguments()
+    expected = step(megabatch.clip_loss, inputs)
+    with context():
+        found = [value_and_grad(criterion, inputs) for _ in range(3)]
+    assert all(same(each, expected) for each in found) and not any(t.is_inference() for each in found for t in each)
+    assert recorder.captures == 1
+
+
+def test_value_and_grad_of_a_tensor_that_is_passed_twice(recorder):
+    criterion = megabatch.graphed(megabatch.infonce_loss)
+    x, _, scale = arguments()
+    expected = step(megabatch.infonce_loss, [x, x.detach().clone().requires_grad_(), scale])
+    for _ in range(3):
+        assert same(value_and_grad(criterion, [x, x, scale]), expected)
+    assert recorder.captures == 1
 
 
 OPTIONS = {
@@ -119,8 +179,11 @@ def test_options_and_tensors_without_a_gradient(name, fixed, with_call, recorder
     criterion = megabatch.graphed(loss, **fixed)
     for seed in range(3):
         inputs, tensors = arguments(name, seed=seed), {key: t.roll(seed) for key, t in with_call.items()}
-        assert same(step(criterion, inputs, **tensors), step(loss, inputs, **fixed, **tensors))
-    assert recorder.replays == 2
+        expected = step(loss, inputs, **fixed, **tensors)
+        assert same(step(criterion, inputs, **tensors), expected)
+        value, gradients = criterion.value_and_grad(*inputs, **tensors)
+        assert same([value, *gradients[: len(inputs)]], expected) and not any(t is not None for t in gradients[len(inputs) :])
+    assert recorder.replays == 5
 
 
 def test_modules_without_parameters_and_losses_of_losses(recorder):
@@ -429,8 +492,15 @@ def test_a_parameter_that_is_no_argument_is_refused(recorder):
     criterion = megabatch.graphed(lambda x, y: megabatch.clip_loss(x, y, log_scale.exp()))
     x, y, _ = arguments()
     criterion(x, y)
+    for use in (criterion, criterion.value_and_grad, megabatch.graphed(criterion.function).value_and_grad):
+        with pytest.raises(ValueError, match=r"a tensor of shape .* is no argument"):
+            use(x, y)
+    # Without a graph it has all gradients, and value_and_grad would leave this one out.
+    recorder.stream = None
+    assert criterion(x, y).requires_grad
     with pytest.raises(ValueError, match=r"a tensor of shape .* is no argument"):
-        criterion(x, y)
+        criterion.value_and_grad(x, y)
+    recorder.stream = 0
     with torch.no_grad():
         for _ in range(3):
             criterion(x.detach(), y.detach())
@@ -438,6 +508,8 @@ def test_a_parameter_that_is_no_argument_is_refused(recorder):
     vector = megabatch.graphed(lambda x, y: (x * y).sum(1))
     with pytest.raises(ValueError, match=r"returned a tensor of shape \(12,\)"):
         vector(x, y)
+    with pytest.raises(ValueError, match=r"returned a tensor of shape \(12,\)"):
+        vector.value_and_grad(x, y)
 
 
 class Operations(TorchDispatchMode):
@@ -459,6 +531,7 @@ def test_elsewhere_the_loss_itself_is_called(recorder):
     expected = megabatch.clip_loss(*inputs)
     recorder.stream = None
     assert torch.equal(criterion(*inputs), expected)
+    assert same(value_and_grad(criterion, inputs), step(megabatch.clip_loss, inputs))
     recorder.stream = 0
     with Operations() as operations:
         value = criterion(*inputs)
@@ -482,6 +555,18 @@ def test_torch_compile_sees_the_operator(recorder):
     found, expected = step(compiled, inputs), step(megabatch.clip_loss, inputs)
     assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(found, expected, strict=True))
     assert recorder.replays == 0
+
+
+@pytest.mark.slow
+# The compiler looks at .grad of tensors that are not leaves.
+@pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:`torch.jit.script` is deprecated")
+def test_torch_compile_breaks_its_graph_for_value_and_grad(recorder):
+    criterion = captured(recorder)
+    inputs = arguments(seed=1)
+    compiled = torch.compile(lambda *inputs: criterion.value_and_grad(*(2 * t for t in inputs)), backend="aot_eager")
+    value, gradients = compiled(*inputs)
+    expected = step(megabatch.clip_loss, [(2 * t).detach().requires_grad_() for t in inputs])
+    assert same([value, *gradients], expected) and recorder.replays == 1
 
 
 def test_saved_tensor_hooks_of_the_caller_see_the_inputs_alone(recorder):
@@ -511,6 +596,7 @@ def test_threads_do_not_mix_their_inputs(recorder):
         inputs = arguments(seed=seed)
         expected = step(megabatch.clip_loss, inputs)
         wrong.extend(seed for _ in range(30) if not same(step(criterion, inputs), expected))
+        wrong.extend(seed for _ in range(30) if not same(value_and_grad(criterion, inputs), expected))
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(1, 4)]
     interval = sys.getswitchinterval()
@@ -562,20 +648,27 @@ def test_backward_runs_outside_of_autocast(recorder):
     for _ in range(3):
         with torch.autocast("cpu", torch.bfloat16):
             value = criterion(*inputs)
-        assert same(list(torch.autograd.grad(value, inputs)), list(expected))
+            found = criterion.value_and_grad(*inputs)[1]
+        assert same(list(torch.autograd.grad(value, inputs)), list(expected)) and same(list(found), list(expected))
 
 
 def test_a_training_is_the_plain_one_bit_for_bit(recorder):
-    def train(loss) -> list[Tensor]:
+    def train(backward) -> list[Tensor]:
         torch.manual_seed(0)
         encoder, log_scale = nn.Linear(8, 6), nn.Parameter(torch.tensor(2.0))
         optimizer = torch.optim.AdamW([*encoder.parameters(), log_scale], lr=0.01)
         for number in range(12):
             x, y = (t.float() for t in embeddings(12 if number % 4 < 3 else 5, seed=number))
-            value = loss(encoder(x), encoder(y), log_scale.exp())
             optimizer.zero_grad()
-            (value / 2).backward()
+            backward(encoder(x), encoder(y), log_scale.exp())
             optimizer.step()
         return [*encoder.parameters(), log_scale]
 
-    assert same(train(megabatch.graphed(megabatch.clip_loss)), train(megabatch.clip_loss)) and recorder.captures == 2
+    def from_gradients(*inputs: Tensor) -> None:
+        _, gradients = criterion.value_and_grad(*inputs)
+        torch.autograd.backward(inputs, [gradient / 2 for gradient in gradients])
+
+    criterion = megabatch.graphed(megabatch.clip_loss)
+    plain = train(lambda *inputs: (megabatch.clip_loss(*inputs) / 2).backward())
+    assert same(train(lambda *inputs: (criterion(*inputs) / 2).backward()), plain) and recorder.captures == 2
+    assert same(train(from_gradients), plain) and recorder.captures == 2

@@ -64,6 +64,25 @@ def test_results_are_those_of_the_loss_bit_for_bit(name, dtype, rows):
 
 
 @names
+@dtypes
+@pytest.mark.parametrize("rows", [2, 300, 4096])
+def test_value_and_grad_is_a_call_and_its_backward(name, dtype, rows):
+    loss = getattr(megabatch, name)
+    criterion = megabatch.graphed(loss)
+    inputs = [arguments(name, rows, dtype, seed) for seed in range(4)]
+    expected = [step(loss, each) for each in inputs]
+    found = []
+    for each in inputs:
+        value, gradients = criterion.value_and_grad(*each)
+        found.append([value, *gradients])
+    # No later call overwrites what an earlier one returned.
+    assert all(same(*each) for each in zip(found, expected, strict=True))
+    value = criterion(*inputs[0])
+    assert torch.equal(criterion.value_and_grad(*inputs[1])[0], expected[1][0])
+    assert same(list(torch.autograd.grad(value, inputs[0])), expected[0][1:]) and len(criterion._graphs) == 1
+
+
+@names
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_from_4097_pairs_on_a_graph_computes_in_tiles(name, symmetric, request):
     options = {"symmetric": symmetric} if name == "clip_loss" else {}
@@ -320,6 +339,7 @@ def test_no_synchronisation_after_the_capture():
     torch.cuda.set_sync_debug_mode("error")
     try:
         criterion(*inputs).backward()
+        criterion.value_and_grad(*inputs)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -25,7 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..tiles import graph_gradients, graph_inputs
 from ..tiles.contract import GraphInputs
-from .autograd import LossModule, first_derivative_only
+from .autograd import LossModule, first_derivative_only, outside_graphs
 from .batch import computed_for_graph, is_accumulating
 from .checks import PLAIN_TENSORS
 from .one_piece import HAS_DISTRIBUTED
@@ -117,33 +117,9 @@ class GraphedLoss:
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         if torch.compiler.is_dynamo_compiling():
             return self.loss(*args, **kwargs)
-        # This code is cold between two steps of a training: every Python call in it takes microseconds.
-        grad = torch.is_grad_enabled()
-        tensors, signature = [], []
-        for value in (*args, *kwargs.values()) if kwargs else args:
-            if type(value) in PLAIN_TENSORS and value.layout is torch.strided and not value.is_nested:
-                tensors.append(value)
-                signature.append((value.shape, value.dtype, value.get_device(), grad and value.requires_grad))
-            elif isinstance(value, Tensor):
-                return self._without_graph(args, kwargs)
-            else:
-                signature.append(_constant(value))
-        stream = stream_of(tensors[0]) if tensors else None
-        if stream is None or _is_special():
-            return self._without_graph(args, kwargs)
-        autocast = torch.get_autocast_dtype(DEVICE) if torch.is_autocast_enabled(DEVICE) else None
-        initialized = HAS_DISTRIBUTED and dist.GroupMember.WORLD is not None
-        key = stream, tuple(signature), tuple(kwargs), grad, autocast, initialized
-        try:
-            graph = self._graphs.get(key)
-        except TypeError:
-            # An argument that is not hashable.
-            self._check_arguments(args, kwargs)
-            raise
+        tensors, graph = self._find(args, kwargs)
         if graph is None:
-            graph = self._graph_for(key, args, kwargs)
-            if graph is None:
-                return self._without_graph(args, kwargs)
+            return self._without_graph(args, kwargs)
         if not graph.differentiable:
             return graph.run(tensors)[0]
         try:
@@ -153,6 +129,60 @@ class GraphedLoss:
             if any(t.is_inference() for t in tensors):
                 return self._without_graph(args, kwargs)
             raise
+
+    def value_and_grad(self, *args: Any, **kwargs: Any) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        """Return the value and its gradients: one for each tensor among the arguments, None for those that require none.
+
+        Most of the host's time of a call and its backward is autograd's, which takes no part here. Value and gradients are those
+        of a call, bit for bit, and belong to the caller. The backward pass of the encoders starts from the gradients:
+
+        >>> import torch, megabatch
+        >>> x, y, scale = torch.randn(8, 4, requires_grad=True), torch.randn(8, 4), torch.tensor(1.0, requires_grad=True)
+        >>> value, (grad_x, grad_y, grad_scale) = megabatch.graphed(megabatch.clip_loss).value_and_grad(x, y, scale)
+        >>> torch.autograd.backward((x, scale), (grad_x, grad_scale))
+        """
+        if torch.compiler.is_dynamo_compiling():
+            return _uncompiled_value_and_grad(self, *args, **kwargs)
+        if not torch.is_grad_enabled():
+            with torch.inference_mode(False), torch.enable_grad():
+                return self.value_and_grad(*args, **kwargs)
+        tensors, graph = self._find(args, kwargs)
+        if graph is not None:
+            return graph.value_and_grad(tensors)
+        call = LossCall(self.loss, args, kwargs)
+        # A tensor may be passed twice, and other losses may depend on it.
+        leaves = [t.detach().requires_grad_(t.requires_grad) for t in call.tensors]
+        value = call(leaves)
+        if leaves_of(value).keys() - set(map(id, leaves)):
+            check_leaves(call, leaves)
+        return value.detach(), tuple(gradients_of(value, leaves))
+
+    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], LossGraph | None]:
+        """Return the tensors among the arguments, and the graph of this signature or None, if the loss itself is to be called."""
+        # This code is cold between two steps of a training: every Python call in it takes microseconds.
+        grad = torch.is_grad_enabled()
+        tensors, signature = [], []
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            if type(value) in PLAIN_TENSORS and value.layout is torch.strided and not value.is_nested:
+                tensors.append(value)
+                signature.append((value.shape, value.dtype, value.get_device(), grad and value.requires_grad))
+            elif isinstance(value, Tensor):
+                return tensors, None
+            else:
+                signature.append(_constant(value))
+        stream = stream_of(tensors[0]) if tensors else None
+        if stream is None or _is_special():
+            return tensors, None
+        autocast = torch.get_autocast_dtype(DEVICE) if torch.is_autocast_enabled(DEVICE) else None
+        initialized = HAS_DISTRIBUTED and dist.GroupMember.WORLD is not None
+        key = stream, tuple(signature), tuple(kwargs), grad, autocast, initialized
+        try:
+            graph = self._graphs.get(key)
+        except TypeError:
+            # An argument that is not hashable.
+            self._check_arguments(args, kwargs)
+            raise
+        return tensors, graph or self._graph_for(key, args, kwargs)
 
     def clear(self) -> None:
         """Remove all graphs and free their memory, as soon as no backward needs them."""
@@ -233,6 +263,9 @@ class GraphedLoss:
                 )
 
 
+_uncompiled_value_and_grad = outside_graphs(GraphedLoss.value_and_grad)
+
+
 class LossCall:
     """The loss as a function of the tensors among its arguments; the other arguments are constants."""
 
@@ -275,6 +308,7 @@ class LossGraph:
         self.no_results: list[Tensor | None] = [None] * (1 + len(gradients))
         self.differentiable = bool(self.gradients)
         self.fused_gradients = graph_gradients(self.gradients)
+        self.one = torch.ones_like(value)
 
     def run(self, inputs: list[Tensor] | tuple[Tensor, ...]) -> tuple[Tensor, int]:
         """Return a copy of the value for these inputs, and the number of the replay."""
@@ -285,12 +319,20 @@ class LossGraph:
                 value.copy_(self.value)
             return value, self.generation
 
+    def value_and_grad(self, inputs: list[Tensor]) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        """Return a copy of the value for these inputs, and copies of its gradients."""
+        value, generation = self.run(inputs)
+        results = self.no_results
+        if self.differentiable:
+            results, _ = self.backward(inputs, generation, self.one, self.new_gradients())
+        return value, tuple(results[1:])
+
     def new_gradients(self) -> list[Tensor]:
         """Return memory for gradients."""
         return [torch.empty_like(t) for t in self.gradients]
 
     def backward(
-        self, inputs: tuple[Tensor, ...], generation: int, g: Tensor, targets: list[Tensor]
+        self, inputs: list[Tensor] | tuple[Tensor, ...], generation: int, g: Tensor, targets: list[Tensor]
     ) -> tuple[list[Tensor | None], int]:
         """Return the gradients for the gradient g of the value, the first one for the graph itself, and the number of their replay.
 
@@ -479,17 +521,23 @@ def evaluate(call: LossCall, leaves: Sequence[Tensor], fused_inputs: GraphInputs
     fused_inputs: what delivers the value too.
     """
     value = call(leaves)
+    gradients = gradients_of(value, leaves)
+    if fused_inputs is not None:
+        fused_inputs.deliver(value.detach())
+    return Result(value.detach(), gradients)
+
+
+def gradients_of(value: Tensor, leaves: Sequence[Tensor]) -> list[Tensor | None]:
+    """Return the gradient of the value for each leaf, None for those that require none."""
     gradients: list[Tensor | None] = [None] * len(leaves)
     if value.requires_grad:
         places = [place for place, t in enumerate(leaves) if t.requires_grad]
         # As usual, backward runs outside of autocast.
-        with torch.autocast(DEVICE, enabled=False):
+        with torch.autocast(value.device.type, enabled=False):
             computed = torch.autograd.grad(value, [leaves[place] for place in places], allow_unused=True)
         for place, gradient in zip(places, computed, strict=True):
             gradients[place] = gradient
-    if fused_inputs is not None:
-        fused_inputs.deliver(value.detach())
-    return Result(value.detach(), gradients)
+    return gradients
 
 
 @contextmanager
