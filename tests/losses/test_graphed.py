@@ -36,7 +36,8 @@ class Recorder:
             static, leaves = graphs.static_inputs(call.tensors)
             graphs.check_leaves(call, leaves)
             grad, autocast = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
-            result = graphs.evaluate(call, leaves)
+            fused_inputs = graphs.graph_inputs(static)
+            result = graphs.evaluate(call, leaves, fused_inputs)
 
         def replay() -> None:
             self.replays += 1
@@ -46,12 +47,12 @@ class Recorder:
                 torch.autocast("cpu", enabled=autocast),
                 graphs.without_graphs(),
             ):
-                new = graphs.evaluate(call, leaves)
+                new = graphs.evaluate(call, leaves, fused_inputs)
             for old, t in zip((result.value, *result.gradients), (new.value, *new.gradients), strict=True):
                 if old is not None:
                     old.copy_(t)
 
-        return graphs.LossGraph(static, result.value, result.gradients, functools.partial(in_a_thread, replay))
+        return graphs.LossGraph(static, result.value, result.gradients, functools.partial(in_a_thread, replay), fused_inputs)
 
 
 def in_a_thread(function) -> None:
@@ -68,6 +69,20 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     monkeypatch.setattr(graphs, "stream_of", lambda t: new.stream)
     monkeypatch.setattr(graphs, "capture", new.capture)
     return new
+
+
+@pytest.fixture(params=["copied by PyTorch", "copied by kernels"])
+def copies(request, recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests with both ways to copy to and from a graph; the kernels run in Triton's interpreter."""
+    if request.param == "copied by PyTorch":
+        return
+    pytest.importorskip("triton")
+    from megabatch.tiles.fused import architectures, graph_memory
+
+    if not architectures.INTERPRETED:
+        pytest.skip("kernels are compiled here, and tests on the GPU run them")
+    monkeypatch.setattr(graphs, "graph_inputs", graph_memory.CopiedInputs)
+    monkeypatch.setattr(graphs, "graph_gradients", graph_memory.ScaledGradients)
 
 
 def arguments(name: str = "clip_loss", rows: int = 12, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Tensor]:
@@ -103,17 +118,19 @@ def test_on_a_cpu_it_is_the_loss_itself(name):
 
 
 @names
+@pytest.mark.usefixtures("copies")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_results_are_those_of_the_loss_and_the_second_call_captures(name, dtype, recorder):
     loss = getattr(megabatch, name)
     criterion = megabatch.graphed(loss)
     for seed in range(4):
         inputs = arguments(name, dtype=dtype, seed=seed)
-        assert same(step(criterion, inputs), step(loss, inputs))
+        assert same(step(criterion, inputs, 2.0), step(loss, inputs, 2.0))
         assert recorder.captures == (seed > 0) and recorder.replays == seed
 
 
 @names
+@pytest.mark.usefixtures("copies")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_value_and_grad_is_a_call_and_its_backward(name, dtype, recorder):
     loss = getattr(megabatch, name)
@@ -243,6 +260,7 @@ def captured(recorder: Recorder, loss=megabatch.clip_loss, **options) -> graphs.
     return criterion
 
 
+@pytest.mark.usefixtures("copies")
 def test_two_losses_before_one_backward(recorder):
     criterion = captured(recorder)
     first, second = arguments(seed=1), arguments(seed=2)
