@@ -7,6 +7,7 @@ import functools
 import pickle
 import sys
 import threading
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -82,7 +83,7 @@ def copies(request, recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     if not architectures.INTERPRETED:
         pytest.skip("kernels are compiled here, and tests on the GPU run them")
     monkeypatch.setattr(graphs, "graph_inputs", graph_memory.CopiedInputs)
-    monkeypatch.setattr(graphs, "graph_gradients", graph_memory.ScaledGradients)
+    monkeypatch.setattr(graphs, "graph_gradients", lambda own: graph_memory.ScaledGradients(own) if own else None)
 
 
 def arguments(name: str = "clip_loss", rows: int = 12, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Tensor]:
@@ -162,7 +163,13 @@ def test_value_and_grad_without_a_gradient_is_none(recorder):
     assert recorder.captures == 2 and recorder.replays == 4
 
 
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@contextmanager
+def inference_mode_with_gradients():
+    with torch.inference_mode(), torch.enable_grad():
+        yield
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, inference_mode_with_gradients])
 def test_value_and_grad_where_autograd_is_off(context, recorder):
     criterion = megabatch.graphed(megabatch.clip_loss)
     inputs = arguments()
@@ -170,6 +177,40 @@ def test_value_and_grad_where_autograd_is_off(context, recorder):
     with context():
         found = [value_and_grad(criterion, inputs) for _ in range(3)]
     assert all(same(each, expected) for each in found) and not any(t.is_inference() for each in found for t in each)
+    assert recorder.captures == 1
+
+
+@pytest.mark.usefixtures("copies")
+@pytest.mark.parametrize("loss", [megabatch.clip_loss, lambda x, y, scale: (x.detach() * y.detach() * scale.detach()).sum()])
+def test_value_and_grad_does_not_keep_what_the_inputs_were_computed_from(loss, recorder):
+    criterion = megabatch.graphed(loss)
+    for use in (criterion, criterion.value_and_grad):
+        for seed in range(3):
+            use(*(2 * t for t in arguments(seed=seed)))
+    [graph] = criterion._graphs.values()
+    assert not any(t.requires_grad for t in (*graph.inputs, *graph.gradients, graph.value))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_value_and_grad_refuses_what_the_loss_refuses(recorder):
+    criterion = captured(recorder)
+    x, y, scale = arguments()
+    with pytest.raises(ValueError, match=r"inside a transform of torch\.func"):
+        torch.func.grad(lambda x: criterion.value_and_grad(x, y, scale)[0])(x.detach())
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(ValueError, match="dual tensor"):
+        criterion.value_and_grad(torch.autograd.forward_ad.make_dual(x, x.detach()), y, scale)
+    recorder.stream = None
+    with torch.inference_mode():
+        inference = torch.ones(12, 8, requires_grad=True)
+    with pytest.raises(ValueError, match="inference"):
+        criterion.value_and_grad(inference, y, scale)
+
+
+def test_value_and_grad_of_a_loss_with_leaves_of_its_own(recorder):
+    criterion = megabatch.graphed(lambda x: (x * torch.ones(3, requires_grad=True)).sum())
+    for _ in range(3):
+        value, gradients = criterion.value_and_grad(torch.arange(3.0))
+        assert value == 3 and gradients == (None,)
     assert recorder.captures == 1
 
 

@@ -82,6 +82,17 @@ def test_value_and_grad_is_a_call_and_its_backward(name, dtype, rows):
     assert same(list(torch.autograd.grad(value, inputs[0])), expected[0][1:]) and len(criterion._graphs) == 1
 
 
+def test_value_and_grad_of_more_tensors_than_one_launch_copies():
+    criterion = megabatch.graphed(megabatch.clip_loss)
+    further = {"ids": torch.arange(256, device="cuda") // 2, "weights": torch.linspace(0.5, 2.0, 256, device="cuda")}
+    for seed in range(4):
+        inputs = arguments(seed=seed)
+        value, gradients = criterion.value_and_grad(*inputs, **further)
+        assert same([value, *gradients[:3]], step(megabatch.clip_loss, inputs, **further)) and gradients[3:] == (None, None)
+    [graph] = criterion._graphs.values()
+    assert graph.fused_inputs is None and not any(t.requires_grad for t in graph.inputs)
+
+
 @names
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_from_4097_pairs_on_a_graph_computes_in_tiles(name, symmetric, request):

@@ -143,15 +143,14 @@ class GraphedLoss:
         """
         if torch.compiler.is_dynamo_compiling():
             return _uncompiled_value_and_grad(self, *args, **kwargs)
-        if not torch.is_grad_enabled():
+        if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
             with torch.inference_mode(False), torch.enable_grad():
                 return self.value_and_grad(*args, **kwargs)
         tensors, graph = self._find(args, kwargs)
         if graph is not None:
             return graph.value_and_grad(tensors)
         call = LossCall(self.loss, args, kwargs)
-        # A tensor may be passed twice, and other losses may depend on it.
-        leaves = [t.detach().requires_grad_(t.requires_grad) for t in call.tensors]
+        leaves = own_leaves(call.tensors)
         value = call(leaves)
         if leaves_of(value).keys() - set(map(id, leaves)):
             check_leaves(call, leaves)
@@ -357,7 +356,9 @@ class LossGraph:
     def _compute(self, inputs: list[Tensor] | tuple[Tensor, ...], value: Tensor) -> None:
         """Replay the graph for these inputs. value: where it delivers its value, if it does."""
         if self.fused_inputs is None:
-            torch._foreach_copy_(self.inputs, inputs)
+            # Outside of an autograd function, autograd would keep what the inputs were computed from.
+            with torch.no_grad():
+                torch._foreach_copy_(self.inputs, inputs)
         else:
             self.fused_inputs.fill(inputs, value)
         self.replay()
@@ -485,6 +486,16 @@ def static_inputs(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]
     return static, [t.detach().requires_grad_(need) for t, need in zip(static, needs, strict=True)]
 
 
+def own_leaves(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors without what they were computed from, each as a leaf of its own, since one may be passed twice.
+
+    Those of forward-mode AD, of the transforms of torch.func and of inference mode are returned as they are: the loss refuses them.
+    """
+    if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+        return list(tensors)
+    return [t if t.is_inference() else t.detach().requires_grad_(t.requires_grad) for t in tensors]
+
+
 def check_leaves(call: LossCall, leaves: Sequence[Tensor]) -> None:
     """Raise a ValueError if the loss depends on other tensors than its arguments that require a gradient."""
     own = {id(t) for t in leaves}
@@ -530,8 +541,8 @@ def evaluate(call: LossCall, leaves: Sequence[Tensor], fused_inputs: GraphInputs
 def gradients_of(value: Tensor, leaves: Sequence[Tensor]) -> list[Tensor | None]:
     """Return the gradient of the value for each leaf, None for those that require none."""
     gradients: list[Tensor | None] = [None] * len(leaves)
-    if value.requires_grad:
-        places = [place for place, t in enumerate(leaves) if t.requires_grad]
+    places = [place for place, t in enumerate(leaves) if t.requires_grad]
+    if value.requires_grad and places:
         # As usual, backward runs outside of autocast.
         with torch.autocast(value.device.type, enabled=False):
             computed = torch.autograd.grad(value, [leaves[place] for place in places], allow_unused=True)

@@ -197,12 +197,10 @@ def infonce_loss(
     )
     execution = Execution(group, equal_shards, backend, workspace, precision)
     further = FurtherInputs(negatives_of, guide, queue)
+    symmetric = _symmetry_of_clip_loss(rules, x, y)
     # Of several ranks some may have further inputs, and all have to agree on one loss.
-    if rules in AS_CLIP_LOSS and all(each is None for each in further) and is_alone(group):
-        symmetric = rules == AS_CLIP_LOSS[1]
-        # Back from y, hard negatives would not be candidates. What has no shape is refused below.
-        if not symmetric or (all(type(t) in PLAIN_TENSORS and not t.is_nested for t in (x, y)) and x.shape == y.shape):
-            return clip_loss(x, y, scale, symmetric=symmetric, ids=ids, weights=weights, **vars(execution))
+    if symmetric is not None and is_alone(group) and all(each is None for each in further):
+        return clip_loss(x, y, scale, symmetric=symmetric, ids=ids, weights=weights, **vars(execution))
     return directions_loss(Inputs(x, y, {"scale": scale}, ids, weights, queue), rules, execution, further)
 
 
@@ -355,8 +353,24 @@ class InfoNCERules:
         )
 
 
-# The options with which this is `clip_loss`, in one direction and in both, which takes less time on the host.
-AS_CLIP_LOSS = InfoNCERules(("x_to_y",)), InfoNCERules(("x_to_y", "y_to_x"), "separate")
+# The options with which this is `clip_loss`, which takes less time on the host.
+ONE_DIRECTION = InfoNCERules(("x_to_y",))
+BOTH_DIRECTIONS = InfoNCERules(("x_to_y", "y_to_x"), "separate")
+
+
+def _symmetry_of_clip_loss(rules: InfoNCERules, x: Tensor, y: Tensor) -> bool | None:
+    """Return whether `clip_loss` is symmetric with which this loss can be computed, or None if it cannot."""
+    if _is_equal(rules, ONE_DIRECTION):
+        return False
+    # In both directions, hard negatives are candidates of x only. Lists and nested tensors, which have no shape, are refused later.
+    if _is_equal(rules, BOTH_DIRECTIONS) and all(type(t) in PLAIN_TENSORS and not t.is_nested for t in (x, y)):
+        return True if x.shape == y.shape else None
+    return None
+
+
+def _is_equal(rules: InfoNCERules, others: InfoNCERules) -> bool:
+    """Return whether all options are equal and of one type: a value of another type is left to `check`."""
+    return all(type(a) is type(b) and a == b for a, b in zip(vars(rules).values(), vars(others).values(), strict=True))
 
 
 class FurtherInputs(NamedTuple):
