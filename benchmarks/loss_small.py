@@ -1,8 +1,9 @@
-"""Time the losses at small batches on one thread of a CPU, implementations in turn: `python -m benchmarks.loss_small --help`.
+"""Time the losses at small batches on a CPU, implementations in turn: `python -m benchmarks.loss_small --help`.
 
 In one process every implementation runs one step after the other, forward and backward, many times over and in random order, so
 that other load of the machine affects all of them. `wall_s` is the clock's time of a step, `thread_s` the processor time of the
-thread that runs it; both are medians. On a machine that others use, compare `thread_s`. `benchmarks.loss` does the same on CUDA.
+thread that runs it; both are medians. With one thread the table shows the latter, which other processes affect less.
+`benchmarks.loss` does the same on CUDA.
 """
 
 from __future__ import annotations
@@ -107,21 +108,24 @@ def measure(options: argparse.Namespace, loss: str, batch: int) -> list[report.R
 
 def markdown(rows: list[dict[str, Any]]) -> str:
     """Return the results as a Markdown table, and a line that describes it."""
-    cells = {(row["loss"], row["batch"], row["implementation"]): row for row in rows}
-    names = [name for name in TITLES if any(row["implementation"] == name for row in rows)]
-    header = ["loss", "pairs", *(f"{TITLES[name]}, ms" for name in names), "plain ÷ megabatch"]
-    lines = [f"| {' | '.join(header)} |", "| --- |" + " ---: |" * (len(header) - 1)]
-    for loss, batch in dict.fromkeys((row["loss"], row["batch"]) for row in rows):
-        seconds = [cells[loss, batch, name]["thread_s"] for name in names]
-        ratio = cells[loss, batch, "full matrix"]["thread_s"] / cells[loss, batch, "ours"]["thread_s"]
-        texts = (report.three_digits(1e3 * each) for each in seconds)
-        lines.append(f"| {loss} | {batch:,} | {' | '.join(texts)} | {ratio:.2f} |")
     first = rows[0]
     machine = first["machine"]
+    threads = machine["threads"]
+    time_s = "thread_s" if threads == 1 else "wall_s"
+    seconds = {(row["loss"], row["batch"], row["implementation"]): row[time_s] for row in rows}
+    names = [name for name in TITLES if any(row["implementation"] == name for row in rows)]
+    others = names[1:]
+    header = ["loss", "pairs", *(f"{TITLES[name]}, ms" for name in names), *(f"{TITLES[name]} ÷ megabatch" for name in others)]
+    lines = [f"| {' | '.join(header)} |", "| --- |" + " ---: |" * (len(header) - 1)]
+    for loss, batch in dict.fromkeys((row["loss"], row["batch"]) for row in rows):
+        times = [seconds[loss, batch, name] for name in names]
+        texts = [report.three_digits(1e3 * each) for each in times] + [f"{each / times[0]:.2f}" for each in times[1:]]
+        lines.append(f"| {loss} | {batch:,} | {' | '.join(texts)} |")
     fewest, most = min(row["runs"] for row in rows), max(row["runs"] for row in rows)
     steps = f"{fewest} to {most}" if fewest < most else f"{most}"
+    what = "Processor time on one thread" if threads == 1 else f"Time of the clock on {threads} threads"
     return "\n".join(lines) + (
-        f"\n\nProcessor time on one thread of forward and backward, {first['dtype']}, D = {first['dim']}, on {machine['cpu']} with "
+        f"\n\n{what} of forward and backward, {first['dtype']}, D = {first['dim']}, on {machine['cpu']} with "
         f"torch {machine['torch']}, {machine['date'][:10]}: medians of {steps} steps, implementations in turn."
     )
 
@@ -131,14 +135,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dtype", default="float32", choices=tuple(TOLERANCE))
     parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="batch sizes, separated by commas")
     parser.add_argument("--dim", default=512, type=int, help="embedding width")
+    parser.add_argument("--threads", default=1, type=int, help="threads of PyTorch")
     parser.add_argument("--runs", type=int, help="timed steps; by default as many as the time budget allows")
     parser.add_argument("--checked-to", type=int, default=2048, help="largest batch that is compared with the formula in float64")
     parser.add_argument("--no-compile", action="store_true", help="leave the compiled formula out")
     parser.add_argument("--append", action="store_true", help="keep the rows that the file has")
-    parser.add_argument("--out", type=Path, help="file of rows (default: results/loss-small-cpu.jsonl)")
+    parser.add_argument("--out", type=Path, help="file of rows (default: results/loss-small-cpu.jsonl, …-N-threads.jsonl)")
     options = parser.parse_args(arguments)
-    out = options.out or RESULTS / "loss-small-cpu.jsonl"
-    torch.set_num_threads(1)
+    suffix = "" if options.threads == 1 else f"-{options.threads}-threads"
+    out = options.out or RESULTS / f"loss-small-cpu{suffix}.jsonl"
+    torch.set_num_threads(options.threads)
     rows = report.read_rows(out) if options.append and out.exists() else []
     for batch in map(int, options.sizes.split(",")):
         for loss in ("clip", "siglip"):
