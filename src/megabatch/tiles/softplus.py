@@ -12,7 +12,7 @@ from .products import number
 # The logarithm of the largest exponential, or product of several: fp32 ends at 88.7.
 LARGEST_EXPONENT = 88.0
 # A logarithm serves at most 2^MOST_HALVINGS elements, and one element in a matrix of FEW_CELLS, where operations take more time.
-MOST_HALVINGS, FEW_CELLS = 6, 2**17
+MOST_HALVINGS, FEW_CELLS = 6, 2**16
 
 
 def softplus_sums_(s_RC: Tensor, work_RC: Tensor | None, dim: int | None, *, sigmoid: bool) -> Tensor:
