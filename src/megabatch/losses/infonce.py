@@ -359,7 +359,7 @@ BOTH_DIRECTIONS = InfoNCERules(("x_to_y", "y_to_x"), "separate")
 
 
 def _symmetry_of_clip_loss(rules: InfoNCERules, x: Tensor, y: Tensor) -> bool | None:
-    """Return whether `clip_loss` is symmetric with which this loss can be computed, or None if it cannot."""
+    """Return the option `symmetric` with which `clip_loss` is this loss, or None if it is another one."""
     if _is_equal(rules, ONE_DIRECTION):
         return False
     # In both directions, hard negatives are candidates of x only. Lists and nested tensors, which have no shape, are refused later.
