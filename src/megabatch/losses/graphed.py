@@ -133,8 +133,8 @@ class GraphedLoss:
     def value_and_grad(self, *args: Any, **kwargs: Any) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         """Return the value and its gradients: one for each tensor among the arguments, None for those that require none.
 
-        Most of the host's time of a call and its backward is autograd's, which takes no part here. Value and gradients are those
-        of a call, bit for bit, and belong to the caller. The backward pass of the encoders starts from the gradients:
+        This skips autograd, which takes most of the host's time in a call and its backward. Value and gradients are bit for bit
+        those of the call, and no later call overwrites them. Pass the gradients on to the encoders:
 
         >>> import torch, megabatch
         >>> x, y, scale = torch.randn(8, 4, requires_grad=True), torch.randn(8, 4), torch.tensor(1.0, requires_grad=True)
