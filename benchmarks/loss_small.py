@@ -123,7 +123,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         lines.append(f"| {loss} | {batch:,} | {' | '.join(texts)} |")
     fewest, most = min(row["runs"] for row in rows), max(row["runs"] for row in rows)
     steps = f"{fewest} to {most}" if fewest < most else f"{most}"
-    what = "Processor time on one thread" if threads == 1 else f"Time of the clock on {threads} threads"
+    what = "Processor time on one thread" if threads == 1 else f"Wall-clock time on {threads} threads"
     return "\n".join(lines) + (
         f"\n\n{what} of forward and backward, {first['dtype']}, D = {first['dim']}, on {machine['cpu']} with "
         f"torch {machine['torch']}, {machine['date'][:10]}: medians of {steps} steps, implementations in turn."
@@ -135,7 +135,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dtype", default="float32", choices=tuple(TOLERANCE))
     parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="batch sizes, separated by commas")
     parser.add_argument("--dim", default=512, type=int, help="embedding width")
-    parser.add_argument("--threads", default=1, type=int, help="threads of PyTorch")
+    parser.add_argument("--threads", default=1, type=int, help="number of threads that PyTorch uses")
     parser.add_argument("--runs", type=int, help="timed steps; by default as many as the time budget allows")
     parser.add_argument("--checked-to", type=int, default=2048, help="largest batch that is compared with the formula in float64")
     parser.add_argument("--no-compile", action="store_true", help="leave the compiled formula out")
