@@ -417,6 +417,14 @@ def as_table(run: Run) -> dict[str, Any]:
     return _plain(run)
 
 
+def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested dicts as one, with keys such as "batch.size"."""
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return found
+
+
 def as_toml(run: Run, comments: Mapping[str, str] | None = None) -> str:
     """Return the run as TOML with every value; `read` restores it.
 

@@ -262,13 +262,6 @@ def contains_positives(directions: tuple[str, ...], partition: str | None) -> bo
     return partition != "separate" or not same_side
 
 
-def saturation_of(cost_name: str) -> int:
-    """Return the pairs of a batch above which more negatives bought nothing with a contrastive loss."""
-    saturation = BY_COST_NAME[cost_name].saturation
-    assert saturation is not None
-    return saturation
-
-
 def is_contrastive(cost_name: str | None) -> bool:
     """Return whether a cost model's or audit's objective is known to compare the samples of a batch with each other.
 

@@ -25,7 +25,7 @@ def add(verbs: Any) -> None:
     train = verbs.add_parser("train", help="Train a model, or resume its training.", description=_train.__doc__)
     train.add_argument("settings", nargs="*", metavar="run.toml | key=value", help=SETTINGS_HELP)
     train.add_argument("--fresh", action="store_true", help="Start over: delete what an earlier run wrote into the run's folder.")
-    train.add_argument("--show", action="store_true", help="Print all keys that have a value as TOML, defaults included, instead of training.")
+    train.add_argument("--show", action="store_true", help="Print every key that has a value, as TOML, instead of training.")
     add_trust(train)
     train.set_defaults(run=_train)
 

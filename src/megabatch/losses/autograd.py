@@ -111,6 +111,14 @@ def modified(name: str) -> RuntimeError:
     )
 
 
+def second_derivative() -> RuntimeError:
+    """Return the error for a gradient that is differentiated again."""
+    return RuntimeError(
+        "megabatch's losses have first derivatives only, and this asks for a second one (a gradient penalty, a Hessian): "
+        "use the formula in megabatch.reference for that, at a batch whose matrix fits"
+    )
+
+
 def first_derivative_only(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
     """Make the gradients of a backward pass raise a clear error if they are differentiated again.
 
@@ -142,10 +150,7 @@ class _NoSecondDerivative(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise RuntimeError(
-            "megabatch's losses have first derivatives only, and this asks for a second one (a gradient penalty, a Hessian): "
-            "use the formula in megabatch.reference for that, at a batch whose matrix fits"
-        )
+        raise second_derivative()
 
 
 class PartialGradients(NamedTuple):

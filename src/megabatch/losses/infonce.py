@@ -401,7 +401,7 @@ def directions_loss(
         call = one_piece_of(batch, x, y, scale) if len(y) == len(x) or not symmetric else None
         if call is not None:
             return loss_in_one_piece(x, y, call, softmax_in_one_piece(call, symmetric))
-    more, versions = _read(inputs, batch, further)
+    more, versions = _read(batch, further)
     if batch.needs_grad is None:
         loss, diagnostics, _ = directions_forward(batch.read(x), batch.read(y), scale, batch, terms, more)
     else:
@@ -440,7 +440,7 @@ class _DirectionsLoss(torch.autograd.Function):
         return dx if need_x else None, dy if need_y else None, dscale if need_scale else None, None, None, None, None
 
 
-def _read(inputs: Inputs, batch: LossBatch, further: FurtherInputs) -> tuple[More, Versions]:
+def _read(batch: LossBatch, further: FurtherInputs) -> tuple[More, Versions]:
     """Return the further inputs as the tiles read them, and their versions."""
     guide, negatives_of, queue = further.guide, *(_outside_inference(t) for t in (further.negatives_of, further.queue))
     guide_x, guide_y = (None, None) if guide is None else (_outside_inference(guide.x), _outside_inference(guide.y))

@@ -64,7 +64,7 @@ def accept(
     Otherwise None: `prepare` checks everything and names what is wrong.
 
     Right are dense matrices of one shape on a CPU or on the current CUDA device, and scalars that are tensors of the dtype of
-    logits, with a scale of at least 1; in one process, and on a CPU without autocast.
+    logits; in one process, and on a CPU without autocast and with a scale of at least 1.
     """
     if not is_alone(group):
         return None

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..tiles.contract import NeedsGrad, accumulator
+from .autograd import second_derivative
 from .batch import Execution, Inputs, LossBatch, Rules, prepare
 from .checks import product_dtype
 from .one_piece import OnePieceCall, OnePieceLoss, compute
@@ -115,10 +116,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _backward(ctx: Any, g: Tensor, *further: Tensor | None) -> tuple[Tensor | None, ...]:
     if any(t is not None for t in further):
-        raise RuntimeError(
-            "megabatch's losses have first derivatives only, and this asks for a second one (a gradient penalty, a Hessian): "
-            "use the formula in megabatch.reference for that, at a batch whose matrix fits"
-        )
+        raise second_derivative()
     gradients = [
         (each * g).to(like[0]).reshape(like[1]) if need else None
         for each, like, need in zip(ctx.saved_tensors, ctx.like, ctx.needs, strict=True)

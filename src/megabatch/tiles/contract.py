@@ -322,6 +322,11 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def at(vectors: Any, where: slice) -> Any:
+    """Return a slice of each vector of a record, None where there is none."""
+    return type(vectors)(*(None if v is None else v[where] for v in vectors))
+
+
 def merge(a: Any, b: Any) -> Any:
     """Merge the results of two disjoint sets of others: nested tuples item by item; tensors are added to `a` in place."""
     if a is None or b is None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .contract import ComputeOptions, NeedsGrad, Pairs, Softmax, accumulator
+from .contract import ComputeOptions, NeedsGrad, Pairs, Softmax, accumulator, at
 from .products import Tile, add_products, no_product, walk
 
 
@@ -82,7 +82,7 @@ def merge_distill(a: Any, b: Any) -> Any:
 
 def merge_tile(stats: DistillStats, where: slice, more: DistillStats) -> None:
     """Merge the stats of a tile into those of the block, in place."""
-    for vector, merged in zip(stats, merge_distill(_at(stats, where), more), strict=True):
+    for vector, merged in zip(stats, merge_distill(at(stats, where), more), strict=True):
         if vector is not None:
             vector[where] = merged
 
@@ -135,10 +135,10 @@ def distill_grads(
     for student, teacher in walk_both(operands, compute):
         student.z_RC.mul_(scales.student)
         teacher.z_RC.mul_(scales.teacher)
-        g_RC = _difference(student, teacher, *(_at(side, student.rows) for side in rows))
+        g_RC = _difference(student, teacher, *(at(side, student.rows) for side in rows))
         if columns is not None:
             # Only now are the logits needed no more: the second difference overwrites them.
-            g_RC = g_RC.add_(_difference_(student, teacher, *(_at(side, student.columns) for side in columns)))
+            g_RC = g_RC.add_(_difference_(student, teacher, *(at(side, student.columns) for side in columns)))
         add_products(x_MD, student, g_RC, gx_MD, gy_ND, compute)
     return gx_MD, gy_ND
 
@@ -173,7 +173,3 @@ def _merged_peak(a: Tensor, b: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     # Where neither side has a pair both peaks are -inf, and -inf - -inf would be NaN.
     anchor = peak.masked_fill(peak == -torch.inf, 0)
     return peak, ((a - anchor).exp(), (b - anchor).exp())
-
-
-def _at(vectors: Any, where: slice) -> Any:
-    return type(vectors)(*(None if v is None else v[where] for v in vectors))

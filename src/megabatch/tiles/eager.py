@@ -23,6 +23,7 @@ from .contract import (
     SoftmaxPass,
     Stats,
     accumulator,
+    at,
     merge,
 )
 from .products import Tile, add_products, no_product, positive_entries, similarities, slices, tile_blocks, units, walk
@@ -115,7 +116,7 @@ def softmax_grads(
     gx_MD, gy_ND = no_product(x_MD, needs_grad.x), no_product(y_ND, needs_grad.y)
     for t in walk(x_MD, y_ND, pairs, compute):
         masks = _masks(t, pairs)
-        row, column = _at(rows, t.rows), None if columns is None else _at(columns, t.columns)
+        row, column = at(rows, t.rows), None if columns is None else at(columns, t.columns)
         g_RC = (_unshifted_gradient_ if bounded else _shifted_gradient_)(t, scale, masks, row, column)
         if masks.same is not None and row.further is not None:
             further = row.further[:, None] if column is None else row.further[:, None] + column.further
@@ -383,12 +384,8 @@ def _no_ranking(t: Tensor) -> Ranking:
     return Ranking(t.new_zeros(len(t), dtype=torch.int64), lowest)
 
 
-def _at(vectors: Any, where: slice) -> Any:
-    return type(vectors)(*(None if v is None else v[where] for v in vectors))
-
-
 def _merge_into(into: Any, where: slice, more: Any) -> None:
     """Merge the results of a tile into those of the block, in place."""
-    for vector, merged in zip(into, merge(_at(into, where), more), strict=True):
+    for vector, merged in zip(into, merge(at(into, where), more), strict=True):
         if vector is not None:
             vector[where] = merged

@@ -7,12 +7,12 @@ Functions whose name ends with an underscore overwrite the scores.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .contract import Softmax, Stats, merge
+from .contract import Softmax, Stats, at, merge
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def add_tile_(sums: ScoreSums, z_RC: Tensor, place: Place, scale: Tensor, pairs:
         peak = s_RC.amax(dim, keepdim=True)
         anchor = peak.masked_fill(peak == -torch.inf, 0)
         more = Stats(peak.squeeze(dim), (s_RC - anchor).exp_().sum(dim), *further)
-        for vector, merged in zip(side, merge(_at(side, where), more), strict=True):
+        for vector, merged in zip(side, merge(at(side, where), more), strict=True):
             if vector is not None:
                 vector[where] = merged
 
@@ -91,14 +91,14 @@ def gradient_(
     """Return the gradient in the logits of a tile, with dpos_M at the positives."""
     positive = _positives(pairs, place, z_RC)
     same = _same(pairs, place, positive)
-    row = _at(rows, place.rows)
+    row = at(rows, place.rows)
     s_RC = z_RC.mul_(scale)
     g_RC = (s_RC - row.peak[:, None]).exp_().mul_(row.gain[:, None])
     if row.counted is not None:
         g_RC.sub_(row.counted[:, None])
     further = row.further[:, None] if row.further is not None else None
     if columns is not None:
-        column = _at(columns, place.columns)
+        column = at(columns, place.columns)
         g_RC.add_(s_RC.sub_(column.peak).exp_().mul_(column.gain))
         if column.counted is not None:
             g_RC.sub_(column.counted)
@@ -155,7 +155,3 @@ def _plain_sums(
             positive.write_(counts, torch.zeros_like(positive.inside_R))
         counted, counted_count = (z_RC * counts).sum(dim), counts.sum(dim)
     return further, further_count, counted, counted_count
-
-
-def _at(vectors: Any, where: slice) -> Any:
-    return type(vectors)(*(None if v is None else v[where] for v in vectors))

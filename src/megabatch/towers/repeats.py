@@ -2,6 +2,7 @@
 
 `equal_blocks` finds the runs of equal blocks in a module; `few_blocks` is a context in which only the first two and the last two
 of each run are called. Costs that are counted or traced there are then multiplied (`costs.counting`, `costs.memory.repeats`).
+`sharded_blocks` are those that a run shards, equal or not.
 """
 
 from __future__ import annotations
@@ -117,3 +118,11 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, str]]:
             yield name, str(value != 0)
         elif isinstance(value, (bool, int, str, tuple)):
             yield name, repr(value)
+
+
+def sharded_blocks(module: nn.Module) -> list[nn.Module]:
+    """Return the blocks that FSDP2 shards one by one: the members of the longest list of modules, which are the layers of a
+    transformer and the stages of a convolutional network."""
+    lists = [m for m in module.modules() if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m) > 1]
+    longest = max(lists, key=len, default=None)
+    return [block for block in longest if any(True for _ in block.parameters())] if longest is not None else []

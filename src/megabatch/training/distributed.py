@@ -20,6 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from ..config import Compute
+from ..towers.repeats import sharded_blocks
 from .signals import Stopped
 
 TIMEOUT = timedelta(minutes=30)
@@ -195,7 +196,7 @@ def shard(module: nn.Module, compute: Compute, ranks: Ranks) -> None:
     mesh = init_device_mesh(ranks.device.type, sizes, mesh_dim_names=("nodes", "ranks")[-len(sizes) :])
     in_bf16 = compute.gradient_exchange is not None and ranks.size > 1
     policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if in_bf16 else None)
-    for block in _blocks(module):
+    for block in sharded_blocks(module):
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(module, mesh=mesh, mp_policy=policy)
 
@@ -227,13 +228,6 @@ def autocast(compute: Compute, device: torch.device) -> Callable[[], torch.autoc
     dtypes = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
     dtype = dtypes[compute.precision]
     return lambda: torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
-
-
-def _blocks(module: nn.Module) -> list[nn.Module]:
-    """Return the members of the longest list of modules: the layers of a transformer, the stages of a convolutional network."""
-    lists = [m for m in module.modules() if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m) > 1]
-    longest = max(lists, key=len, default=None)
-    return [block for block in longest if any(True for _ in block.parameters())] if longest is not None else []
 
 
 def _device(asked: str | None, local_rank: int) -> torch.device:

@@ -396,7 +396,7 @@ def _note_unknown_memory(run: config.Run, here: Ranks, logger: RunLogger) -> Non
 
 def _check_same(saved: dict[str, Any], asked: dict[str, Any], path: Path) -> None:
     """Raise ValueError where a checkpoint's configuration differs in more than FREE from the one that is asked for."""
-    before, now = _flat(saved), _flat(asked)
+    before, now = config.flat(saved), config.flat(asked)
     for settings in (before, now):
         # False leaves hard negatives out, and so does None where the data has none.
         settings["data.negatives"] = settings.get("data.negatives") or None
@@ -405,13 +405,6 @@ def _check_same(saved: dict[str, Any], asked: dict[str, Any], path: Path) -> Non
     if changed:
         differences = ", ".join(f"{key} was {before.get(key)!r}, is {now.get(key)!r}" for key in changed[:4])
         raise ValueError(f"{path} belongs to another run: {differences}. Choose another folder (out=…), or start over with --fresh")
-
-
-def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat
 
 
 def _scaler_state(scaler: torch.amp.GradScaler) -> Tensor:

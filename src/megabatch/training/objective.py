@@ -62,9 +62,8 @@ class Contrastive:
         return self.encode_x, self.encode_y
 
     def step_with_oom_retry(self, optimizer: torch.optim.Optimizer) -> Any:
-        """Return `step`, retried with smaller chunks when memory runs out unless ranks communicate inside the encoders."""
-        meeting = self.ranks.group is not None and (self.run.compute.sharded or self.run.compute.sync_batchnorm)
-        return self.step if meeting else retry_on_oom(self.step, optimizer, group=self.ranks.group)
+        """Return `step`, retried with smaller chunks when memory runs out if that is possible."""
+        return _with_oom_retry(self, optimizer)
 
     def step(self, batch: RankBatch) -> Outcome:
         """Run forward and backward."""
@@ -160,8 +159,7 @@ class Classification:
         return (self._accumulate,)
 
     def step_with_oom_retry(self, optimizer: torch.optim.Optimizer) -> Any:
-        meeting = self.ranks.group is not None and (self.run.compute.sharded or self.run.compute.sync_batchnorm)
-        return self.step if meeting else retry_on_oom(self.step, optimizer, group=self.ranks.group)
+        return _with_oom_retry(self, optimizer)
 
     def measure_noise(self, window: int = WINDOW) -> NoiseScale:
         """Measure the noise of the gradient from now on, over the last `window` steps."""
@@ -204,6 +202,13 @@ class Classification:
             if self.noise is not None:
                 self.noise.open(len(labels))
         return F.cross_entropy(logits, labels, label_smoothing=self.run.loss.label_smoothing)
+
+
+def _with_oom_retry(objective: Contrastive | Classification, optimizer: torch.optim.Optimizer) -> Any:
+    run, ranks = objective.run, objective.ranks
+    # The other ranks would wait inside the encoders for a rank that starts over.
+    meeting = ranks.group is not None and (run.compute.sharded or run.compute.sync_batchnorm)
+    return objective.step if meeting else retry_on_oom(objective.step, optimizer, group=ranks.group)
 
 
 def _on(tree: Any, device: torch.device) -> Any:

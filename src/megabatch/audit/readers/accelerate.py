@@ -26,12 +26,11 @@ IN_FILE = (
     "gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device", "offload_param_device",
     "zero3_save_16bit_model", "mixed_precision",
 )  # fmt: skip
-SEVERAL = {"MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "DEEPSPEED", "FSDP", "MEGATRON_LM", "TPU", "XLA"}
 
 
 def read(name: str, text: str) -> Reading:
     def reread(after: str) -> TrainingFacts:
-        return _facts(name, parse_yaml(after, name))
+        return _facts(parse_yaml(after, name))
 
     table = parse_yaml(text, name)
     return Reading(
@@ -39,7 +38,7 @@ def read(name: str, text: str) -> Reading:
     )
 
 
-def _facts(name: str, table: Mapping[str, Any]) -> TrainingFacts:
+def _facts(table: Mapping[str, Any]) -> TrainingFacts:
     stage = at(table, "deepspeed_config.zero_stage")
     accumulation = at(table, "deepspeed_config.gradient_accumulation_steps")
     precision = PRECISIONS.get(str(table.get("mixed_precision")).lower())

@@ -72,7 +72,7 @@ def read(name: str, text: str) -> Reading | None:
         return table_of(parse_flags(found.words()))
 
     def edit(before: str, edits: Mapping[str, Any]) -> str:
-        values = {f"--{key}": _written(key, value) for key, value in edits.items()}
+        values = {f"--{key}": _written(value) for key, value in edits.items()}
         if any("." in key for key in edits):
             raise ValueError("a command line has no flag for a nested key")
         return edit_flags(before, values, MAIN, _has_arguments)
@@ -133,7 +133,7 @@ def _value(flag: str, words: list[str], kind: type) -> Any:
     return int(number) if kind is int and abs(number) < 1e18 and number == int(number) else number
 
 
-def _written(key: str, value: Any) -> Any:
+def _written(value: Any) -> Any:
     if isinstance(value, bool):
         return PRESENT if value else ABSENT
     return value

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...towers.repeats import sharded_blocks
 from .trace import Recorder, autograd_nodes
 
 # torch's DDP exchanges gradients in buckets of at most 25 MiB, the first one of 1 MiB.
@@ -67,7 +68,7 @@ class FullyShardedWeights:
     def shard(self, module: nn.Module) -> None:
         """Shard a module: each member of its longest list of modules as a group, then the rest."""
         taken: set[nn.Parameter] = set()
-        for block in _blocks(module):
+        for block in sharded_blocks(module):
             taken |= self._add_group(block, taken, root=False)
         self._add_group(module, taken, root=True)
 
@@ -147,10 +148,3 @@ class FullyShardedWeights:
                 self.recorder.label(shard.grad, "gradients")
         group.without_gradient = set(group.trainable)
         self._free(group)
-
-
-def _blocks(module: nn.Module) -> list[nn.Module]:
-    """Return the blocks that a run shards: the members of the longest list of modules inside."""
-    lists = [m for m in module.modules() if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m) > 1]
-    longest = max(lists, key=len, default=None)
-    return [block for block in longest if any(True for _ in block.parameters())] if longest is not None else []

@@ -197,12 +197,5 @@ def _part(source: Source, places: Places) -> Source:
 
 def _settings(run: config.Run) -> dict[str, Any]:
     """Return the settings that define a run, by dotted names, as they are after a round trip through JSON."""
-    flat = json.loads(json.dumps(_flat(config.as_table(run))))
+    flat = json.loads(json.dumps(config.flat(config.as_table(run))))
     return {key: value for key, value in flat.items() if not {key, key.partition(".")[0]} & {*FREE}}
-
-
-def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat

@@ -54,14 +54,13 @@ from .reductions import (
 from .softmax_forward import CACHED_BYTES, max_and_sum
 from .tile import (
     HIGHEST_PEAK,
-    LARGEST_SUM,
     LOG2_E,
     LOWEST_PEAK,
-    SMALLEST_SUM,
     PairArgs,
     Target,
     any_fallback,
     concat_columns,
+    exp_sum_out_of_range,
     halves,
     load_block,
     mark_fallback,
@@ -308,10 +307,10 @@ def _put_sums(
         if sums.column_parts is not None:
             total, j = finish_columns(totals.columns, SUM), column + tl.arange(0, N)
             put(sums.column_parts, 2 * width + 1, row // M, down, j, pairs.columns, total)
-            mark_fallback(sums.needs_fallback, tl.arange(0, N), _sum_out_of_range(total) & (j < pairs.columns))
+            mark_fallback(sums.needs_fallback, tl.arange(0, N), exp_sum_out_of_range(total) & (j < pairs.columns))
         total, order = finish_rows(totals.rows, SUM, M, WARPS), row_order(M, WARPS)
         put(sums.row_parts, 2 * width + 1, column // N, across, row + order, pairs.rows, total)
-        mark_fallback(sums.needs_fallback, order, _sum_out_of_range(total) & (row + order < pairs.rows))
+        mark_fallback(sums.needs_fallback, order, exp_sum_out_of_range(total) & (row + order < pairs.rows))
 
 
 @triton.jit
@@ -339,21 +338,16 @@ def _exp_sums(
 
 
 @triton.jit
-def _sum_out_of_range(total):
-    return (total < SMALLEST_SUM) | (total > LARGEST_SUM)
-
-
-@triton.jit
 def _is_out_of_range(sums, pairs, row, column, DIMS: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
     """Return whether some sum that the fast launch wrote for a tile is out of range."""
     i, j = row + tl.arange(0, M), column + tl.arange(0, N)
     out_of_range = False
     for width in tl.static_range(len(DIMS)):
         total = get(sums.row_parts, 2 * width + 1, column // N, tl.cdiv(pairs.columns, N), i, pairs.rows)
-        out_of_range = out_of_range | (tl.max((_sum_out_of_range(total) & (i < pairs.rows)).to(tl.int32), 0) > 0)
+        out_of_range = out_of_range | (tl.max((exp_sum_out_of_range(total) & (i < pairs.rows)).to(tl.int32), 0) > 0)
         if sums.column_parts is not None:
             total = get(sums.column_parts, 2 * width + 1, row // M, tl.cdiv(pairs.rows, M), j, pairs.columns)
-            out_of_range = out_of_range | (tl.max((_sum_out_of_range(total) & (j < pairs.columns)).to(tl.int32), 0) > 0)
+            out_of_range = out_of_range | (tl.max((exp_sum_out_of_range(total) & (j < pairs.columns)).to(tl.int32), 0) > 0)
     return out_of_range
 
 
