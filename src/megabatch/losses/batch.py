@@ -36,6 +36,7 @@ from .checks import (
     check_scalar,
     check_weights,
     check_workspace,
+    outside_inference,
     product_dtype,
     warn_of_small_scale,
 )
@@ -188,7 +189,7 @@ def prepare(
     first = _is_first_call(ring)
     # The first call on a group also checks the claim that all shards are equal.
     exchanges = ring.size > 1 and (first or not execution.equal_shards)
-    problem: ValueError | None = None
+    problem: Exception | None = None
     try:
         rules.check()
         check_embeddings(x, y, same_rows=rules.same_rows)
@@ -203,7 +204,7 @@ def prepare(
         tiles = backend_for(x.device, product_dtype(x), execution.backend if eager_only is None else "eager")
         check_workspace(execution.workspace)
         check_precision(execution.precision, execution.int8_backward, product_dtype(x))
-    except ValueError as error:
+    except Exception as error:
         if not exchanges:
             raise
         problem = error
@@ -215,12 +216,13 @@ def prepare(
     if exchanges:
         summaries = _agree(ring, x.device, summary, _facts(inputs, rules, execution, summary, more), None)
         _check_scalars_agree(scalars, summaries)
+    _record_call(ring)
     if sum(each.rows for each in summaries) == 0:
         raise ValueError("x has 0 rows over all ranks: a mean needs at least one row; skip the step when there is no data")
     requires_grad = [any(flags) for flags in zip(*(each.requires_grad for each in summaries), strict=True)]
     if any(requires_grad):
         check_inference(("x", "y", *scalars), [each.inference for each in summaries])
-        ids = None if ids is None else ids.clone() if ids.is_inference() else ids
+        ids = outside_inference(ids)
     warn_of_small_scale(summary.values[0], x, y)
     dtype = product_dtype(x)
     workspace = tiles.default_workspace(x.device) if execution.workspace is None else execution.workspace
@@ -267,7 +269,7 @@ def agree(
     exchanges = ring.size > 1 and (first or not equal_shards)
     try:
         summary, facts = describe(ring, first or (exchanges and ring.meeting_device(device).type != "cpu"))
-    except ValueError as error:
+    except Exception as error:
         if not exchanges:
             raise
         # It raises on every rank what one of them has found.
@@ -282,6 +284,7 @@ def agree(
         facts = {name: str(value)[:FACT_CHARACTERS] for name, value in facts.items()}
         summaries = _agree(ring, device, summary, facts, None)
         _check_scalars_agree(names[len(names) - len(summary.values) :], summaries)
+    _record_call(ring)
     if sum(each.rows for each in summaries) == 0:
         raise ValueError("x has 0 rows over all ranks: a mean needs at least one row; skip the step when there is no data")
     requires_grad = tuple(any(flags) for flags in zip(*(each.requires_grad for each in summaries), strict=True))
@@ -363,17 +366,19 @@ class RankSummary(NamedTuple):
 
 
 def _is_first_call(ring: Ring) -> bool:
-    """Return whether no loss was called before on the ring's group (without a group: in this process), and record this call.
+    """Return whether no loss has agreed before on the ring's group (without a group: in this process).
 
     All ranks get the same answer, because every call of a loss on a group is a call on all of its ranks.
     """
+    return not _called_alone if ring.group is None else ring.group not in _groups
+
+
+def _record_call(ring: Ring) -> None:
     global _called_alone
     if ring.group is None:
-        first, _called_alone = not _called_alone, True
-        return first
-    first = ring.group not in _groups
-    _groups.add(ring.group)
-    return first
+        _called_alone = True
+    else:
+        _groups.add(ring.group)
 
 
 def _summarise(inputs: Inputs, *, waits: bool) -> RankSummary:
@@ -431,7 +436,7 @@ def _facts(
 
 
 def _agree(
-    ring: Ring, device: torch.device, summary: RankSummary, facts: dict[str, object], problem: ValueError | None
+    ring: Ring, device: torch.device, summary: RankSummary, facts: dict[str, object], problem: Exception | None
 ) -> list[RankSummary]:
     """Return every rank's summary. Raise the same ValueError on every rank if one has a problem or if the ranks' facts differ."""
     gathered = [_decode(numbers, summary) for numbers in ring.gather(_encode(summary, facts, problem), device)]
@@ -457,7 +462,7 @@ def _close(a: float, b: float) -> bool:
     return a == b or (math.isnan(a) and math.isnan(b)) or math.isclose(a, b, rel_tol=SCALAR_TOLERANCE)
 
 
-def _encode(summary: RankSummary, facts: dict[str, object], problem: ValueError | None) -> list[int]:
+def _encode(summary: RankSummary, facts: dict[str, object], problem: Exception | None) -> list[int]:
     # Two scalars and four tensors at most: every loss sends equally many numbers, so that ranks with different losses can compare.
     values = [*summary.values, None, None][:2]
     bits = [0 if value is None else struct.unpack("q", struct.pack("d", value))[0] for value in values]
@@ -478,9 +483,12 @@ def _decode(numbers: Sequence[int], own: RankSummary) -> tuple[int, RankSummary]
     return digest, RankSummary(rows, documents, requires_grad, inference, values[: len(own.values)], queued)
 
 
-def _explain(ring: Ring, device: torch.device, facts: dict[str, object], problem: ValueError | None) -> str:
+def _explain(ring: Ring, device: torch.device, facts: dict[str, object], problem: Exception | None) -> str:
     """Return the message that every rank raises: the ranks' own errors, or the facts in which they differ."""
-    reports = ring.gather_objects((None if problem is None else str(problem), facts), device)
+    text = None if problem is None else str(problem)
+    if not isinstance(problem, (ValueError, type(None))):
+        text = f"{type(problem).__name__}: {text}"
+    reports = ring.gather_objects((text, facts), device)
     problems = {rank: text for rank, (text, _) in enumerate(reports) if text is not None}
     if problems:
         return "; ".join(f"{ranks}: {text}" for text, ranks in _grouped(problems))

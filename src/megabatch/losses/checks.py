@@ -10,6 +10,7 @@ import numbers
 import sys
 import warnings
 from collections.abc import Sequence
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -213,6 +214,15 @@ def check_inference(names: Sequence[str], inference_by_rank: Sequence[Sequence[b
                     f"{name}{where} was made in inference mode and cannot take part in a gradient: make it under torch.no_grad() "
                     f"instead, or pass {name}.clone()"
                 )
+
+
+@overload
+def outside_inference(t: Tensor) -> Tensor: ...
+@overload
+def outside_inference(t: Tensor | None) -> Tensor | None: ...
+def outside_inference(t: Tensor | None) -> Tensor | None:
+    """Return a tensor that can be saved for backward: a copy of one that was made in inference mode."""
+    return t.clone() if t is not None and t.is_inference() else t
 
 
 def warn_of_small_scale(scale: float | None, x: Tensor, y: Tensor) -> None:

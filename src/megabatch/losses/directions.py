@@ -440,10 +440,13 @@ def finish_directions(
 
 
 class Versions:
-    """The inputs that are read again in backward but not saved by autograd, which would notice if they were modified."""
+    """The inputs that are read again in backward but not saved by autograd, which would notice if they were modified.
+
+    Tensors of inference mode, whose modifications are not counted, are left out: a loss with a gradient has copies of them.
+    """
 
     def __init__(self, **inputs: Tensor | None) -> None:
-        self.inputs = {name: (t, t._version) for name, t in inputs.items() if t is not None}
+        self.inputs = {name: (t, t._version) for name, t in inputs.items() if t is not None and not t.is_inference()}
 
     def check(self) -> None:
         """Raise an error that names an input that was modified in place."""

@@ -38,6 +38,7 @@ from .checks import (
     check_tensor,
     check_weights,
     check_workspace,
+    outside_inference,
     product_dtype,
     warn_of_small_scale,
 )
@@ -293,7 +294,7 @@ def _softmaxes(stats: DistillStats, weight: Tensor) -> tuple[Softmax, Softmax]:
 
 def _read_teacher(t: Tensor, batch: LossBatch) -> Tensor:
     dtype = product_dtype(t)
-    return t.detach().to(dtype if accumulator(dtype) == batch.acc else batch.dtype).resolve_neg().contiguous()
+    return outside_inference(t.detach()).to(dtype if accumulator(dtype) == batch.acc else batch.dtype).resolve_neg().contiguous()
 
 
 def _check_teacher(x: Tensor, y: Tensor, teacher_x: Tensor, teacher_y: Tensor, teacher_scale: Tensor | float) -> None:
@@ -340,7 +341,7 @@ def margin_mse_loss(scores: Tensor, teacher_scores: Tensor, *, weights: Tensor |
     squares = (margin - target).square()
     if weights is None:
         return squares.sum() / present.sum()
-    weights = weights.to(squares.dtype)
+    weights = outside_inference(weights).to(squares.dtype)
     return (weights * squares.sum(1)).sum() / (weights * present.sum(1)).sum()
 
 
@@ -365,7 +366,7 @@ def listwise_kl_loss(scores: Tensor, teacher_scores: Tensor, *, temperature: flo
     loss = (log_teacher.exp() * difference).sum(1) * temperature**2
     if weights is None:
         return loss.mean()
-    weights = weights.to(loss.dtype)
+    weights = outside_inference(weights).to(loss.dtype)
     return (weights * loss).sum() / weights.sum()
 
 

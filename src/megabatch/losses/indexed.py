@@ -28,6 +28,7 @@ from .checks import (
     check_tensor,
     check_weights,
     check_workspace,
+    outside_inference,
     product_dtype,
     warn_of_small_scale,
 )
@@ -141,7 +142,7 @@ def class_softmax_loss(
     space = tiles.default_workspace(x.device) if workspace is None else workspace
     classes = [each.documents for each in call.summaries]
     first = sum(classes[: call.ring.rank])
-    targets = targets.detach().to(torch.int64).contiguous()
+    targets = outside_inference(targets.detach()).to(torch.int64).contiguous()
     with torch.no_grad():
         kept = None if sample is None else _sample(targets, first, classes[call.ring.rank], sample, generator, call)
     scale = scale.to(x.device, acc).reshape(()) if isinstance(scale, Tensor) else x.new_full((), scale, dtype=acc)
@@ -195,15 +196,19 @@ class ClassRules:
         if self.sample is not None:
             check_number("sample", self.sample, low=0, high=1)
 
-    def with_margin(self, cosine: Tensor) -> Tensor:
-        """Return the similarity of the positive with its margins."""
-        result = cosine
-        if self.angular_margin:
-            m = self.angular_margin
-            sine = (1 - cosine.square()).clamp(min=LEAST_SINE**2).sqrt()
-            shifted = cosine * math.cos(m) - sine * math.sin(m)
-            result = torch.where(cosine > -math.cos(m), shifted, cosine - m * math.sin(m))
-        return result - self.margin
+    def with_margin(self, cosine: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the similarity of the positive with its margins, and its derivative in the cosine."""
+        if not self.angular_margin:
+            return cosine - self.margin, torch.ones_like(cosine)
+        m = self.angular_margin
+        squared = 1 - cosine.square()
+        sine = squared.clamp(min=LEAST_SINE**2).sqrt()
+        shifted = cosine * math.cos(m) - sine * math.sin(m)
+        slope = math.cos(m) + torch.where(squared < LEAST_SINE**2, 0, cosine / sine) * math.sin(m)
+        # Where the angle and the margin together are more than π, the cosine would grow again.
+        within = cosine > -math.cos(m)
+        result = torch.where(within, shifted, cosine - m * math.sin(m))
+        return result - self.margin, torch.where(within, slope, 1)
 
 
 class Classes(NamedTuple):
@@ -339,11 +344,7 @@ def _forward(x_MD: Tensor, y_KD: Tensor, scale: Tensor, batch: ClassBatch) -> tu
 
     block = ClassBlock(x_MD, batch.targets_M, None, None)
     _, (found_M, cosine_M, stats) = ring.tour(block, batch.lengths, visit, merge)
-    with torch.enable_grad():
-        cosine_M = cosine_M.detach().requires_grad_()
-        positive_M = rules.with_margin(cosine_M)
-        (slope_M,) = torch.autograd.grad(positive_M, cosine_M, torch.ones_like(positive_M))
-    cosine_M, positive_M = cosine_M.detach(), positive_M.detach()
+    positive_M, slope_M = rules.with_margin(cosine_M)
     loss_M, dpos_M, rows, _ = batch.tiles.normalise(stats, None, positive_M, scale.detach(), batch.weights_M, rules.label_smoothing)
     weight = scale.new_full((), len(x_MD)) if batch.weights_M is None else batch.weights_M.sum()
     unknown, wide = (found_M == 0).sum(), (cosine_M.abs() > 1 + COSINE_TOLERANCE).sum()

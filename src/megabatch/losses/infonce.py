@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ..ring import Group
-from .autograd import LossModule, LossResult, first_derivative_only, outside_graphs, save, saved
+from .autograd import LossModule, LossResult, first_derivative_only, outside_autocast, outside_graphs, save, saved
 from .batch import Diagnostics, Execution, ExecutionOptions, Inputs, LossBatch, prepare
-from .checks import DTYPES, PLAIN_TENSORS, check_duplicates, check_number, check_tensor, product_dtype
+from .checks import DTYPES, PLAIN_TENSORS, check_duplicates, check_number, check_tensor, outside_inference, product_dtype
 from .clip import clip_loss
 from .directions import (
     CROSS,
@@ -442,14 +442,12 @@ class _DirectionsLoss(torch.autograd.Function):
 
 def _read(batch: LossBatch, further: FurtherInputs) -> tuple[More, Versions]:
     """Return the further inputs as the tiles read them, and their versions."""
-    guide, negatives_of, queue = further.guide, *(_outside_inference(t) for t in (further.negatives_of, further.queue))
-    guide_x, guide_y = (None, None) if guide is None else (_outside_inference(guide.x), _outside_inference(guide.y))
+    guide, negatives_of, queue = further.guide, *(outside_inference(t) for t in (further.negatives_of, further.queue))
+    guide_x, guide_y = (None, None) if guide is None else (outside_inference(guide.x), outside_inference(guide.y))
     rows = None
     if guide is not None and guide_x is not None and guide_y is not None:
         x_MG, y_NG = (t.detach().resolve_neg().contiguous() for t in (guide_x, guide_y))
-        positive_M = batch.tiles.positives(x_MG, y_NG, batch.compute)
-        margin = positive_M.abs() * guide.margin if guide.margin_kind == "relative" else guide.margin
-        rows = GuideRows(x_MG, y_NG, positive_M - margin)
+        rows = _guide_rows(x_MG, y_NG, guide, batch)
     versions = {"ids": batch.ids_N, "negatives_of": negatives_of, "queue": queue, "guide.x": guide_x, "guide.y": guide_y}
     more = More(
         None if negatives_of is None else negatives_of.to(torch.int64).contiguous(),
@@ -459,9 +457,12 @@ def _read(batch: LossBatch, further: FurtherInputs) -> tuple[More, Versions]:
     return more, Versions(**versions)
 
 
-def _outside_inference(t: Tensor | None) -> Tensor | None:
-    """Return a tensor whose modifications can be noticed."""
-    return t.clone() if t is not None and t.is_inference() else t
+@outside_autocast
+def _guide_rows(x_MG: Tensor, y_NG: Tensor, guide: Guide, batch: LossBatch) -> GuideRows:
+    """Return the guide's embeddings and the similarity that negatives may have, computed as their similarities will be."""
+    positive_M = batch.tiles.positives(x_MG, y_NG, batch.compute)
+    margin = positive_M.abs() * guide.margin if guide.margin_kind == "relative" else guide.margin
+    return GuideRows(x_MG, y_NG, positive_M - margin)
 
 
 def _eager_only(inputs: Inputs, rules: InfoNCERules, further: FurtherInputs) -> str | None:
@@ -490,8 +491,11 @@ def _check_further(inputs: Inputs, rules: InfoNCERules, further: FurtherInputs) 
         if owner.device != x.device:
             raise ValueError(f"negatives_of is on {owner.device} and x on {x.device}: must be on one device; move it with .to()")
         # Elsewhere, reading them would synchronise the device, which checks indices itself.
-        if owner.device.type == "cpu" and len(owner) and (int(owner.min()) < 0 or int(owner.max()) >= len(x)):
-            raise ValueError(f"negatives_of holds {int(owner.min())} to {int(owner.max())}: must be rows of x, 0 to {len(x) - 1}")
+        if owner.device.type == "cpu" and len(owner):
+            # Not all operations exist for unsigned integers.
+            least, most = (int(t) for t in owner.to(torch.int64).aminmax())
+            if least < 0 or most >= len(x):
+                raise ValueError(f"negatives_of holds {least} to {most}: must be rows of x, 0 to {len(x) - 1}")
     elif count and (not rules.in_batch or "y_to_y" in rules.directions or (rules.hardness and rules.hardness_on != "all")):
         reason = "in_batch=False" if not rules.in_batch else "'y_to_y'" if "y_to_y" in rules.directions else "hardness_on"
         raise ValueError(
@@ -504,7 +508,9 @@ def _check_further(inputs: Inputs, rules: InfoNCERules, further: FurtherInputs) 
         _check_queue(queue, inputs, rules, guide)
     return {
         "negatives_of": "None" if owner is None else "given",
-        "guide": "None" if guide is None else f"margin {guide.margin} {guide.margin_kind}, width {guide.x.shape[1]}",
+        "guide": "None"
+        if guide is None
+        else f"margin {guide.margin} {guide.margin_kind}, {guide.x.dtype}, width {guide.x.shape[1]}",
         "queue": "None" if queue is None else "given",
     }
 

@@ -234,9 +234,10 @@ class _Matryoshka(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: Widths, ring: Ring, *tensors: Tensor) -> tuple[Tensor, tuple[Any, ...] | None]:
         *own, _joins = tensors
-        value, rest, ctx.totals = run.evaluate(own[: run.cut], own[run.cut :], with_gradients=True)
-        ctx.ring = ring
-        ctx.save_for_backward(*own)
+        value, rest, totals = run.evaluate(own[: run.cut], own[run.cut :], with_gradients=True)
+        ctx.ring, ctx.dtypes = ring, [t.dtype for t in own]
+        # Saved as the inputs are, so that autograd frees them after backward.
+        ctx.save_for_backward(*totals, *own)
         return value, rest
 
     @staticmethod
@@ -244,9 +245,8 @@ class _Matryoshka(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         # Each rank has computed the gradients for a gradient of 1 on all of them; the ranks hold one loss.
         g = ctx.ring.sum(g.to(accumulator(g.dtype), copy=ctx.ring.size > 1)) / ctx.ring.size
-        results = [
-            None if total is None else (total * g).to(t.dtype) for total, t in zip(ctx.totals, ctx.saved_tensors, strict=True)
-        ]
+        totals = ctx.saved_tensors[: len(ctx.dtypes)]
+        results = [None if total is None else (total * g).to(dtype) for total, dtype in zip(totals, ctx.dtypes, strict=True)]
         return None, None, *results, None
 
 

@@ -242,17 +242,21 @@ class _SigLipLoss(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, batch: LossBatch, rules: SigLipRules
     ) -> tuple[Tensor, Diagnostics | None]:
-        loss, diagnostics, ctx.saved = _forward(batch.read(x), batch.read(y), scale, bias, batch, rules)
-        ctx.batch = batch
-        save(ctx, x=x, y=y, scale=scale, bias=bias)
+        loss, diagnostics, state = _forward(batch.read(x), batch.read(y), scale, bias, batch, rules)
+        assert state is not None
+        products = {"gx": state.gx_MD, "gy": state.gy_ND}
+        ctx.batch, ctx.saved = batch, state._replace(gx_MD=None, gy_ND=None)
+        ctx.known = [t is not None for t in products.values()]
+        # Saved as the inputs are, so that autograd frees them after backward.
+        save(ctx, x=x, y=y, scale=scale, bias=bias, **{name: t for name, t in products.items() if t is not None})
         return loss, diagnostics
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, g: Tensor, _: None) -> tuple[Tensor | None, ...]:
-        x, y, scale, _bias = saved(ctx)
-        gx_MD, gy_ND, dpos_M, slope, share = ctx.saved
-        partial = PartialGradients([gx_MD, gy_ND], dpos_M, share)
+        x, y, scale, _bias, *products = saved(ctx)
+        state: SigLipSaved = ctx.saved
+        partial = PartialGradients([products.pop(0) if known else None for known in ctx.known], state.dpos_M, state.share)
         # The products are not overwritten: backward may be called again.
         dx, dy, dscale, factor = finish(g, x, y, scale, ctx.batch, partial, reuse=False)
         need_x, need_y, need_scale, need_bias, *_ = ctx.needs_input_grad
@@ -260,7 +264,7 @@ class _SigLipLoss(torch.autograd.Function):
             dx if need_x else None,
             dy if need_y else None,
             dscale if need_scale else None,
-            slope * factor if need_bias else None,
+            state.slope * factor if need_bias else None,
             None,
             None,
         )

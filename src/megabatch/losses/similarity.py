@@ -31,6 +31,7 @@ from .checks import (
     check_tensor,
     check_weights,
     check_workspace,
+    outside_inference,
 )
 
 if TYPE_CHECKING:
@@ -296,7 +297,7 @@ def softmax_of_scores(
         leaves=(len(x_leaves), len(y_leaves), len(parameters)),
         rows=rows,
         documents=documents,
-        ids_N=None if ids is None else ids.contiguous(),
+        ids_N=None if ids is None else outside_inference(ids).contiguous(),
         weights_M=None if weights is None else weights.to(acc).contiguous(),
         acc=acc,
         tile=tile,

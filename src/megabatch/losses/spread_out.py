@@ -48,7 +48,7 @@ def spread_out_loss(x: Tensor, *, group: Group = ..., equal_shards: bool = False
     device = x.device if isinstance(x, Tensor) else torch.device("cpu")
     call = agree(group, equal_shards, device, ("x",), describe)
     rows = sum(each.rows for each in call.summaries)
-    pairs = max(1, rows * (rows - 1))
+    pairs = rows * (rows - 1)
     if not any(call.requires_grad):
         return _forward(x.detach(), call, pairs)[0]
     loss: Tensor = _SpreadOutLoss.apply(x, torch.zeros((), requires_grad=True), call, pairs)
@@ -84,7 +84,9 @@ def _forward(x: Tensor, call: SharedCall, pairs: int) -> tuple[Tensor, Gram]:
     # One exchange for both: the matrix, and the sum of what its square holds of pairs of a row with itself.
     both = call.ring.sum(torch.cat(((x_MD.T @ x_MD).flatten(), squared_M.square().sum()[None])))
     gram, own = both[:-1], both[-1]
-    return (gram.square().sum() - own) / pairs, Gram(gram.view(x.shape[1], x.shape[1]), squared_M)
+    # What rounding leaves of the difference, without pairs or where all are orthogonal.
+    value = (gram.square().sum() - own).clamp(min=0) / pairs if pairs else gram.new_zeros(())
+    return value, Gram(gram.view(x.shape[1], x.shape[1]), squared_M)
 
 
 @outside_autocast
@@ -92,4 +94,4 @@ def _gradient(x: Tensor, g: Tensor, gram: Gram, call: SharedCall, pairs: int) ->
     x_MD = x.to(accumulator(x.dtype))
     g = call.ring.sum(g.to(x_MD.dtype, copy=call.ring.size > 1))
     dx = torch.addcmul(x_MD @ gram.gram_DD, gram.squared_M[:, None], x_MD, value=-1)
-    return dx.mul_(4 * g / pairs).to(x.dtype)
+    return (dx.mul_(4 * g / pairs) if pairs else dx.zero_()).to(x.dtype)

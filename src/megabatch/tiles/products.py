@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -117,12 +118,43 @@ def _switched(embeddings: Tensor, precision: str) -> Iterator[None]:
         return
     # Before torch 2.9 the setting for CUDA was a boolean.
     name, value = ("fp32_precision", precision) if hasattr(switch, "fp32_precision") else ("allow_tf32", precision == "tf32")
-    before = getattr(switch, name)
-    setattr(switch, name, value)
+    setting = _settings.setdefault((embeddings.device.type, name), _Setting(switch, name))
+    setting.take(value)
     try:
         yield
     finally:
-        setattr(switch, name, before)
+        setting.give_back()
+
+
+class _Setting:
+    """A setting of the process that threads change for a product: those that want one value share it, others wait for them."""
+
+    def __init__(self, switch: Any, name: str) -> None:
+        self.switch, self.name = switch, name
+        self.free = threading.Condition()
+        self.users = 0
+        self.value: Any = None
+        self.before: Any = None
+
+    def take(self, value: Any) -> None:
+        """Set the value, as soon as no thread uses another one."""
+        with self.free:
+            self.free.wait_for(lambda: not self.users or self.value == value)
+            if not self.users:
+                self.before, self.value = getattr(self.switch, self.name), value
+                setattr(self.switch, self.name, value)
+            self.users += 1
+
+    def give_back(self) -> None:
+        """Restore what the setting was before the first user, after the last one."""
+        with self.free:
+            self.users -= 1
+            if not self.users:
+                setattr(self.switch, self.name, self.before)
+                self.free.notify_all()
+
+
+_settings: dict[tuple[str, str], _Setting] = {}
 
 
 def no_product(t: Tensor, needs_grad: bool) -> Tensor | None:
@@ -163,9 +195,18 @@ def slices(length: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, length)) for start in range(0, length, size))
 
 
-@functools.lru_cache(maxsize=256)
 def number(value: float, dtype: torch.dtype) -> Tensor:
     """Return a number as a tensor. PyTorch makes and converts one in every product with a number, which takes longer than a
     product of some thousand elements."""
+    # A mode, such as that of fake tensors, makes tensors that are of no use outside of it.
+    return _new_number(value, dtype) if torch._C._len_torch_dispatch_stack() else _known_number(value, dtype)
+
+
+@functools.lru_cache(maxsize=256)
+def _known_number(value: float, dtype: torch.dtype) -> Tensor:
+    return _new_number(value, dtype)
+
+
+def _new_number(value: float, dtype: torch.dtype) -> Tensor:
     with torch.inference_mode(False):
         return torch.full((), value, dtype=dtype, device="cpu")
