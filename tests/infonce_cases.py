@@ -18,7 +18,7 @@ ALL = DIRECTIONS
 def draw_options(rng: random.Random, rows: int, extra: int, norm: float) -> dict[str, Any]:
     """Return options that go together, at random; `ids`, `weights`, `owner`, `queue` and `guide` stand for tensors."""
     options: dict[str, Any] = {"directions": tuple(rng.sample(ALL, rng.randint(1, 4)))}
-    if rng.random() < 0.15:
+    if rng.random() < 0.15 and extra:
         options |= {"directions": ("x_to_y",), "in_batch": False}
     directions = options["directions"]
     crosses = set(directions) <= set(CROSS)

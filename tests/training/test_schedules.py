@@ -46,6 +46,13 @@ def test_warm_up_below_one_is_a_share_of_the_steps():
     assert rates == pytest.approx([0.25, 0.5, 0.75] + [1.0] * 7)
 
 
+@pytest.mark.parametrize("shape", ["cosine", "linear", "constant"])
+@pytest.mark.parametrize(("steps", "warmup"), [(4, 4), (4, 100), (1, 1), (3, 0.9)])
+def test_a_warm_up_as_long_as_the_run_rises_until_its_end(shape, steps, warmup):
+    rates = [s.rate for s in steps_of(batch={"size": 1}, schedule={"steps": steps, "warmup": warmup, "shape": shape})]
+    assert rates == pytest.approx([(step + 1) / steps for step in range(steps)])
+
+
 def test_a_batch_that_doubles_stands_equally_long_at_each_size():
     batch = {"size": 80, "start": 10, "schedule": "steps", "ramp": 0.8, "lr_rule": "none"}
     sizes = [s.pairs for s in steps_of(batch=batch, schedule={"steps": 20, "warmup": 0, "shape": "constant"})]

@@ -164,10 +164,16 @@ class LossBatch:
     def totals(self, *sums: Tensor) -> tuple[Sequence[Tensor], Tensor | float]:
         """Return the sums over all ranks, and the total weight of all rows (a float if no exchange is needed)."""
         if self.ring.size == 1:
-            return sums, float(self.rows) if self.weights_M is None else self.weights_M.sum()
+            return sums, float(self.rows) if self.weights_M is None else self._not_zero(self.weights_M.sum())
         weight = sums[0].new_full((), self.rows) if self.weights_M is None else self.weights_M.sum()
         every = self.ring.sum(torch.stack((*sums, weight)))
-        return every[:-1].unbind(), every[-1]
+        return every[:-1].unbind(), self._not_zero(every[-1])
+
+    def _not_zero(self, weight: Tensor) -> Tensor:
+        """Return the total weight; raise if it is zero, where that can be read without synchronising a device."""
+        if weight.is_cpu and not weight:
+            raise ValueError("weights are zero in all rows of all ranks: a mean needs a positive one; skip the step")
+        return weight
 
 
 def prepare(
@@ -194,6 +200,8 @@ def prepare(
         rules.check()
         check_embeddings(x, y, same_rows=rules.same_rows)
         check_ids(ids, x, y, inputs.ids_name)
+        if ids is None and getattr(rules, "duplicates", None) == "positive":
+            raise ValueError("duplicates='positive' and ids is None: pass ids, which say which pairs are further positives")
         check_weights(weights, x)
         for name, value in scalars.items():
             check_scalar(name, value, x)

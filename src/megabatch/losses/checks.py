@@ -60,7 +60,8 @@ def can_read(device: torch.device) -> bool:
 def check_number(name: str, value: object, *, low: float = -math.inf, high: float = math.inf) -> None:
     """Raise unless value is a finite number in [low, high]."""
     try:
-        valid = isinstance(value, numbers.Real) and math.isfinite(value) and low <= float(value) <= high
+        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        valid = is_number and math.isfinite(value) and low <= float(value) <= high  # type: ignore[arg-type]
     except OverflowError:
         # An integer that no float can represent; it has too many digits to be shown.
         raise ValueError(f"{name} has more than 308 digits: must be a finite number") from None
@@ -156,6 +157,13 @@ def check_weights(weights: Tensor | None, x: Tensor) -> None:
         raise ValueError(f"weights is on {weights.device} and x on {x.device}: must be on one device; move it with .to()")
     if weights.requires_grad:
         raise ValueError("weights requires a gradient: the loss has none for it; pass weights.detach()")
+    # Elsewhere, reading them would synchronise the device.
+    if weights.is_cpu and len(weights):
+        least, most = (float(t) for t in weights.aminmax())
+        if not (least >= 0 and math.isfinite(most)):
+            raise ValueError(
+                f"weights holds {least:g} to {most:g}: must be finite and not negative; a row of weight 0 does not count"
+            )
 
 
 def check_scalar(name: str, value: Tensor | float, x: Tensor) -> None:

@@ -393,6 +393,11 @@ def directions_loss(
         check_more=lambda: _check_further(inputs, rules, further),
         eager_only=_eager_only(inputs, rules, further),
     )
+    if not rules.in_batch and further.queue is None and batch.lengths == batch.row_lengths:
+        raise ValueError(
+            "in_batch=False, y has no hard negatives and queue is None: nothing is compared, and the loss would be 0; pass the "
+            "negatives as further rows of y, or a queue"
+        )
     scale = batch.scalar(scale, x)
     terms = rules.terms
     if terms.all_pairs_alike and further.guide is None and further.queue is None:

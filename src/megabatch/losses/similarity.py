@@ -269,6 +269,7 @@ def softmax_of_scores(
             "structure of y": str(y_spec),
             "shapes of y after the first dimension": [tuple(t.shape[1:]) for t in y_leaves],
             "dtypes of y": [t.dtype for t in y_leaves],
+            "dtype of sums": _dtype_of_sums((*x_leaves, *y_leaves)),
             "device of y": y_leaves[0].device.type,
             **vars(rules),
             "dtype of ids": None if ids is None else ids.dtype,
@@ -282,8 +283,7 @@ def softmax_of_scores(
     names = ("x", *(f"y (tensor {i})" for i in range(len(y_leaves))), "parameters", "scale")
     call = agree(group, equal_shards, device, names, describe)
     x_leaves, y_leaves = ([t.contiguous() for t in leaves] for leaves in (x_leaves, y_leaves))
-    floating = [accumulator(t.dtype) for t in (*x_leaves, *y_leaves) if t.is_floating_point()]
-    acc = torch.float64 if torch.float64 in floating else torch.float32
+    acc = _dtype_of_sums((*x_leaves, *y_leaves))
     space = backend_for(device, torch.float32, "eager").default_workspace(device) if workspace is None else workspace
     cells = max(1, space // pair_bytes)
     rows, documents = len(x_leaves[0]), len(y_leaves[0])
@@ -311,6 +311,11 @@ def softmax_of_scores(
     # If nothing here requires a gradient but other ranks wait for this one in backward, the last input makes it take part.
     joins = torch.zeros((), requires_grad=True)
     return _SimilarityLoss.apply(batch, scale, *x_leaves, *y_leaves, *parameters, joins)
+
+
+def _dtype_of_sums(leaves: Sequence[Tensor]) -> torch.dtype:
+    floating = [accumulator(t.dtype) for t in leaves if t.is_floating_point()]
+    return torch.float64 if torch.float64 in floating else torch.float32
 
 
 class _SimilarityLoss(torch.autograd.Function):

@@ -124,7 +124,8 @@ class StepSchedule(LazySteps):
         them.
         """
         begin, end, floor = self._warm, self._plateaus.samples, self._schedule.floor
-        progress = max(0.0, (first - begin) / (end - begin)) if end > begin else 1.0
+        # A warm-up as long as the run leaves no decay: the rate rises until the end.
+        progress = max(0.0, (first - begin) / (end - begin)) if end > begin else 0.0
         rise = min(1.0, (number + 1) / self._warmup) if self._warmup else 1.0
         return rise * (floor + (1 - floor) * _decay(self._schedule.shape, progress))
 
