@@ -131,7 +131,8 @@ class Loss:
 
     scale: initial value of the learnable scale of cosine similarities (1 / temperature), at least 1; None is the value of the
         loss's paper. bias: initial value of the learnable bias.
-    duplicates: how pairs with equal captions are treated: "mask" and "positive" as in the losses, "negative" as all other pairs.
+    duplicates: how pairs with an equal x or an equal y (captions of one image, images of one caption) are treated: "mask" and
+        "positive" as in the losses, "negative" as all other pairs.
     dims: widths of the embeddings' prefixes over which the loss is added up (Matryoshka); empty: the full width only.
     spread_out: weight of the spread-out regulariser of both sides, which is added to the loss.
     directions, partition: of a loss over directions; empty and None: those of the loss's function.
@@ -479,8 +480,13 @@ def _rules(run: Run) -> list[tuple[str, Any, bool, str]]:
     cores = os.cpu_count() or 1
     many = max(MANY, 4 * cores)
     pairs = f"must be at least 1, and at most {MOST_PAIRS}"
+    contrastive = run.loss.objective in objectives.PAIR_LOSSES
     return [
         ("batch.size", run.batch.size, _within(run.batch.size, 1, MOST_PAIRS), pairs),
+        ("batch.size", run.batch.size,
+         run.batch.size > 1 or run.batch.per_device is not None or bool(run.data.negatives) or not contrastive,
+         f'must be at least 2 over all ranks: "{run.loss.objective}" compares the samples of a batch, and a single pair has no'
+         " negative unless data.negatives names hard ones: nothing would be learnt; raise it, since batch.chunk limits the memory"),
         ("batch.per_device", run.batch.per_device, _within(run.batch.per_device, 1, MOST_PAIRS), pairs),
         ("batch.chunk", run.batch.chunk, _within(run.batch.chunk, 1, MOST_PAIRS), f"{pairs}; lower it when memory runs out"),
         ("batch.keep", run.batch.keep, run.batch.keep == "auto" or run.batch.keep >= 0, 'must be "auto" or at least 0'),
@@ -540,7 +546,7 @@ def _rules(run: Run) -> list[tuple[str, Any, bool, str]]:
          not (run.compute.short_attention and (run.x.checkpointing or run.y.checkpointing)),
          "must be false with x.checkpointing or y.checkpointing, which compute blocks again by other kernels; or turn those off"),
         ("compute.gradient_exchange", run.compute.gradient_exchange,
-         run.compute.gradient_exchange is None or not run.compute.sharded or objectives.OBJECTIVES[run.loss.objective].contrastive,
+         run.compute.gradient_exchange is None or not run.compute.sharded or contrastive,
          f'must be left out with compute.sharding "{run.compute.sharding}" and loss.objective "{run.loss.objective}", whose chunks'
          ' would be added up in bf16 too; or choose sharding "ddp"'),
         ("compute.workspace", run.compute.workspace, _within(run.compute.workspace, SMALLEST_TILE, INT64),

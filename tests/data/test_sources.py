@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from megabatch.config import Data
-from megabatch.data import BadSample, open_source
+from megabatch.data import BadSample, Sample, open_source
 
 
 @pytest.fixture
@@ -73,7 +73,8 @@ def test_tables_hold_text_pairs_where_the_towers_take_texts(tmp_path, suffix):
     path = table(tmp_path / f"t.{suffix}", [("a", "b", "bad"), ("why", "because", "red.png")])
     assert colours(open_source(Data(source=path, x="a", y="b"), x="text")) == [("why", "because")]
     source = open_source(Data(source=path, x="a", y="b", negatives="bad", label="bad"), x="text")
-    assert source.read(0, 0)[3:] == (("red.png",), "red.png")
+    sample = source.read(0, 0)
+    assert (sample.negatives, sample.label) == (("red.png",), "red.png")
     assert source.label(0, 0) == "red.png"
 
 
@@ -191,8 +192,8 @@ def test_lines_hold_pairs_with_negatives(tmp_path):
     lines = [{"query": "q", "positive": "p", "negatives": ["m", "n"]}, {"query": "r", "positive": "x" * 10_000, "negatives": "o"}]
     path = put(tmp_path / "a.jsonl", "\ufeff" + "\n\n".join(map(json.dumps, lines)))
     source = open_source(Data(source=path, negatives="negatives", label="positive"), x="text")
-    assert source.read(0, 0) == ("a.jsonl:1", "q", "p", ("m", "n"), "p")
-    assert source.read(0, 1) == ("a.jsonl:3", "r", "x" * 10_000, ("o",), "x" * 10_000)
+    assert source.read(0, 0) == Sample("a.jsonl:1", "q", "p", ("m", "n"), "p")
+    assert source.read(0, 1) == Sample("a.jsonl:3", "r", "x" * 10_000, ("o",), "x" * 10_000)
     assert (source.group(0, 1), source.label(0, 0)) == ("r", "p")
     assert colours(pickle.loads(pickle.dumps(source))) == colours(source)
     assert open_source(Data(source=path, negatives=False), x="text").read(0, 0).negatives == ()
@@ -292,7 +293,7 @@ def test_saved_datasets_are_read_without_their_library(folder, monkeypatch):
 
     source = open_source(Data(source=str(folder / "one"), label="label", negatives="no"))
     assert source.lengths == [1, 1]
-    assert source.read(0, 0)[2:] == ("red", ("a", "b"), "dog")
+    assert source.read(0, 0)[2:5] == ("red", ("a", "b"), "dog")
     assert source.label(1, 0) == "cat"
     assert source.group(0, 0) != source.group(1, 0)
     assert source.read(0, 0).x.getpixel((0, 0)) == RED

@@ -19,17 +19,19 @@ def integers(rows: int, width: int, seed: int = 0) -> Tensor:
     return torch.randint(-2, 3, (rows, width), generator=torch.Generator().manual_seed(seed)).float()
 
 
-def brute_force(x: Tensor, y: Tensor, ids: Tensor | None) -> Retrieval:
-    """Return ranks by the definition: sort the candidates that are not left out, with the partner last among equals."""
+def brute_force(x: Tensor, y: Tensor, ids: Tensor | tuple[Tensor, Tensor] | None) -> Retrieval:
+    """Return ranks by the definition: sort the best partner and all that are no partners, with the partner last among equals."""
+    ids = torch.arange(len(x)) if ids is None else ids
+    x_ids, y_ids = (side.tolist() for side in (ids if isinstance(ids, tuple) else (ids, ids)))
     places = []
-    for z in (x @ y.T, (x @ y.T).T):
+    for z, own, others in ((x @ y.T, x_ids, y_ids), ((x @ y.T).T, y_ids, x_ids)):
         places.append([])
-        for i, row in enumerate(z.tolist()):
-            asked = [j for j in range(len(row)) if j == i or ids is None or ids[j] != ids[i]]
-            answers = sorted(asked, key=lambda j, row=row, i=i: (-row[j], j == i))
-            places[-1].append(answers.index(i) + 1)
+        for row, number in zip(z.tolist(), own, strict=True):
+            best = max(value for value, other in zip(row, others, strict=True) if other == number)
+            answers = sorted((-value, False) for value, other in zip(row, others, strict=True) if other != number)
+            places[-1].append(sorted([*answers, (-best, True)]).index((-best, True)) + 1)
     recall = [{k: sum(p <= k for p in side) / len(side) for k in (1, 5, 10)} for side in places]
-    return Retrieval(len(x), *recall, *(torch.tensor(side).double().quantile(0.5).item() for side in places))
+    return Retrieval(max(len(x), len(y)), *recall, *(torch.tensor(side).double().quantile(0.5).item() for side in places))
 
 
 def same(a: Retrieval, b: Retrieval) -> bool:
@@ -100,16 +102,39 @@ def test_random_embeddings_are_at_chance():
     assert 800 < found.x_median_rank < 1200
 
 
-def test_copies_of_an_image_are_no_rivals_and_each_caption_is_asked_for():
+def test_copies_of_an_image_are_no_rivals_and_one_of_its_captions_is_enough():
     # One image with two captions, the second of which resembles another image's caption more.
     images = torch.tensor([[1.0, 0], [1, 0], [0, 1]])
     captions = torch.tensor([[1.0, 0.1], [0.2, 1], [0.5, 0.9]])
     ids = torch.tensor([7, 7, 9])
     found = retrieval(images, captions, ids=ids)
-    # The image finds its first caption, not its second (0.2 against 0.5 of another image's caption); the third image finds its
-    # own, which the copies of the first do not affect.
-    assert found.x_to_y[1] == pytest.approx(2 / 3 - 1 / 3)
+    # Both copies of the image find its first caption; the third image finds the second caption of the other one.
+    assert found.x_to_y[1] == pytest.approx(2 / 3)
     assert retrieval(images, captions).y_to_x[1] < found.y_to_x[1]
+
+
+@pytest.mark.parametrize("workspace", [None, 4096, TINY])
+@pytest.mark.parametrize("images", [12, 60])
+def test_sides_of_different_lengths_are_ranked_by_their_ids(images, workspace):
+    texts = 90
+    # Between one and many captions for each image, in any order.
+    order = torch.randperm(texts, generator=torch.Generator().manual_seed(2))
+    owners, y_ids = (torch.arange(texts) ** 2 % images)[order].unique(return_inverse=True)
+    x_ids = torch.arange(len(owners)).flip(0)
+    x = integers(len(owners), 6)
+    y = integers(texts, 6, seed=1) + x.flip(0)[y_ids]
+    expected = brute_force(x, y, (x_ids, y_ids))
+    assert expected.x_to_y[1] > 0 and 0 < expected.y_to_x[1] < 1
+    assert same(retrieval(x, y, ids=(x_ids, y_ids), workspace=workspace), expected)
+
+
+def test_copies_count_among_the_rivals_unless_each_item_is_given_once():
+    # Image 0 has five captions. The caption of image 1 resembles image 0 more.
+    x, y = torch.eye(2), torch.tensor([[1.0, 0]] * 5 + [[1.0, 0.5]])
+    ids = torch.tensor([0, 0, 0, 0, 0, 1])
+    assert retrieval(x[ids], y, ids=ids).y_median_rank == retrieval(x, y, ids=(torch.arange(2), ids)).y_median_rank == 1
+    assert retrieval(x[ids], y, ids=ids).y_to_x[5] == pytest.approx(5 / 6)
+    assert retrieval(x, y, ids=(torch.arange(2), ids)).y_to_x[5] == 1
 
 
 def test_autocast_does_not_round_the_similarities():
@@ -177,6 +202,8 @@ def test_more_answers_than_documents_are_refused(k):
         ("must be pairs", lambda: retrieval(torch.ones(0, 2), torch.ones(0, 2))),
         ("width 2 .* 3", lambda: retrieval(torch.ones(3, 2), torch.ones(3, 3))),
         ("must be one integer", lambda: retrieval(torch.ones(3, 2), torch.ones(3, 2), ids=torch.ones(3))),
+        ("must be one integer .* 4 rows", lambda: retrieval(torch.ones(3, 2), torch.ones(4, 2), ids=(torch.arange(3),) * 2)),
+        ("1 rows have an id", lambda: retrieval(torch.ones(3, 2), torch.ones(2, 2), ids=(torch.arange(3), torch.arange(2)))),
         ("workspace=0", lambda: retrieval(torch.ones(3, 2), torch.ones(3, 2), workspace=0)),
         ("workspace=-1", lambda: nearest(torch.ones(3, 2), torch.ones(3, 2), 1, workspace=-1)),
         ("must be floating-point", lambda: nearest(torch.ones(3), torch.ones(3, 2), 1)),

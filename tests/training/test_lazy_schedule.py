@@ -54,7 +54,7 @@ def listed_rates(schedule, first, planned):
     begin, end = first[warmup], first[-1]
     factors = []
     for step in range(steps):
-        progress = max(0.0, (first[step] - begin) / (end - begin)) if end > begin else 1.0
+        progress = max(0.0, (first[step] - begin) / (end - begin)) if end > begin else 0.0
         rise = min(1.0, (step + 1) / warmup) if warmup else 1.0
         fall = {"cosine": (1 + math.cos(math.pi * progress)) / 2, "linear": 1 - progress, "constant": 1.0}[schedule.shape]
         factors.append(rise * (schedule.floor + (1 - schedule.floor) * fall))
@@ -64,7 +64,7 @@ def listed_rates(schedule, first, planned):
 @st.composite
 def runs(draw):
     """Draw a run, the samples of its source, and the steps after which a batch that follows the noise has doubled."""
-    size = draw(st.integers(1, 5000))
+    size = draw(st.integers(2, 5000))
     kind = draw(st.sampled_from(["constant", "linear", "exponential", "steps", "noise"]))
     batch = {"size": size, "schedule": kind}
     length = draw(st.integers(1, 3000))

@@ -36,20 +36,20 @@ def test_cosine_with_warm_up_by_hand():
 
 
 def test_linear_falls_to_the_floor_and_constant_does_not_fall():
-    linear = [s.rate for s in steps_of(batch={"size": 1}, schedule={"steps": 4, "warmup": 0, "shape": "linear", "floor": 0.2})]
+    linear = [s.rate for s in steps_of(batch={"size": 2}, schedule={"steps": 4, "warmup": 0, "shape": "linear", "floor": 0.2})]
     assert linear == pytest.approx([1.0, 0.8, 0.6, 0.4])
-    assert {s.rate for s in steps_of(batch={"size": 1}, schedule={"steps": 4, "warmup": 0, "shape": "constant"})} == {1.0}
+    assert {s.rate for s in steps_of(batch={"size": 2}, schedule={"steps": 4, "warmup": 0, "shape": "constant"})} == {1.0}
 
 
 def test_warm_up_below_one_is_a_share_of_the_steps():
-    rates = [s.rate for s in steps_of(batch={"size": 1}, schedule={"steps": 10, "warmup": 0.4, "shape": "constant"})]
+    rates = [s.rate for s in steps_of(batch={"size": 2}, schedule={"steps": 10, "warmup": 0.4, "shape": "constant"})]
     assert rates == pytest.approx([0.25, 0.5, 0.75] + [1.0] * 7)
 
 
 @pytest.mark.parametrize("shape", ["cosine", "linear", "constant"])
 @pytest.mark.parametrize(("steps", "warmup"), [(4, 4), (4, 100), (1, 1), (3, 0.9)])
 def test_a_warm_up_as_long_as_the_run_rises_until_its_end(shape, steps, warmup):
-    rates = [s.rate for s in steps_of(batch={"size": 1}, schedule={"steps": steps, "warmup": warmup, "shape": shape})]
+    rates = [s.rate for s in steps_of(batch={"size": 2}, schedule={"steps": steps, "warmup": warmup, "shape": shape})]
     assert rates == pytest.approx([(step + 1) / steps for step in range(steps)])
 
 
@@ -78,7 +78,7 @@ def test_a_last_batch_cut_short_keeps_its_rate():
 
 
 @given(
-    size=st.integers(1, 200),
+    size=st.integers(2, 200),
     start=st.integers(1, 200),
     kind=st.sampled_from(["linear", "exponential", "steps", "constant"]),
     ramp=st.floats(0.01, 1),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
+import random
 import signal
 import sys
 import time
@@ -13,12 +15,16 @@ import types
 import pytest
 import torch
 from commands import Command
-from small_runs import PAIRS, assert_equal, final, log_of, run_of, stopping, train, write_pairs
+from PIL import Image
+from small_runs import PAIRS, WORDS, assert_equal, final, log_of, run_of, stopping, train, write_pairs
 from world import error_of
 
 from megabatch import config
 from megabatch.data.jsonl import JsonLines
 from megabatch.training import checkpoint, distributed
+from megabatch.training.evaluate import embed_source
+from megabatch.training.inference import opened
+from megabatch.training.loop import Training
 from megabatch.training.signals import Stopped
 
 pytestmark = pytest.mark.sampled(3)
@@ -308,6 +314,118 @@ def test_another_configuration_does_not_go_on_with_a_run(pairs, tmp_path):
     train(run_of(pairs, tmp_path / "run", "batch.chunk=5", "watch.tensorboard=true"))
     train(run_of(pairs, tmp_path / "run", "optimizer.lr=0.02"), fresh=True)
     assert len(log_of(tmp_path / "run", "step")) == 6
+
+
+@pytest.mark.parametrize("source", ["{folder}/pairs.jsonl", "{folder}/*.jsonl", "{folder}/{{more,pairs}}.jsonl"])
+def test_training_data_are_not_held_out_too(tmp_path, source):
+    pairs, _ = write_pairs(tmp_path / "pairs.jsonl", PAIRS), write_pairs(tmp_path / "more.jsonl", PAIRS)
+    with pytest.raises(ValueError, match=r"data\.held_out is .*pairs\.jsonl too.*other files"):
+        train(run_of(source.format(folder=tmp_path), tmp_path / "run", f"data.held_out={pairs}"))
+
+
+@pytest.mark.parametrize("stop", [None, 3], ids=["finished", "stopped"])
+@pytest.mark.parametrize("which", ["training", "held_out"])
+def test_a_run_does_not_go_on_with_data_of_another_size(pairs, tmp_path, monkeypatch, which, stop):
+    other = write_pairs(tmp_path / "other.jsonl", PAIRS[:30])
+    run = run_of(pairs, tmp_path / "run", f"data.held_out={other}")
+    if stop is None:
+        train(run)
+    else:
+        stopping(monkeypatch, after=stop)
+        with pytest.raises(Stopped):
+            train(run)
+        monkeypatch.undo()
+    before = log_of(run.out, "step")
+    changed, counts = (pairs, "100, are 80") if which == "training" else (other, "30, are 80")
+    write_pairs(changed, PAIRS[:80])
+    with pytest.raises(ValueError, match=f"{which.replace('_', ' ')} samples were {counts}.*--fresh"):
+        train(run)
+    assert log_of(run.out, "step") == before
+    train(run, fresh=True)
+
+
+def test_checkpoints_that_do_not_count_the_samples_are_resumed(pairs, tmp_path, monkeypatch):
+    train(run_of(pairs, tmp_path / "whole"))
+    metadata = Training.metadata
+    counts = {"training_samples", "held_out_samples"}
+    monkeypatch.setattr(Training, "metadata", lambda self: {k: v for k, v in metadata(self).items() if k not in counts})
+    stopping(monkeypatch, after=3)
+    with pytest.raises(Stopped):
+        train(run_of(pairs, tmp_path / "parts"))
+    monkeypatch.undo()
+    train(run_of(pairs, tmp_path / "parts"))
+    assert_equal(final(tmp_path / "whole"), final(tmp_path / "parts"))
+
+
+@pytest.mark.parametrize("objective", ["clip", "siglip", "nt_xent"])
+def test_a_contrastive_batch_of_one_pair_is_refused(world, pairs, tmp_path, objective):
+    run = run_of(pairs, tmp_path / "run", f"loss.objective={objective}", "batch.size=2")
+    for batch in ({"size": 1}, {"size": 1, "per_device": 1}):
+        alone = dataclasses.replace(run, batch=dataclasses.replace(run.batch, **batch))
+        with pytest.raises(ValueError, match=r"batch\.size is 1: must be at least 2 .*raise it"):
+            train(alone)
+    if objective != "nt_xent":
+        run_of(pairs, tmp_path / "run", f"loss.objective={objective}", "batch.size=1", "data.negatives=negatives")
+    world.run(2, _train_as_rank, str(pairs), str(tmp_path / "run"), [f"loss.objective={objective}", "batch.per_device=1"])
+
+
+def test_a_batch_of_one_sample_is_classified(pairs, tmp_path):
+    run_of(pairs, tmp_path / "run", "loss.objective=classify", "data.label=label", "batch.size=1")
+
+
+def several_documents(path, **more):
+    """Write pairs in which each query has four documents."""
+    return write_pairs(path, [(query, f"{n} of {document}") for query, document in PAIRS[:30] for n in range(4)], **more)
+
+
+def test_documents_of_one_query_are_no_negatives_on_any_number_of_ranks(world, tmp_path):
+    # Hard negatives, too, may be documents of other rows of the batch, on any rank.
+    negatives = [[f"{n} of {PAIRS[(i // 4 + 1) % 30][1]}" for n in range(i % 3)] for i in range(120)]
+    pairs = several_documents(tmp_path / "pairs.jsonl", negatives=negatives)
+    options = ["data.negatives=negatives", "batch.size=96"]
+    train(run_of(pairs, tmp_path / "1", *options))
+    for size in (2, 3):
+        world.run(size, _train_as_rank, str(pairs), str(tmp_path / str(size)), options)
+        assert_close_runs(tmp_path / "1", tmp_path / str(size))
+    train(run_of(pairs, tmp_path / "all", *options, "loss.duplicates=negative"))
+    assert log_of(tmp_path / "1", "step")[0]["loss"] < log_of(tmp_path / "all", "step")[0]["loss"]
+
+
+def test_the_loss_counts_a_query_and_its_documents_as_one(pairs, tmp_path):
+    # Documents that all differ, of queries that are all equal: no row has a negative.
+    pairs = write_pairs(tmp_path / "one.jsonl", [("what is it", document) for _, document in PAIRS])
+    out = train(run_of(pairs, tmp_path / "run", "data.held_out=0"))
+    assert {step["loss"] for step in log_of(out, "step")} == {0}
+
+
+def test_recall_is_that_of_images_with_any_of_their_captions(tmp_path):
+    rng = random.Random(0)
+    rows = []
+    for number in range(40):
+        colour = tuple(rng.choice((0, 128, 255)) for _ in range(3))
+        Image.new("RGB", (8, 8), colour).save(tmp_path / f"{number}.png")
+        rows += [f"{number}.png,{word} of {number}" for word in WORDS[: 2 + number % 4]]
+    (tmp_path / "pairs.csv").write_text("image,caption\n" + "\n".join(rows) + "\n")
+    options = ["x.name=small_towers:patches", "data.held_out=0.5"]
+    out = train(run_of(tmp_path / "pairs.csv", tmp_path / "run", *options, steps=3))
+    found = json.loads((out / "result.json").read_text())["evaluation"]
+    with opened(out, trust_code=True) as parts:
+        embedded = embed_source(parts, parts.held_out, 1000)
+        owners = [parts.held_out.read(*place).x_image for place in embedded.at]
+    z = embedded.x @ embedded.y.T
+    images = [owners.index(owner) for owner in owners]
+    first = sorted(set(images))
+    assert found["pairs"] == len(owners) > 1.5 * len(first) > 15
+    for k in (1, 5, 10):
+        # Of different images, and of captions of other images, those at least as similar as the best that is right.
+        text_hits = [sum(bool(z[i, j] >= z[images[j], j]) for i in first if i != images[j]) < k for j in range(len(owners))]
+        assert found["y_to_x"][str(k)] == pytest.approx(sum(text_hits) / len(owners))
+        image_hits = 0
+        for i in first:
+            best = max(float(z[i, j]) for j in range(len(owners)) if images[j] == i)
+            image_hits += sum(float(z[i, j]) >= best for j in range(len(owners)) if images[j] != i) < k
+        assert found["x_to_y"][str(k)] == pytest.approx(image_hits / len(first))
+    assert 0 < found["y_to_x"]["5"] < 1
 
 
 def test_large_steps_leave_the_weights_alone(pairs, tmp_path):

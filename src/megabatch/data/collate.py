@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,6 +54,7 @@ class ReadTask(NamedTuple):
 class RowInfo(NamedTuple):
     """Everything about the rows but their inputs. Lists, because each tensor from a worker is an open file until it is copied."""
 
+    x_ids: list[int]
     ids: list[int]
     negative_ids: list[int]
     negative_counts: list[int]
@@ -72,7 +74,7 @@ class CollatedRows(NamedTuple):
 
 
 class PreparedRow(NamedTuple):
-    """One prepared sample. ids: of y, then of the negatives."""
+    """One prepared sample. ids: of x, of y, then of the negatives; empty if not requested."""
 
     key: str
     position: int
@@ -118,8 +120,8 @@ class SampleReader:
             except BadSample:
                 continue
             no_x, no_y = _no_rows(x, self.prepare_x), _no_rows(y, self.prepare_y)
-            return CollatedRows(no_x, no_y, _empty(negatives), RowInfo([], [], [], [], [], [], []))
-        return CollatedRows({}, {}, {}, RowInfo([], [], [], [], [], [], []))
+            return CollatedRows(no_x, no_y, _empty(negatives), RowInfo([], [], [], [], [], [], [], []))
+        return CollatedRows({}, {}, {}, RowInfo([], [], [], [], [], [], [], []))
 
     def _collate(self, rows: list[PreparedRow]) -> CollatedRows:
         keys = [row.key for row in rows]
@@ -131,8 +133,9 @@ class SampleReader:
                 [leaves for row in rows for leaves in row.negatives], [row.key for row in rows for _ in row.negatives]
             )
         info = RowInfo(
-            ids=[number for row in rows for number in row.ids[:1]],
-            negative_ids=[number for row in rows for number in row.ids[1:]],
+            x_ids=[number for row in rows for number in row.ids[:1]],
+            ids=[number for row in rows for number in row.ids[1:2]],
+            negative_ids=[number for row in rows for number in row.ids[2:]],
             negative_counts=[len(row.negatives) for row in rows],
             labels=[row.label for row in rows if row.label is not None],
             keys=keys,
@@ -196,8 +199,7 @@ class SampleReader:
         if self.prepare_y is not None:
             y = prepared(self.prepare_y, sample.y, "y")
             negatives = [leaves(self.prepare_y, text, f"negative {number}") for number, text in enumerate(texts)]
-        identity = sample.y if isinstance(sample.y, str) else sample.key
-        ids = [stable_hash(text) for text in (identity, *texts)] if self.ids else []
+        ids = [*_side_ids(sample, place), *map(stable_hash, texts)] if self.ids else []
         return PreparedRow(sample.key, position, x, y, negatives, ids, label)
 
 
@@ -208,7 +210,7 @@ class RowBuffer:
     """
 
     def __init__(self, rows: int, pinned: bool = False) -> None:
-        self._info = RowInfo([], [], [], [], [], [], [])
+        self._info = RowInfo([], [], [], [], [], [], [], [])
         self._x, self._y, self._negatives = (_Columns(rows, pinned) for _ in range(3))
 
     def add(self, piece: CollatedRows) -> None:
@@ -217,6 +219,7 @@ class RowBuffer:
         self._x.add(piece.x, name)
         self._y.add(piece.y, name)
         self._negatives.add(piece.negatives, name)
+        self._info.x_ids.extend(piece.info.x_ids)
         self._info.ids.extend(piece.info.ids)
         self._info.negative_ids.extend(piece.info.negative_ids)
         self._info.negative_counts.extend(piece.info.negative_counts)
@@ -278,6 +281,7 @@ def without_rows(piece: CollatedRows, failures: Mapping[int, SkippedSample]) -> 
         return {key: leaf[torch.tensor(numbers, dtype=torch.int64, device=leaf.device)] for key, leaf in leaves.items()}
 
     kept_info = RowInfo(
+        x_ids=chosen(info.x_ids, kept),
         ids=chosen(info.ids, kept),
         negative_ids=chosen(info.negative_ids, kept_negatives),
         negative_counts=chosen(info.negative_counts, kept),
@@ -347,6 +351,17 @@ def _allocate(like: Leaves, rows: int, pinned: bool) -> Leaves:
         return torch.empty(shape, dtype=leaf.dtype, pin_memory=pinned and small)
 
     return {key: allocate(leaf) for key, leaf in like.items()}
+
+
+def _side_ids(sample: Sample, place: SamplePlace) -> Iterator[int]:
+    """Yield a number for each side: equal for equal texts, and for the same image file or bytes."""
+    # Not the key: two shards in different folders may have one name.
+    own = place.shard, place.number
+    for side, image in ((sample.x, sample.x_image), (sample.y, sample.y_image)):
+        if isinstance(image, bytes):
+            yield stable_hash(hashlib.blake2b(image, digest_size=16).hexdigest())
+        else:
+            yield stable_hash(side) if isinstance(side, str) else stable_hash(*own) if image is None else stable_hash(str(image))
 
 
 def _class_number(sample: Sample, classes: Mapping[str, int]) -> int:

@@ -52,9 +52,10 @@ class RankBatch(NamedTuple):
     x, y: prepared samples, stacked: a tensor or a dict of tensors; y is None without a `prepare_y`. Both are None if there are no
         rows and no other sample could be read to show their shapes.
     negatives: like y, one row for each negative of all rows, in order; None if not requested.
-    ids: int64, of the rows of y and then of the negatives: equal for equal texts. None if not requested.
+    ids: int64, of the rows of y and then of the negatives: equal for equal texts, and for the same image. None if not requested.
     labels: int64, the class number of each row. None without classes.
     negatives_of: int64, the row that each negative belongs to. None without negatives.
+    x_ids: like ids, of the rows of x.
     keys: the names of the rows. positions: their positions in the stream. bad: the skipped samples, with reasons.
     """
 
@@ -67,6 +68,7 @@ class RankBatch(NamedTuple):
     positions: list[int]
     bad: list[SkippedSample]
     negatives_of: Tensor | None = None
+    x_ids: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,8 @@ class Loader:
     prepare_x, prepare_y: prepare one sample of a side, as `BuiltTower.prepare` does; without prepare_y, y is left out.
     seed: of the augmentations, each of which depends only on the seed, the position and the side.
     workers: processes that read ahead; 0 reads in this process, when a batch is requested.
-    ids: whether to number texts, so that equal ones can be recognised; images are numbered by their keys.
+    ids: whether to number both sides, so that equal ones can be recognised: texts, and images by what is stored (a path, the bytes
+        of a file) or, where no other sample can have them, by their place in the source.
     classes: the number of each label; a sample without one of these labels is a bad sample.
     negatives: whether to include the samples' negatives; then every rank has them, possibly with zero rows.
     augment: False prepares without augmentation, for evaluation.
@@ -193,6 +196,7 @@ class Loader:
             negatives_of=torch.arange(len(info.keys)).repeat_interleave(torch.tensor(info.negative_counts, dtype=torch.int64))
             if self.negatives
             else None,
+            x_ids=torch.tensor(info.x_ids, dtype=torch.int64) if self.ids else None,
         )
 
 

@@ -116,9 +116,9 @@ class RowDecoder:
         # Texts first: they are cheap to refuse.
         negatives = tuple(entry for name in columns.negatives for entry in as_texts(row.get(name), key, name))
         label = None if columns.label is None else as_label(row.get(columns.label), key)
-        y = self._value(self.sides.y, row.get(columns.y), key, columns.y, requests.y)
-        x = self._value(self.sides.x, row.get(columns.x), key, columns.x, requests.x)
-        return Sample(key, x, y, negatives, label)
+        y, y_image = self._value(self.sides.y, row.get(columns.y), key, columns.y, requests.y)
+        x, x_image = self._value(self.sides.x, row.get(columns.x), key, columns.x, requests.x)
+        return Sample(key, x, y, negatives, label, x_image, y_image)
 
     def group(self, key: str, x: object) -> str:
         """Return the path or text of x, so that captions of one image, or documents of one query, are held out together."""
@@ -133,11 +133,14 @@ class RowDecoder:
         except BadSample:
             return None
 
-    def _value(self, kind: Kind, value: Any, key: str, column: str, request: ImageRequest) -> LoadedImage | str:
+    def _value(
+        self, kind: Kind, value: Any, key: str, column: str, request: ImageRequest
+    ) -> tuple[LoadedImage | str, Path | bytes | None]:
+        """Return the value of a side and, of an image, its file or bytes, which other rows may have too."""
         if kind == "text":
-            return as_text(value, key, column)
+            return as_text(value, key, column), None
         if isinstance(value, Mapping):
             # Hugging Face stores an image as the bytes of its file, or as its path.
             value = value.get("path") if value.get("bytes") is None else value["bytes"]
         data = value if isinstance(value, bytes) else path_inside(self.folder, as_text(value, key, column), key)
-        return read_image(data, key, self.max_pixels, request)
+        return read_image(data, key, self.max_pixels, request), data

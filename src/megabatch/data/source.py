@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
 
 from megabatch.config import Data
@@ -71,6 +72,8 @@ class Sample(NamedTuple):
     key: names the sample in logs and messages: file and line, shard and member, character and style.
     negatives: further texts that do not match x.
     label: the class, for a run that classifies.
+    x_image, y_image: the path or the stored bytes of an image that other samples may have too; None for texts and where every
+        sample has an image of its own.
     """
 
     key: str
@@ -78,6 +81,8 @@ class Sample(NamedTuple):
     y: LoadedImage | str
     negatives: tuple[str, ...] = ()
     label: str | None = None
+    x_image: Path | bytes | None = None
+    y_image: Path | bytes | None = None
 
 
 class BadSample(ValueError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import warnings
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +15,7 @@ from ..config import Run
 from ..data import open_source
 from ..data.device_decoding import DeviceDecoder, can_defer, open_decoder
 from ..data.loader import Loader
+from ..data.paths import find_files
 from ..data.sampler import InOrder, Order, split
 from ..data.source import Damage, Kind, Source
 from ..objectives import OBJECTIVES
@@ -150,8 +152,22 @@ def open_data(run: Run, x: Kind, y: Kind) -> tuple[Source, Source]:
         data = replace(data, negatives=False)
     source = open_source(data, x=x, y=y)
     if isinstance(run.data.held_out, str):
+        shared = sorted(_files_of(data.source) & _files_of(run.data.held_out))
+        if shared:
+            raise ValueError(
+                f"data.held_out is {run.data.held_out!r}, and data.source has {shared[0]} too: a model must not be evaluated on"
+                " what it is trained on; name other files, or hold out a share, as data.held_out=0.05"
+            )
         return source, open_source(data, run.data.held_out, x=x, y=y)
     return split(source, run.data.held_out)
+
+
+def _files_of(source: str) -> set[str]:
+    """Return the files that a source names, or what it is called, a folder or a collection of this package."""
+    try:
+        return {str(path.resolve()) for path in find_files(source)}
+    except ValueError:
+        return {os.path.realpath(os.path.expanduser(source))}
 
 
 def classes_of(source: Source) -> dict[str, int]:

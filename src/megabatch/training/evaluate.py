@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..data.collate import SkippedSample
+from ..data.duplicates import join_ids
 from ..data.loader import RankBatch, one_pass
 from ..data.sampler import Order
 from ..data.source import Source
@@ -32,6 +33,8 @@ WORKSPACE = 32 * 2**20
 # Bytes of one similarity, its sortable key and their temporaries.
 CELL_BYTES = 32
 LOW_HALF = 2**32 - 1
+# Rows whose partners are looked for at once, at most.
+PARTNER_ROWS = 256
 # Held-out pairs that are embedded between two exchanges among ranks.
 EVALUATION_BATCH = 8192
 
@@ -39,8 +42,9 @@ EVALUATION_BATCH = 8192
 class Retrieval(NamedTuple):
     """How often the partner of a row is found, in both directions.
 
-    x_to_y, y_to_x: recall at k, the fraction of rows whose partner is among the k most similar rows of the other side.
-    x_median_rank, y_median_rank: the median rank of the partner; 1 is best.
+    pairs: rows of the longer side.
+    x_to_y, y_to_x: recall at k, the fraction of rows with a partner among the k most similar rows of the other side.
+    x_median_rank, y_median_rank: the median rank of the best partner; 1 is best.
     """
 
     pairs: int
@@ -63,15 +67,20 @@ class Retrieval(NamedTuple):
 
 @torch.no_grad()
 def retrieval(
-    x: Tensor, y: Tensor, *, ids: Tensor | None = None, workspace: int | None = None, backend: str | None = None
+    x: Tensor,
+    y: Tensor,
+    *,
+    ids: Tensor | tuple[Tensor, Tensor] | None = None,
+    workspace: int | None = None,
+    backend: str | None = None,
 ) -> Retrieval:
     """Return recall at 1, 5 and 10 and the median rank in both directions, where row i of x is the partner of row i of y.
 
     x, y: (N, D), on one device. workspace: working memory in bytes. backend: "eager" or "fused". None chooses both by device.
-    ids: (N,) integers, one for each pair. Pairs with equal ids (one caption of several images, several captions of one image) are
-        left out of each other's candidates: they are neither right nor wrong. Every pair still has to find its own partner. With
-        five captions per image, given as five pairs, a caption finds its image as usual; an image has to find each of its captions
-        among those of other images, and recall is the mean over captions, not whether any one of them was found.
+    ids: (N,) integers, one for each pair, or the ids of x and those of y, whose numbers of rows may then differ. Rows of x and y
+        with equal ids are partners (one caption of several images, several captions of one image): the rank of a row is that of the
+        best of its partners among all rows that are none. An image with five captions can be one row of x and five of y, which
+        gives the usual recall, or five pairs, where it counts five times as a rival of other images.
 
     Ties count against the partner, and similarities that differ by rounding alone are ties: a model that gives every row the same
     embedding has a recall of zero, not of one.
@@ -81,20 +90,27 @@ def retrieval(
     """
     _check_pairs(x, y, ids)
     _check_workspace(workspace)
+    x_ids, y_ids = ids if isinstance(ids, tuple) else (ids, ids)
     tiles = backend_for(x.device, x.dtype, backend)
     compute = ComputeOptions(tiles.default_workspace(x.device) if workspace is None else workspace)
     x, y = x.contiguous(), y.contiguous()
-    ids = None if ids is None else ids.to(x.device).contiguous()
     with torch.autocast(x.device.type, enabled=False):
-        positives = tiles.positives(x, y, compute)
-        _check_finite(positives, "pairs")
-        threshold = positives - _rounding(x.shape[1], positives.dtype) * _norms(x) * _norms(y)
-        pairs = Pairs(is_local=True, ids_M=ids, ids_N=ids, positive_M=threshold, positive_N=threshold, ranked=True)
+        if x_ids is None or y_ids is None or _are_pairs(x_ids, y_ids):
+            positives = tiles.positives(x, y, compute)
+            threshold = positives - _rounding(x.shape[1], positives.dtype) * _norms(x) * _norms(y)
+            pairs = Pairs(is_local=True, positive_M=threshold, positive_N=threshold, ranked=True)
+        else:
+            x_ids, y_ids = x_ids.to(x.device).contiguous(), y_ids.to(x.device).contiguous()
+            best_x = _best_partners(x, y, x_ids, y_ids, compute.workspace)
+            best_y = _best_partners(y, x, y_ids, x_ids, compute.workspace)
+            pairs = Pairs(ids_M=x_ids, ids_N=y_ids, positive_M=best_x, positive_N=best_y, ranked=True)
+        assert pairs.positive_M is not None
+        _check_finite(pairs.positive_M, "pairs")
         # The pass also computes sums of exponentials, which are not used: a scale of zero keeps them in range.
-        stats = tiles.softmax_stats(x, y, positives.new_zeros(()), pairs, columns=True, compute=compute)
+        stats = tiles.softmax_stats(x, y, pairs.positive_M.new_zeros(()), pairs, columns=True, compute=compute)
     assert stats.row_ranking is not None and stats.column_ranking is not None
     rows, columns = stats.row_ranking.ahead, stats.column_ranking.ahead
-    return Retrieval(len(x), _recall(rows), _recall(columns), _median_rank(rows), _median_rank(columns))
+    return Retrieval(max(len(x), len(y)), _recall(rows), _recall(columns), _median_rank(rows), _median_rank(columns))
 
 
 @torch.no_grad()
@@ -158,11 +174,16 @@ def class_embeddings(
 
 
 class Embedded(NamedTuple):
-    """Pairs of a source and their embeddings. at: the place of each pair in the source. bad: samples that could not be read."""
+    """Pairs of a source and their embeddings. at: the place of each pair in the source. bad: samples that could not be read.
+
+    ids: equal for duplicates (`join_ids`). x_ids, y_ids: equal for equal rows of one side.
+    """
 
     x: Tensor
     y: Tensor
     ids: Tensor
+    x_ids: Tensor
+    y_ids: Tensor
     at: list[tuple[int, int]]
     bad: list[SkippedSample]
 
@@ -215,9 +236,11 @@ def evaluate_held_out(parts: Assembly, average: Average | None) -> tuple[dict[st
         if average is not None:
             average.swap()
     device = parts.ranks.device
-    recall = retrieval(
-        embedded.x.to(device), embedded.y.to(device), ids=embedded.ids.to(device), workspace=parts.run.compute.workspace
-    )
+    # An image with several captions asks once, and counts once among the answers; so does a caption of several images.
+    rows = _first_rows(embedded.x_ids), _first_rows(embedded.y_ids)
+    x, y = embedded.x[rows[0]].to(device), embedded.y[rows[1]].to(device)
+    recall = retrieval(x, y, ids=(embedded.ids[rows[0]], embedded.ids[rows[1]]), workspace=parts.run.compute.workspace)
+    recall = recall._replace(pairs=len(embedded.at))
     bad = {"bad": len(embedded.bad), "unreadable": embedded.bad}
     return {"sides": _sides(parts), **recall.as_json(), **bad}, embedded
 
@@ -239,18 +262,20 @@ def embed_source(parts: Assembly, source: Source, limit: int) -> Embedded:
     """Return the embeddings of at most `limit` pairs of a source, always the same ones, in host memory on every rank."""
     assert isinstance(parts.objective, Contrastive)
     order = evaluation_order(source)
-    x, y, ids = [], [], []
+    x, y, x_ids, y_ids = [], [], [], []
     at: list[tuple[int, int]] = []
     bad: list[SkippedSample] = []
     for batch in evaluation_batches(parts, source, limit, bad):
-        assert batch.ids is not None
+        assert batch.ids is not None and batch.x_ids is not None
         rows = len(batch.keys)
         x.append(parts.ranks.gather_rows(parts.objective.embed(batch.x, "x")))
         y.append(parts.ranks.gather_rows(parts.objective.embed(batch.y, "y")))
-        ids.append(parts.ranks.gather_rows(batch.ids[:rows]))
+        x_ids.append(parts.ranks.gather_rows(batch.x_ids))
+        y_ids.append(parts.ranks.gather_rows(batch.ids[:rows]))
         places = [order.at(position) for position in batch.positions]
         at += [place for rank in parts.ranks.gather(places) for place in rank]
-    return Embedded(torch.cat(x), torch.cat(y), torch.cat(ids), at, bad)
+    ids = join_ids(torch.cat(x_ids), torch.cat(y_ids))
+    return Embedded(torch.cat(x), torch.cat(y), ids, torch.cat(x_ids), torch.cat(y_ids), at, bad)
 
 
 def evaluation_batches(parts: Assembly, source: Source, limit: int, bad: list[SkippedSample]) -> Iterator[RankBatch]:
@@ -316,6 +341,43 @@ def _cross_entropy(parts: Assembly, objective: Classification) -> float:
         total = F.cross_entropy(logits, batch.labels, label_smoothing=parts.run.loss.label_smoothing, reduction="sum")
         loss, rows = (a + b for a, b in zip((loss, rows), parts.ranks.sum(float(total), len(batch.keys)), strict=True))
     return loss / rows
+
+
+def _first_rows(ids: Tensor) -> Tensor:
+    """Return the first row with each id, in order."""
+    first: dict[int, int] = {}
+    for row, number in enumerate(ids.tolist()):
+        first.setdefault(number, row)
+    return torch.tensor(list(first.values()))
+
+
+def _are_pairs(x_ids: Tensor, y_ids: Tensor) -> bool:
+    """Return whether row i of x has one partner, row i of y."""
+    return torch.equal(x_ids, y_ids) and len(x_ids.unique()) == len(x_ids)
+
+
+def _best_partners(x: Tensor, y: Tensor, x_ids: Tensor, y_ids: Tensor, workspace: int) -> Tensor:
+    """Return for each row of x its similarity to the most similar row of y with the same id, less what rounding may add."""
+    dtype = accumulator(x.dtype)
+    rounding = _rounding(x.shape[1], dtype)
+    # In the order of the ids, the partners of a block of rows are neighbours.
+    x_order, y_order = x_ids.argsort(), y_ids.argsort()
+    sorted_ids = y_ids[y_order]
+    best = torch.empty(len(x), dtype=dtype, device=x.device)
+    rows = max(1, min(PARTNER_ROWS, workspace // (4 * CELL_BYTES)))
+    columns = max(1, workspace // (CELL_BYTES * rows))
+    for block in x_order.split(rows):
+        own = x_ids[block]
+        start, stop = (int(torch.searchsorted(sorted_ids, own[end], right=end == -1)) for end in (0, -1))
+        highest = torch.full((len(block),), -math.inf, dtype=dtype, device=x.device)
+        for others in y_order[start:stop].split(columns):
+            z = x[block].to(dtype) @ y[others].to(dtype).T
+            z -= rounding * _norms(x[block])[:, None] * _norms(y[others])
+            # A partner that is not finite makes the row so too.
+            z = z.masked_fill(own[:, None] != y_ids[others], -math.inf)
+            highest = torch.maximum(highest, z.amax(1))
+        best[block] = highest
+    return best
 
 
 def _rounding(width: int, dtype: torch.dtype) -> float:
@@ -400,12 +462,21 @@ def _check_matrices(a: Tensor, b: Tensor, a_name: str, b_name: str) -> None:
         )
 
 
-def _check_pairs(x: Tensor, y: Tensor, ids: Tensor | None) -> None:
+def _check_pairs(x: Tensor, y: Tensor, ids: Tensor | tuple[Tensor, Tensor] | None) -> None:
     _check_matrices(x, y, "x", "y")
-    if len(x) != len(y) or x.dtype != y.dtype or len(x) == 0:
+    # With ids of its own, a side has any number of rows.
+    lengths_fit = len(x) == len(y) or isinstance(ids, tuple)
+    if not lengths_fit or x.dtype != y.dtype or not len(x) or not len(y):
         raise ValueError(f"x has {len(x)} rows of {x.dtype} and y {len(y)} of {y.dtype}: must be pairs, at least one, of one dtype")
-    if ids is not None and (ids.shape != x.shape[:1] or ids.is_floating_point() or ids.dtype == torch.bool):
-        raise ValueError(f"ids is {ids.dtype} of shape {tuple(ids.shape)}: must be one integer for each of the {len(x)} pairs")
+    if ids is None:
+        return
+    x_ids, y_ids = ids if isinstance(ids, tuple) else (ids, ids)
+    for side, own in ((x, x_ids), (y, y_ids)):
+        if own.shape != side.shape[:1] or own.is_floating_point() or own.dtype == torch.bool:
+            raise ValueError(f"ids is {own.dtype} of shape {tuple(own.shape)}: must be one integer for each of {len(side)} rows")
+    alone = int((~torch.isin(x_ids, y_ids)).sum()) + int((~torch.isin(y_ids, x_ids)).sum())
+    if alone:
+        raise ValueError(f"ids: {alone} rows have an id that no row of the other side has; leave out rows without a partner")
 
 
 def _check_workspace(workspace: int | None) -> None:

@@ -280,6 +280,7 @@ class Training:
             "bad": self.bad,
             "unread": sorted(self.unread),
             "ranks": self.ranks.size,
+            **self._data_sizes(),
             "run": config.as_table(self.run),
         }
 
@@ -293,6 +294,7 @@ class Training:
         """Load the newest checkpoint of the run's folder, if there is one."""
         path = checkpoint.newest(self.folder / "checkpoints")
         if path is not None:
+            checkpoint.agree(lambda: self._check_data(path))
             self.load(path)
 
     def load(self, path: Path) -> None:
@@ -306,6 +308,22 @@ class Training:
         if self.ramp is not None and "ramp" in metadata:
             self.ramp.load(metadata["ramp"])
             self.schedule = self.ramp.schedule()
+
+    def _data_sizes(self) -> dict[str, int]:
+        return {"training_samples": sum(self.parts.training.lengths), "held_out_samples": sum(self.parts.held_out.lengths)}
+
+    def _check_data(self, path: Path) -> None:
+        """Raise ValueError if the data has another number of samples than when the checkpoint was written."""
+        metadata = checkpoint.read_metadata(path)
+        for name, now in self._data_sizes().items():
+            # Checkpoints of earlier versions do not say how many.
+            before = metadata.get(name, now)
+            if before != now:
+                raise ValueError(
+                    f"{path} belongs to other data: {name.replace('_', ' ')} were {before:,}, are {now:,}. A run must be resumed"
+                    " with the data that it began with, since the order depends on the number of samples. Restore the data, choose"
+                    " another folder (out=…), or start over with --fresh"
+                )
 
     def _count_bad(self, batch: RankBatch, logger: RunLogger) -> None:
         """Log the unreadable samples of a step that no rank met before; raise Stopped where there are too many."""

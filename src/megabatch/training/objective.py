@@ -14,6 +14,7 @@ from ..chunks.ddp_fsdp import least_rows
 from ..chunks.keep import can_read_free_bytes
 from ..chunks.rows import map_tensors, rows_of, split
 from ..config import Run
+from ..data.duplicates import join_ids
 from ..data.loader import RankBatch
 from ..objectives import OBJECTIVES
 from ..towers.model import Classifier, Pair
@@ -68,6 +69,8 @@ class Contrastive:
     def step(self, batch: RankBatch) -> Outcome:
         """Run forward and backward."""
         rows = len(batch.keys)
+        # Before anything that may run out of memory: all ranks come here, also to try again.
+        ids = self._duplicates(batch)
         with autocast(self.run.compute, self.ranks.device)():
             documents = batch.y if batch.negatives is None else _joined(batch.y, batch.negatives)
             if self.model.y is None:
@@ -75,7 +78,7 @@ class Contrastive:
             else:
                 y = self.encode_y(documents)
                 x = self.encode_x(batch.x)
-        loss, diagnostics = self._loss(x, y, batch)
+        loss, diagnostics = self._loss(x, y, batch, ids)
         self.scaler.scale(loss).backward()
         ranks = [rank for rank in (diagnostics.row_rank, diagnostics.column_rank) if rank is not None]
         right = sum((rank == 0).sum() for rank in ranks) / len(ranks)
@@ -87,8 +90,20 @@ class Contrastive:
         with autocast(self.run.compute, self.ranks.device)():
             return (self.encode_x if side == "x" else self.encode_y)(inputs)
 
-    def _loss(self, x: Tensor, y: Tensor, batch: RankBatch) -> Any:
-        ids = None if batch.ids is None else batch.ids.to(x.device)
+    def _duplicates(self, batch: RankBatch) -> Tensor | None:
+        """Return the ids of this rank's rows and hard negatives, equal for duplicates on any rank. None if the loss has none."""
+        if self.run.loss.duplicates == "negative" or batch.ids is None:
+            return None
+        assert batch.x_ids is not None
+        rows = len(batch.x_ids)
+        # Which rows share an image with others is known only over all ranks.
+        x_ids, y_ids = zip(*self.ranks.gather((batch.x_ids, batch.ids[:rows])), strict=True)
+        joined = join_ids(torch.cat(x_ids), torch.cat([*y_ids, batch.ids[rows:]]))
+        first, pairs = sum(map(len, x_ids[: self.ranks.rank])), sum(map(len, x_ids))
+        return torch.cat([joined[first : first + rows], joined[pairs:]])
+
+    def _loss(self, x: Tensor, y: Tensor, batch: RankBatch, ids: Tensor | None) -> Any:
+        ids = None if ids is None else ids.to(x.device)
         owners = None if batch.negatives_of is None else batch.negatives_of.to(x.device)
         return contrastive_loss(self.model, self.run, x, y, ids, owners, group=self.ranks.group, diagnostics=True)
 
@@ -103,8 +118,8 @@ def contrastive_loss(
 ) -> Any:
     """Return what the run's loss returns for two blocks of embeddings.
 
-    ids: which captions are equal. negatives_of: the row of x that each row of y beyond the first len(x) is a hard negative of; None
-    if there are no such rows. sharing: `group` and `diagnostics` of the loss.
+    ids: which rows are duplicates (`join_ids`). negatives_of: the row of x that each row of y beyond the first len(x) is a hard
+    negative of; None if there are no such rows. sharing: `group` and `diagnostics` of the loss.
     """
     objective = OBJECTIVES[run.loss.objective]
     # An empty value is that of the loss itself.
