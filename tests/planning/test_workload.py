@@ -154,6 +154,53 @@ def test_lora_trains_adapters_only_and_keeps_no_gradients_of_the_rest(tmp_path: 
         add_adapters(nn.Linear(3, 3), 4, "bf16")
 
 
+class Attending(nn.Module):
+    """A block whose attention reads the weights of its last layer, and whose dtype is read from a linear layer, as in OpenCLIP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.perceptron = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.to(self.perceptron.weight.dtype)
+        return self.perceptron(self.attention(x, x, x, need_weights=False)[0])
+
+
+def test_layers_whose_weights_are_only_read_have_no_adapters() -> None:
+    model = add_adapters(nn.Sequential(Attending(), Attending()), 2, "bf16")
+    work = count_work(model, lambda rows: torch.zeros(rows, 4, 16), "bf16")
+    # One linear layer in each block has two matrices of 2 × 16; every one of them computes something.
+    assert work.trainable == 2 * 2 * 2 * 16
+    model.float()(torch.randn(3, 4, 16)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("name", ["ViT-B/32", "google/siglip-base-patch16-224"])
+@pytest.mark.slow
+def test_lora_of_an_image_and_a_text_tower_of_open_clip(name: str) -> None:
+    pytest.importorskip("open_clip")
+    machine = find_machine("A100-80GB")
+    request = Request(name, data=100_000, start="pretrained", lora=4, gpu="A100-80GB")
+    run = base_run(request)
+    work = workload(request, run, "bf16", machine)
+    predict = traced(request, run, work, machine)
+    for checkpointing in (False, True):
+        predicted = predict(replace(STRATEGY, shard=64, chunk=32, checkpointing=checkpointing))
+        assert all(0 < tower.trainable < tower.parameters / 50 for tower in work.towers)
+        # Only adapters have Adam's two moments, in fp32.
+        assert predicted.parts["optimizer"] < 3 * 4 * sum(tower.trainable for tower in work.towers)
+
+
+def test_a_classifier_with_adapters_can_recompute_its_blocks() -> None:
+    machine = find_machine("A100-80GB")
+    request = Request("vit", objective="supervised", data=1000, classes=1000, lora=4, gpu="A100-80GB")
+    run = base_run(request)
+    predict = traced(request, run, workload(request, run, "bf16", machine), machine)
+    kept, recomputed = (predict(replace(STRATEGY, shard=64, chunk=64, checkpointing=again)) for again in (False, True))
+    assert recomputed.parts["weights"] == kept.parts["weights"] and recomputed.peak_bytes < kept.peak_bytes
+
+
 @pytest.mark.slow
 def test_language_models_are_named_and_misspelt_ones_get_a_hint() -> None:
     pytest.importorskip("transformers")

@@ -8,9 +8,9 @@ from torch import nn
 
 from megabatch import config
 from megabatch.costs.models import SkipCompute
-from megabatch.towers import build_tower, find_library, full_name, size_options, without_torchvision
+from megabatch.towers import BuiltTower, build_tower, find_library, full_name, size_options, without_torchvision
 from megabatch.towers.known import IMAGE_MODELS, TEXT_MODELS, KnownText, find_text_model
-from megabatch.towers.transformers import language_model
+from megabatch.towers.transformers import language_model, sequence_length
 
 pytest.importorskip("transformers")
 
@@ -104,3 +104,56 @@ def test_a_language_model_is_built_by_name_with_its_head() -> None:
     assert model.get_output_embeddings().out_features == 49152
     with pytest.raises(ValueError, match="did you mean"):
         language_model("HuggingFaceTB/SmolLM2-136M")
+
+
+def shape_of(name: str, **options: object) -> BuiltTower:
+    with SkipCompute():
+        return build_tower(config.Tower(f"transformers:{name}", options), 64, side="x", shapes_only=True)
+
+
+@pytest.mark.parametrize(
+    "name", ["intfloat/e5-small-v2", "distilroberta-base", "sentence-transformers/all-mpnet-base-v2", "distilbert-base-uncased"]
+)
+def test_a_text_is_not_longer_than_the_models_positions(name: str) -> None:
+    assert shape_of(name, length=512).prepare("a text", None)["input_ids"].shape == (512,)
+    with pytest.raises(ValueError, match=r"length is 513: .* 512 or less"):
+        shape_of(name, length=513)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_computed_positions_have_no_end() -> None:
+    for name in ("microsoft/deberta-v3-small", "HuggingFaceTB/SmolLM2-135M"):
+        assert shape_of(name, length=10_000).prepare("a text", None)["input_ids"].shape == (10_000,)
+    assert sequence_length("HuggingFaceTB/SmolLM2-135M", 10_000, 1024) == 10_000
+
+
+@pytest.mark.parametrize("length", [0, -1, "64", 1.5, True])
+def test_a_text_length_is_a_number_of_tokens(length: object) -> None:
+    with pytest.raises(ValueError, match="length is"):
+        shape_of("intfloat/e5-small-v2", length=length)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "most"),
+    [
+        ("BertConfig", {"max_position_embeddings": 48}, 48),
+        # Positions of RoBERTa begin behind the padding's, those of OPT with the third row of a longer table.
+        ("RobertaConfig", {"max_position_embeddings": 48, "pad_token_id": 1}, 46),
+        ("OPTConfig", {"max_position_embeddings": 48, "ffn_dim": 32, "word_embed_proj_dim": 16}, 48),
+        ("GPT2Config", {"n_positions": 48}, 48),
+    ],
+)
+def test_a_language_model_in_a_folder_reads_as_many_tokens_as_it_has_positions(name: str, shape: dict, most: int, tmp_path) -> None:
+    import transformers
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 300}
+    getattr(transformers, name)(**{**sizes, **shape}).save_pretrained(tmp_path)
+    folder = str(tmp_path)
+    assert sequence_length(folder, None, 1024) == sequence_length(folder, most, 1024) == most
+    assert sequence_length(folder, None, 32) == 32 and shape_of(folder).prepare("a text", None)["input_ids"].shape == (most,)
+    with pytest.raises(ValueError, match=f"length is {most + 1}: .* {most} or less"):
+        sequence_length(folder, most + 1, 1024)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
+    assert model(torch.full((1, most), 5)).logits.shape[1] == most
+    with pytest.raises((IndexError, RuntimeError)):
+        model(torch.full((1, most + 1), 5))

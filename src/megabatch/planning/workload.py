@@ -127,8 +127,9 @@ def traced(request: Request, run: config.Run, work: Workload, machine: Machine) 
         if again is not None:
             return summarize(again, again)
         loss = _next_token_loss if request.objective == "lm" else None
-        build = lambda: copy_modules(prepared(strategy.checkpointing)[0])  # noqa: E731
-        step = trace_step(build, work.inputs[0], strategy.shard, setup_of(strategy), loss)
+        # Prepared here, not where the trace puts what is built on the meta device.
+        module = prepared(strategy.checkpointing)[0]
+        step = trace_step(lambda: copy_modules(module), work.inputs[0], strategy.shard, setup_of(strategy), loss)
         assert isinstance(step, SupervisedStep)
         first_step[key] = step
         return summarize(step, step)

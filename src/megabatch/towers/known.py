@@ -112,6 +112,7 @@ def _pythia(size: str, parameters: float, width: int, layers: int, heads: int, v
 
 _TIED = {"tie_word_embeddings": True}
 _MODERN_LARGE = {"hidden_size": 1024, "intermediate_size": 2624, "num_hidden_layers": 28, "num_attention_heads": 16}
+_MPNET = {"max_position_embeddings": 514}
 _BGE_M3 = {"max_position_embeddings": 8194}
 M, B = 1e6, 1e9
 
@@ -152,9 +153,9 @@ TEXT_MODELS = (
     _roberta("intfloat/multilingual-e5-large", 559.9 * M, "XLMRobertaConfig", 1024),
     _roberta("BAAI/bge-m3", 567.8 * M, "XLMRobertaConfig", 1024, **_BGE_M3),
     _roberta("Snowflake/snowflake-arctic-embed-l-v2.0", 567.8 * M, "XLMRobertaConfig", 1024, **_BGE_M3),
-    KnownText("sentence-transformers/all-mpnet-base-v2", 109.5 * M, "MPNetConfig"),
-    KnownText("sentence-transformers/multi-qa-mpnet-base-dot-v1", 109.5 * M, "MPNetConfig"),
-    KnownText("sentence-transformers/paraphrase-mpnet-base-v2", 109.5 * M, "MPNetConfig"),
+    KnownText("sentence-transformers/all-mpnet-base-v2", 109.5 * M, "MPNetConfig", _MPNET),
+    KnownText("sentence-transformers/multi-qa-mpnet-base-dot-v1", 109.5 * M, "MPNetConfig", _MPNET),
+    KnownText("sentence-transformers/paraphrase-mpnet-base-v2", 109.5 * M, "MPNetConfig", _MPNET),
     KnownText("distilbert-base-uncased", 66.4 * M, "DistilBertConfig"),
     KnownText("distilroberta-base", 82.1 * M, "RobertaConfig", {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1, "num_hidden_layers": 6}),
     KnownText("google/electra-base-discriminator", 108.9 * M, "ElectraConfig", {"embedding_size": 768, "hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072}),

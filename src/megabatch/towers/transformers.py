@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -57,7 +58,8 @@ def build(request: TowerRequest) -> BuiltTower:
             raise ValueError(f"transformers:{name} ({kind}) has no option {min(unknown)!r}; its options are {', '.join(known)}")
         more: dict[str, Any] = {"own_weights": _own_weights, "shapes_only": request.shapes_only}
         if kind == "text":
-            tokenizer = _shape_tokens(config, **options) if request.shapes_only else _tokenizer(name, config, **options)
+            length = _text_length(name, config, model, options.get("length"), DEFAULT_LENGTH)
+            tokenizer = ShapeTokens(length, masked=True) if request.shapes_only else _tokenizer(name, config, length)
             return as_tower(PooledText(model, pool), tokenizer, "text", request.dim, **more)
         prepare, pixels = _image_preparation(name, config, options)
         return as_tower(PooledImage(model, pool), prepare, "image", request.dim, pixels=pixels, **more)
@@ -165,6 +167,52 @@ def language_model(name: str) -> nn.Module:
             raise ValueError(f"model is {name!r}: it is not a language model that predicts the next token ({error})") from error
 
 
+def sequence_length(name: str, wanted: int | None, usual: int) -> int:
+    """Return the tokens of a language model's sequences: as wanted, else as usual, or as many as it has positions for.
+
+    Raises ValueError if it has fewer positions than wanted.
+
+    >>> sequence_length("gpt2", None, 4096), sequence_length("bert-base-uncased", 128, 4096)
+    (1024, 128)
+    """
+    known = None if Path(name).expanduser().is_dir() else find_text_model(name)
+    if known is not None and (wanted is None or wanted <= known.length):
+        # Neither transformers nor the model is needed.
+        return min(usual, known.length) if wanted is None else wanted
+    model = language_model(name)
+    return _text_length(name, model.config, model, wanted, usual)
+
+
+def _text_length(name: str, config: Any, model: nn.Module, wanted: int | None, usual: int) -> int:
+    """Return the tokens that are read of a text, as `sequence_length` does, of a model that is built."""
+    limit = _learned_positions(model)
+    # Positions that are computed have no end: `max_position_embeddings` is then the length that the model was made for.
+    lengths = [limit, getattr(config, "max_position_embeddings", None)]
+    most = min((length for length in lengths if length is not None and length > 0), default=usual)
+    if wanted is None:
+        return min(usual, most)
+    if type(wanted) is not int or wanted < 1:
+        raise ValueError(f"length is {wanted!r}: must be a number of tokens, at least 1")
+    if limit is not None and wanted > most:
+        raise ValueError(
+            f"length is {wanted:,}: {PREFIX}{name} has positions for {most:,} tokens; give {most:,} or less, or name a model that"
+            " reads longer texts"
+        )
+    return wanted
+
+
+def _learned_positions(model: nn.Module) -> int | None:
+    """Return the tokens for which a model has learned positions; None if it computes positions, for texts of any length."""
+    tables = [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding) and re.search(r"position|^wpe$", name.rpartition(".")[2])
+    ]
+    # RoBERTa and alike count positions from behind the one of padding.
+    skipped = [0 if table.padding_idx is None else table.padding_idx + 1 for table in tables]
+    return min((table.num_embeddings - skip for table, skip in zip(tables, skipped, strict=True)), default=None)
+
+
 def _refuse_code(name: str, config: Any) -> None:
     """Raise ValueError if a model's configuration asks for foreign attention kernels or for quantized weights."""
     for part in (config, *(getattr(config, key, None) for key in getattr(config, "sub_configs", ()))):
@@ -209,9 +257,7 @@ def _image_preparation(name: str, config: Any, options: Mapping[str, Any]) -> tu
     return prepare, normalization(preprocessor.get("image_mean", half), preprocessor.get("image_std", half), prepare.channels)
 
 
-def _tokenizer(name: str, config: Any, length: int | None = None) -> ByteTokens | FolderTokenizer:
-    positions = getattr(config, "max_position_embeddings", None)
-    length = length or min(DEFAULT_LENGTH, positions or DEFAULT_LENGTH)
+def _tokenizer(name: str, config: Any, length: int) -> ByteTokens | FolderTokenizer:
     folder = Path(name).expanduser()
     if not folder.is_dir() or any((folder / file).is_file() for file in TOKENIZER_FILES):
         return FolderTokenizer(str(folder) if folder.is_dir() else name, length)
@@ -221,12 +267,6 @@ def _tokenizer(name: str, config: Any, length: int | None = None) -> ByteTokens 
             f" which need {VOCABULARY}; put the tokenizer's files beside config.json"
         )
     return ByteTokens(ByteTokenizer(length))
-
-
-def _shape_tokens(config: Any, length: int | None = None) -> ShapeTokens:
-    return ShapeTokens(
-        length or min(DEFAULT_LENGTH, getattr(config, "max_position_embeddings", None) or DEFAULT_LENGTH), masked=True
-    )
 
 
 @dataclass(frozen=True)
