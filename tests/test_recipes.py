@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -24,6 +25,7 @@ from megabatch.recipes import (
     nearest,
     plausible_rates,
     possible_rates,
+    too_few_updates,
     updates_needed,
     usual_epochs,
     warnings_for,
@@ -196,6 +198,54 @@ def test_fine_tuning_follows_the_data_and_keeps_its_updates():
         assert 3 * data / batch >= 400
     # DPR (arXiv 2101.06983): 8 71.9, 128 79.3, 512 79.9. Not below 128 where there is data for it.
     assert advise_batch(text(200_000, 3)).value >= 128
+
+
+SMALL_PAIRS = st.builds(
+    TrainingTask,
+    st.sampled_from(["image-text", "embedder"]),
+    st.sampled_from(STARTS),
+    data=st.integers(2, 10**6),
+    seen=st.integers(1, 10**7),
+    loss=st.sampled_from(["clip", "siglip", "nt_xent"]),
+    negatives=st.sampled_from([0, 0, 1, 31]),
+)
+
+
+@given(SMALL_PAIRS)
+@settings(max_examples=300, deadline=None)
+def test_however_few_the_pairs_a_batch_has_negatives_and_no_batch_of_its_interval_is_hopeless(task):
+    advice = advise_batch(task)
+    assert min(evidence.SMALLEST_PAIRS, task.data // 2 + 1) <= advice.low <= advice.value <= advice.high <= task.data
+    shortage = too_few_updates(task, round(advice.value))
+    # If the advised batch makes too few updates, every batch does, and the interval is that batch alone.
+    assert (shortage is None) == (too_few_updates(task, round(advice.high)) is None)
+    assert shortage is None or (advice.low == advice.high and shortage.batch == advice.value)
+
+
+@given(SMALL_PAIRS, st.integers(0, 12), st.sampled_from([1, 8, 64]))
+@settings(max_examples=300, deadline=None)
+def test_what_is_said_against_too_few_updates_helps(task, power, ranks):
+    shortage = too_few_updates(task, 2**power, ranks)
+    if shortage is None:
+        return
+    assert shortage.batch <= 2**power
+    after = task
+    if "train at least" in shortage.remedy:
+        assert too_few_updates(task, shortage.batch) is not None
+        epochs = int(re.search(r"([\d,]+) epochs", shortage.remedy)[1].replace(",", ""))
+        after = replace(task, seen=epochs * task.data)
+    assert too_few_updates(after, shortage.batch) is None
+    # The rules then advise no batch that they warn of.
+    advised = round(advise_batch(after).value)
+    assert advised > shortage.batch == 2**power or too_few_updates(after, advised) is None
+    # A smaller batch is named only where there is one, and fewer GPUs only where these are too many.
+    assert ("take a smaller batch" in shortage.remedy) == (ranks <= shortage.batch < 2**power)
+    assert ("GPUs" in shortage.remedy) == (shortage.batch < min(2**power, ranks))
+
+
+def test_a_batch_of_one_pair_is_warned_of_unless_it_has_mined_negatives():
+    assert any("no negatives" in line for line in warnings_for(text(M), 1))
+    assert warnings_for(text(M), 2) == warnings_for(text(M, negatives=7), 1) == warnings_for(TrainingTask("classifier"), 1) == []
 
 
 def test_with_hard_negatives_about_as_many_documents_are_compared_whatever_their_number():

@@ -33,7 +33,8 @@ SCRATCH_OVER_LOCKED = 2.0
 FEWEST_UPDATES, ENOUGH_UPDATES = 2_000, 15_000
 
 # Below the first number of updates a contrastive run from scratch learned next to nothing. 122 updates learned little, 488 reached
-# four fifths of what 1,953 did (FACTS["updates from scratch"]): below the second number, between the two, a run is poor.
+# four fifths of what 1,953 did (FACTS["updates from scratch"]): below the second number, between the two, a run is poor. A batch
+# that leaves fewer is only planned where even the smallest does.
 HOPELESS_UPDATES, POOR_UPDATES = 100, 250
 # The fewest samples seen of a published CLIP from scratch, DataComp small. Below, the law of `batch_law` decides if there is one.
 LEAST_PUBLISHED = 12_800_000
@@ -47,8 +48,14 @@ LARGE_CLIP, LARGE_CLIP_SEEN = 500_000_000, 1_280_000_000
 # Fine-tuning on pairs: updates that published trainings make (FACTS["published fine-tuning"]), the batch below which quality falls
 # (FACTS["fine-tuning pairs"]), and the largest that is usual.
 FINETUNE_UPDATES, FINETUNE_LEAST, FINETUNE_MOST = 10_000, 128, 32_768
+# Larger batches for fine-tuning, of pairs and of samples, have to leave FEWEST_UPDATES (GTE, e5-mistral and GritLM fine-tune at 64
+# to 2,048 pairs).
+FINETUNE_LARGE, FINETUNE_LARGE_SAMPLES = 2_048, 256
 # Fewer updates are not planned for fine-tuning on little data: the batch is smaller then. Our choice, not from a paper.
 FINETUNE_FEWEST = 500
+# No smaller batch of pairs is planned, however few they are: its negatives would be too few. Half of the smallest published one,
+# ColPali's 32; at 8, DPR lost seven points (FACTS["fine-tuning pairs"]). Our choice, not from a paper.
+SMALLEST_PAIRS = 16
 # Mined negatives: documents of a step, and the fewest and most queries (FACTS["hard negatives"]).
 HARD_DOCUMENTS, LEAST_QUERIES, MOST_QUERIES = 2_048, 64, 2_048
 
@@ -82,7 +89,7 @@ MOST_WARMUP_STEPS = 20_000
 # The largest share of a run that a sweep spends on warm-up.
 MOST_WARMUP = 0.2
 # Epochs if none are given, by kind of model and whether it is trained from scratch (FACTS["epochs"]); the samples that a CLIP from
-# scratch sees at most, and the pairs below which a text embedder sees them three times.
+# scratch sees at most, and the pairs up to which a text embedder sees them three times.
 EPOCHS = {
     ("image-text", True): 30.0, ("image-text", False): 10.0, ("embedder", True): 1.0, ("embedder", False): 1.0,
     ("lm", True): 1.0, ("lm", False): 3.0, ("classifier", True): 90.0, ("classifier", False): 10.0,
@@ -169,7 +176,7 @@ FACTS = {
     ),
     "epochs": Fact(
         "CLIPs from scratch see up to 13 B samples, and their data at most 30 times; fine-tuned ones 6 to 20 times; text embedders"
-        " once, below a million pairs three times; language models once, fine-tuned three times; classifiers 90 times, fine-tuned"
+        " once, up to a million pairs three times; language models once, fine-tuned three times; classifiers 90 times, fine-tuned"
         " 3 to 30 times",
         "arXiv 2103.00020, 2212.00638, 2308.03281, 2104.08821, 1512.03385, 1810.04805",
         "medium",

@@ -18,10 +18,12 @@ from .optimizers import FAMILIES, FamilyName, rate_factor
 from .published import RECIPES, Kind, Recipe, Start, TrainingTask
 
 __all__ = [
+    "NO_NEGATIVES",
     "RECIPES",
     "Advice",
     "Kind",
     "Recipe",
+    "Shortage",
     "Start",
     "TrainingTask",
     "advise_batch",
@@ -32,10 +34,15 @@ __all__ = [
     "nearest",
     "plausible_rates",
     "possible_rates",
+    "too_few_updates",
     "updates_needed",
     "usual_epochs",
     "warnings_for",
 ]
+
+
+# What plans and audits say of a contrastive batch of 1.
+NO_NEGATIVES = "A batch of 1 has no negatives, and a contrastive loss learns from nothing else"
 
 
 class Advice(NamedTuple):
@@ -69,7 +76,7 @@ def advise_batch(task: TrainingTask) -> Advice | None:
         else:
             advice = _from_batch_negatives(task, task.seen)
             advice = advice if law is None else advice._replace(notes=(_extrapolated(law, task, task.seen),))
-        advice = _within_unique(task, advice)
+        advice = _within_unique(task, _with_enough_updates(task, task.seen, advice))
     elif task.start != "scratch":
         advice = _fine_tuning(task, task.seen)
     elif task.kind == "lm":
@@ -86,16 +93,16 @@ def updates_needed(seen: int, start: Start = "scratch") -> int:
     """Return the optimizer steps below which the quality of a contrastive run falls, given the samples that it sees.
 
     A power law in the samples seen, through the geometric middle of "too few" and "enough" of two measurements. Towers trained from
-    scratch need twice the updates of a locked one; pretrained towers lie between.
+    scratch need twice the updates of a locked one; pretrained towers lie between. Never fewer than with which any run is poor.
 
-    >>> updates_needed(2_000_000), updates_needed(450_000_000, "locked")
-    (976, 6866)
+    >>> updates_needed(2_000_000), updates_needed(450_000_000, "locked"), updates_needed(1_000)
+    (976, 6866, 250)
     """
     scratch = math.sqrt(evidence.SCRATCH_TOO_FEW * evidence.SCRATCH_ENOUGH)
     locked = math.sqrt(evidence.LOCKED_TOO_FEW * evidence.LOCKED_ENOUGH)
     factor = {"scratch": 1.0, "pretrained": evidence.SCRATCH_OVER_LOCKED**-0.5, "locked": 1 / evidence.SCRATCH_OVER_LOCKED}
     growth = math.log(evidence.SCRATCH_OVER_LOCKED * locked / scratch) / math.log(evidence.LOCKED_SEEN / evidence.SCRATCH_SEEN)
-    return max(1, round(factor[start] * scratch * (seen / evidence.SCRATCH_SEEN) ** growth))
+    return max(evidence.POOR_UPDATES, round(factor[start] * scratch * (seen / evidence.SCRATCH_SEEN) ** growth))
 
 
 def _from_batch_negatives(task: TrainingTask, seen: int) -> Advice:
@@ -108,12 +115,14 @@ def _from_batch_negatives(task: TrainingTask, seen: int) -> Advice:
     bound = seen / needed
     facts = [FACTS["updates from scratch"], FACTS["updates locked"], FACTS["negatives"]]
     if task.start == "pretrained":
-        least = min(evidence.FINETUNE_LEAST, power_near(seen / evidence.FINETUNE_FEWEST))
+        least = min(evidence.FINETUNE_LEAST, max(evidence.SMALLEST_PAIRS, power_near(seen / evidence.FINETUNE_FEWEST)))
         value = min(max(power_near(seen / evidence.FINETUNE_UPDATES), least), evidence.FINETUNE_MOST)
         low, saturation = max(least, power_near(value / 4)), min(saturation, evidence.FINETUNE_MOST)
         why = f"{seen:,} pairs seen / about {evidence.FINETUNE_UPDATES:,} updates, as published fine-tunings make"
         if value == least:
             why = f"the smallest that keeps quality with {seen:,} pairs seen; they leave {math.ceil(seen / value):,} updates"
+        if value == evidence.SMALLEST_PAIRS:
+            why = f"the smallest with enough negatives; {seen:,} pairs seen leave {math.ceil(seen / value):,} updates"
         facts = [FACTS["published fine-tuning"], FACTS["fine-tuning pairs"], FACTS["unlabelled text"]]
     elif task.start == "locked":
         value, low = power_near(bound / 2), power_near(bound / 8)
@@ -137,6 +146,22 @@ def _from_batch_negatives(task: TrainingTask, seen: int) -> Advice:
     high = max(value, min(power_near(bound), saturation))
     confidence: Confidence = "medium" if seen >= evidence.SCRATCH_SEEN / 4 else "low"
     return Advice(value, min(low, value), high, why, _sources(facts), confidence)
+
+
+def _with_enough_updates(task: TrainingTask, seen: int, advice: Advice) -> Advice:
+    """Return the advice within the batches that have enough negatives and leave enough updates.
+
+    Where few samples are seen, no batch leaves enough, and the smallest that has enough negatives is advised.
+    """
+    law = law_for(task)
+    least = evidence.SMALLEST_PAIRS if law is None else round(law.batches[0])
+    large = evidence.FINETUNE_LARGE if task.start == "pretrained" else evidence.FLOOR
+    most = max(power_below(seen / evidence.POOR_UPDATES), least)
+    most = min(most, max(power_below(seen / evidence.FEWEST_UPDATES), large))
+    if advice.value < least:
+        advice = advice._replace(why=f"{advice.why}; at least {least}, because smaller batches have too few negatives")
+    value, low, high = (min(max(batch, least), most) for batch in advice[:3])
+    return advice._replace(value=value, low=low, high=high)
 
 
 def law_for(task: TrainingTask) -> MeasuredLaw | None:
@@ -191,7 +216,7 @@ def _with_hard_negatives(task: TrainingTask, seen: int) -> Advice:
     """Return the batch of queries that have mined negatives: about as many documents in all as is usual."""
     documents = 1 + task.negatives
     usual, least = power_near(evidence.HARD_DOCUMENTS / documents), power_near(evidence.LEAST_QUERIES)
-    affordable = power_near(seen / evidence.FINETUNE_FEWEST)
+    affordable = max(evidence.SMALLEST_PAIRS, power_near(seen / evidence.FINETUNE_FEWEST))
     value = max(min(usual, affordable), min(least, affordable))
     why = f"{value:,} queries with {documents:,} documents each; with mined negatives about {evidence.HARD_DOCUMENTS:,} documents"
     why += " a step are usual, whatever the data"
@@ -221,7 +246,8 @@ def _fine_tuning(task: TrainingTask, seen: int) -> Advice:
     value = min(max(power_near(seen / updates), least), most)
     fact = FACTS["fine-tuning lm" if task.kind == "lm" else "fine-tuning"]
     why = f"{seen:,} samples seen give {math.ceil(seen / value):,} updates; {least} to {most} are usual"
-    high = max(value, min(2 * most, power_near(8 * seen / updates)))
+    high = min(2 * most, power_near(8 * seen / updates))
+    high = max(value, min(high, max(evidence.FINETUNE_LARGE_SAMPLES, power_below(seen / evidence.FEWEST_UPDATES))))
     return Advice(value, least / 2, high, why, fact.source, fact.confidence)
 
 
@@ -354,9 +380,10 @@ def usual_epochs(kind: Kind, start: Start, data: int) -> float:
     >>> usual_epochs("image-text", "scratch", 12_000_000), usual_epochs("embedder", "pretrained", 200_000)
     (30.0, 3.0)
     """
-    if kind == "embedder" and data < evidence.FEW_PAIRS:
-        return evidence.EPOCHS_OF_FEW_PAIRS
     epochs = evidence.EPOCHS[kind, start != "pretrained"]
+    if kind == "embedder":
+        # Beyond, as many samples as those of few pairs, so that more data are never trained on less.
+        return max(epochs, round(evidence.EPOCHS_OF_FEW_PAIRS * min(1, evidence.FEW_PAIRS / max(data, 1)), 1))
     if kind == "image-text" and start != "pretrained":
         return max(1.0, min(epochs, round(evidence.MOST_SEEN / data, 1)))
     return epochs
@@ -438,8 +465,11 @@ def nearest(task: TrainingTask, count: int = 2) -> list[Recipe]:
     return sorted((recipe for recipe in alike if recipe.batch and recipe.task.seen), key=distance)[:count]
 
 
-def warnings_for(task: TrainingTask, batch: int | None = None) -> list[str]:
-    """Return sentences that say why the training is a bad idea and what to do instead; empty if it is not."""
+def warnings_for(task: TrainingTask, batch: int | None = None, ranks: int = 1) -> list[str]:
+    """Return sentences that say why the training is a bad idea and what to do instead; empty if it is not.
+
+    ranks: GPUs that share the batch.
+    """
     lines = []
     large = task.params is None or task.params >= evidence.LARGE_MODEL
     if (
@@ -477,12 +507,44 @@ def warnings_for(task: TrainingTask, batch: int | None = None) -> list[str]:
             f"{task.data:,} images are few for {_short(task.params or evidence.LARGE_MODEL)} parameters from scratch: start from"
             " pretrained weights (--start pretrained)."
         )
-    if batch is not None and task.pairs and task.seen is not None and math.ceil(task.seen / batch) < evidence.HOPELESS_UPDATES:
-        lines.append(
-            f"{math.ceil(task.seen / batch):,} updates of {batch:,} learn next to nothing"
-            f" ({FACTS['updates from scratch'].source}): take a smaller batch or train longer."
-        )
+    if batch == 1 and task.pairs and not task.negatives:
+        lines.append(f"{NO_NEGATIVES}: take {evidence.SMALLEST_PAIRS} or more.")
+    shortage = None if batch is None else too_few_updates(task, batch, ranks)
+    if shortage is not None:
+        fact = FACTS["published fine-tuning" if task.start == "pretrained" else "updates from scratch"]
+        lines.append(f"{shortage.says} ({fact.source}): {shortage.remedy}.")
     return lines
+
+
+class Shortage(NamedTuple):
+    """Too few updates to learn from: what is the case, and what to do, as parts of a sentence. batch: the one to take."""
+
+    says: str
+    remedy: str
+    batch: int
+
+
+def too_few_updates(task: TrainingTask, batch: int, ranks: int = 1) -> Shortage | None:
+    """Return that a contrastive run at a batch makes too few updates to learn from, or None if it makes enough.
+
+    A smaller batch is only a remedy if the rules advise one and the ranks can share it. Where no batch leaves enough updates, the
+    remedy is a longer run: as long that the batch leaves evidence.POOR_UPDATES.
+    """
+    if not task.pairs or task.seen is None or math.ceil(task.seen / batch) >= evidence.HOPELESS_UPDATES:
+        return None
+    advice, updates = advise_batch(task), math.ceil(task.seen / batch)
+    assert advice is not None
+    size = min(batch, round(advice.value))
+    says = f"{updates:,} update{'' if updates == 1 else 's'} of {batch:,} are too few to learn from"
+    smaller = f"take at most {size:,} GPUs and a batch of {size:,}" if ranks > size else f"take a smaller batch, {size:,}"
+    if math.ceil(task.seen / size) >= evidence.HOPELESS_UPDATES:
+        return Shortage(says, f"{smaller}, or train longer", size)
+    samples = evidence.POOR_UPDATES * size
+    length = f"{samples:,} samples"
+    if task.data is not None:
+        length = f"{math.ceil(samples / task.data):,} epochs ({length} seen), or collect more data"
+    why = "this is too little training for any batch"
+    return Shortage(says, f"{why}, so {f'{smaller}, and ' if size < batch else ''}train at least {length}", size)
 
 
 def _is_pairs_of_media(task: TrainingTask) -> bool:

@@ -22,10 +22,12 @@ from megabatch import audit as package
 from megabatch import config
 from megabatch.audit import RULES, Finding, TrainingFacts, audit, audit_together, exit_code, read_any, rules_page
 from megabatch.audit import rule as rule_module
+from megabatch.audit.formats.toml_text import parse_toml
 from megabatch.audit.readers import run as run_reader
-from megabatch.audit.rules import negatives, rates, steps
-from megabatch.recipes import TrainingTask, advise_batch, advise_beta2, advise_rate, advise_warmup
-from megabatch.towers import LIBRARIES, rows_are_independent
+from megabatch.audit.rules import batches, negatives, rates, steps
+from megabatch.recipes import TrainingTask, advise_batch, advise_beta2, advise_rate, advise_warmup, too_few_updates
+from megabatch.towers import LIBRARIES, build_tower, rows_are_independent
+from megabatch.towers.model import build_towers
 
 # Runs without a mistake. Each case below adds one.
 GOOD_RUN = """\
@@ -164,6 +166,14 @@ CASES = [
     Case("too-few-updates", "error", "run.toml", run(("epochs = 30", "samples = 400_000"), ("2000", "4")), DATA),
     Case("too-few-updates", "note", "run.toml",
          run(("size = 8192", "size = 4096"), ("epochs = 30", "steps = 1900"), ("2000", "100")), {}),
+    # Five epochs of 1,000 pairs make 79 updates of 64, the smallest batch that was measured.
+    Case("too-little-training", "warning", "run.toml",
+         run(("epochs = 30", "samples = 5_000"), ("2000", "4"), ("size = 8192", "size = 64"), ("chunk = 512", "chunk = 64")),
+         {"data": 1_000}, has_diff=False),
+    Case("no-negatives", "error", "loop.toml",
+         '[training]\nobjective = "clip"\nranks = 1\nbatch = 1\nfinetuning = true\nsamples = 12_000_000\n'),
+    Case("no-negatives", "error", "args.json", hf(per_device_train_batch_size=1),
+         {"objective": "clip", "ranks": 1, "finetuning": True}),
     Case("too-few-updates", "warning", "train.sh",
          clip(("--epochs 10", "--epochs 1"), ("400000000", "8000000"), ("warmup 2000", "warmup 90"), ("size 512", "size 1024"))),
     # 300M samples pay for 73,242 updates at 4,096.
@@ -316,6 +326,30 @@ def test_the_embedded_default_has_few_updates_and_no_other_finding():
 def test_unknown_facts_raise_no_violation():
     for rule in RULES:
         assert rule.violations(TrainingFacts()) == []
+
+
+def test_one_pair_is_an_error_whatever_else_is_known_unless_it_has_mined_negatives():
+    for seen in (None, 100, 10**8):
+        training = TrainingFacts(objective="clip", batch=1, ranks=1, samples=seen, lr=1e-5, optimizer="adam")
+        assert [violation.severity for violation in batches.no_negatives.violations(training)] == ["error"]
+        # A run of megabatch with one pair and no hard negatives is refused when it is read.
+        for change in ({"negatives": 7}, {"batch": 2}, {"objective": "supervised"}, {"tool": "megabatch"}):
+            assert batches.no_negatives.violations(dataclasses.replace(training, **change)) == []
+
+
+@pytest.mark.parametrize("data", [50, 500, 2_000, 10_000, 100_000])
+@pytest.mark.parametrize("start", ["scratch", "pretrained", "locked"])
+@pytest.mark.parametrize("end", ["value", "high"])
+def test_the_audit_warns_of_an_advised_batch_where_a_plan_does_and_in_its_words(data, start, end):
+    task = TrainingTask("image-text", start, data=data, seen=data)
+    size = round(getattr(advise_batch(task), end))
+    known = {"finetuning": start == "pretrained", "locked": start == "locked"} if start != "locked" else {"locked": True}
+    training = TrainingFacts(objective="clip", batch=size, ranks=1, samples=data, data=data, **known)
+    found = [v for rule in batches.RULES for v in rule.violations(training) if v.severity != "note"]
+    shortage = too_few_updates(task, size)
+    assert [v.severity for v in found] == ([] if shortage is None else ["warning"])
+    for violation in found:
+        assert shortage.says in violation.text and shortage.remedy[1:] in violation.advice
 
 
 def test_accumulation_of_a_mean_is_no_mistake_however_long(tmp_path):
@@ -669,6 +703,41 @@ def test_an_unlimited_scale_can_be_stated(tmp_path):
 def test_the_readers_names_of_towers_are_those_of_the_libraries():
     assert {name for name in LIBRARIES if rows_are_independent(name)} == set(run_reader.INDEPENDENT)
     assert set(run_reader.RANDOM) <= set(LIBRARIES)
+    for name, options in run_reader.OPTIONS.items():
+        for option in options:
+            with pytest.raises(ValueError, match="must be of the type"):
+                build_tower(config.Tower(name, {option: None}), 8, side="x")
+        with pytest.raises(ValueError, match=f"its options are {', '.join(options)}$"):
+            build_tower(config.Tower(name, {"unknown": 1}), 8, side="x")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "refused"),
+    [
+        ('"vit"', '"vit"\noptions = {image = 32}', r"x\.options has 'image': .*size, patch"),
+        ('"text"', '"text"\noptions = {size = 32}', r"y\.options has 'size': .*length"),
+        ('"vit"', '"resnet50"', r"x\.name is 'resnet50'"),
+        ('"vit"', '"x"', r"x\.name is 'x'"),
+    ],
+)
+def test_a_run_whose_tower_train_refuses_is_refused(old, new, refused, tmp_path):
+    with pytest.raises(ValueError, match=refused):
+        audited(tmp_path, "run.toml", run((old, new)), {})
+    side = "x" if old == '"vit"' else "y"
+    with pytest.raises(ValueError, match=f"tower {side}"):
+        build_towers(config.build(parse_toml(run((old, new)), "run.toml")))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"vit"', '"timm:resnet50"\noptions = {drop_rate = 0.1}'),
+        ('"vit"', '"my.towers:small"\noptions = {anything = 1}'),
+        ('"text"', '"x"'),
+    ],
+)
+def test_options_that_only_a_built_tower_knows_are_not_refused(old, new, tmp_path):
+    assert not [finding for finding in audited(tmp_path, "run.toml", run((old, new)), {}) if finding.severity == "error"]
 
 
 @pytest.mark.parametrize("samples", [2_000_000, 8_000_000, 400_000_000])

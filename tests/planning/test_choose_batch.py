@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from megabatch import evidence
 from megabatch.costs.counting import Call, Pass, Work
 from megabatch.planning.choose_batch import choose_batch, task_of
 from megabatch.planning.problem import problem_of
@@ -86,6 +87,34 @@ def test_a_plan_that_is_a_bad_idea_warns_and_names_what_others_did():
     tuned = chosen("ViT-B/32", data="100k", epochs=10, objective="finetune")
     assert tuned.warnings == () and tuned.batch < hopeless.batch
     assert tuned.others and all(recipe.task.start == "pretrained" for recipe in tuned.others)
+
+
+@pytest.mark.parametrize("start", ["scratch", "pretrained", "locked"])
+@pytest.mark.parametrize("priority", ["accuracy", "speed"])
+@pytest.mark.parametrize("gpu", ["A100-80GB", "8xA100-80GB"])
+@pytest.mark.parametrize("data", [50, 500, 1000, 2000, 10_000])
+def test_a_plan_does_not_warn_of_the_batch_that_it_chose(data, gpu, priority, start):
+    choice = chosen("ViT-B/32", data=data, epochs=1, gpu=gpu, priority=priority, start=start)
+    assert 16 <= choice.batch <= data and choice.low <= choice.batch <= choice.high
+    assert not any("smaller batch" in line for line in choice.warnings)
+    # Too little training is named as such, with the epochs that would be enough.
+    few = [line for line in choice.warnings if "too few to learn from" in line]
+    assert bool(few) == (choice.updates < evidence.HOPELESS_UPDATES)
+    assert all("too little training for any batch" in line and " epochs " in line for line in few)
+
+
+def test_more_gpus_than_samples_are_refused_and_more_than_the_batch_are_warned_of():
+    with pytest.raises(ValueError, match=r"gpus is 64 and data is 50: .*take at most 50 GPUs"):
+        chosen("ViT-B/32", data=50, epochs=1, gpu="64xA100-80GB", start="pretrained")
+    hopeless = chosen("ViT-B/32", data=500, epochs=1, gpu="64xA100-80GB", start="pretrained")
+    enough = chosen("ViT-B/32", data=500, epochs=30, gpu="64xA100-80GB", start="pretrained")
+    assert hopeless.batch == enough.batch == 64
+    assert any("at most 16 GPUs" in line for line in hopeless.warnings)
+    assert any("fewer GPUs" in line for line in enough.warnings)
+    # A batch is not rounded up beyond the data, nor to where it leaves too few updates.
+    for gpus, data in ((40, 70), (24, 100), (24, 6_400)):
+        choice = chosen("ViT-B/32", data=data, epochs=1, gpu=f"{gpus}xA100-80GB")
+        assert choice.batch % gpus == 0 and choice.batch <= min(data, max(gpus, choice.high))
 
 
 def test_batch_norm_is_told_how_many_rows_it_sees():

@@ -25,7 +25,9 @@ def task(kind="image-text", start="scratch", data=10**7, seen=3 * 10**8, **rest)
 
 def test_a_batch_that_leaves_few_updates_gets_a_remark():
     small = task(data=67_000, seen=2_000_000)
-    assert "31 updates" in judge(small, 65_536)[0]
+    assert "123 updates" in judge(small, 16_384)[0]
+    # Next to nothing is learned: that is a warning whoever chose the batch.
+    assert "31 updates" in recipes.warnings_for(small, 65_536)[-1] and "31 updates" not in judge(small, 65_536)[0]
     assert judge(small, 1024) == ()
 
 

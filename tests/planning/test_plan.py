@@ -530,6 +530,18 @@ def test_published_language_models_are_compared_in_tokens(on_screen):
     assert f"{other.batch * other.length / 1e3:.3g} k" in row
 
 
+def test_sequences_are_not_longer_than_a_language_model_reads():
+    asked = {"tools": TOOLS, "objective": "lm", "data": "10B", "gpu": "8xA100-80GB"}
+    bert, gpt2 = (plan(name, **asked) for name in ("transformers:bert-base-uncased", "gpt2"))
+    assert bert.text_length == 512 and gpt2.text_length == 1024
+    # Samples are sequences: of half the length, there are twice as many.
+    assert bert.data == 10**10 // 512 == 2 * gpt2.data
+    for wanted in ({"text_length": 513}, {"length": 513}):
+        with pytest.raises(ValueError, match=r"length is 513: .*bert-base-uncased.* 512 or less"):
+            plan("bert-base-uncased", **asked, **wanted)
+    assert plan("bert-base-uncased", **asked, length=128).text_length == 128
+
+
 def test_a_language_model_that_is_fine_tuned_on_pairs_is_said_to_be_one():
     asked = {"tools": TOOLS, "objective": "finetune", "data": "50k", "gpu": "8xA100-80GB"}
     assert any("--objective lm" in text for text in plan("gpt2", **asked).warnings)

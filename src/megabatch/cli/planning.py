@@ -11,11 +11,14 @@ import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from .. import config, objectives, optimizers, packages
 from ..reporting.terminal import print_report, visible
 from .arguments import add_overwrite, add_trust, check_output
+
+if TYPE_CHECKING:
+    from ..planning.plan import Plan
 
 # Columns of the answer on a terminal.
 SCREEN = 80
@@ -46,7 +49,8 @@ def add(verbs: Any) -> None:
     plan.add_argument(
         "--start",
         choices=("scratch", "pretrained", "locked"),
-        help="Image tower at the start: random weights (scratch, the default), pretrained, or pretrained and frozen (locked).",
+        help="Image tower at the start: random weights (scratch, the default), pretrained, or pretrained and frozen (locked). A"
+        " transformers model with weights is never scratch.",
     )
     plan.add_argument("--gpu", metavar="NAME", help="Device to plan for, as H200, A100-80GB or 8xH100; by default this machine.")
     plan.add_argument(
@@ -66,7 +70,12 @@ def add(verbs: Any) -> None:
     plan.add_argument(
         "--image-size", type=int, metavar="N", help="Pixels of an image's side; by default what the model was made for."
     )
-    plan.add_argument("--lora", type=int, metavar="RANK", help="Train LoRA adapters of this rank instead of all weights.")
+    plan.add_argument(
+        "--lora",
+        type=int,
+        metavar="RANK",
+        help="Plan for LoRA adapters of this rank instead of all weights; `train` has none, so no run.toml is written.",
+    )
     plan.add_argument(
         "--checkpointing",
         action=argparse.BooleanOptionalAction,
@@ -195,7 +204,7 @@ def _print_plan(arguments: argparse.Namespace) -> None:
         print_report(plan_report(found))
     else:
         print_report(screen(found), width=SCREEN)
-        print("", *textwrap.wrap(_next_step(arguments), SCREEN), sep="\n")
+        print("", *textwrap.wrap(_next_step(arguments, found), SCREEN), sep="\n")
     for path in (arguments.out, arguments.html):
         if path is not None:
             print("Plan written to", write(found, path), file=sys.stderr)
@@ -234,8 +243,12 @@ class _Progress:
             print("\r" + " " * self._width, end="\r", file=sys.stderr, flush=True)
 
 
-def _next_step(arguments: argparse.Namespace) -> str:
-    if arguments.out is None:
+def _next_step(arguments: argparse.Namespace, plan: Plan) -> str:
+    from ..planning.report import without_run
+
+    if plan.run is None:
+        return f"Next: {without_run(plan)} --why shows every number and its source."
+    if arguments.out is None or arguments.out.suffix != ".toml":
         return "--why shows every number and its source; --out run.toml writes the file for `megabatch train`."
     return f"Next: megabatch audit {arguments.out}, then megabatch train {arguments.out}. --why shows every number and its source."
 

@@ -25,7 +25,8 @@ def alternatives(problem: Problem, estimator: Estimator, chosen: Estimate) -> It
     yield _alternative(problem, estimator, "the plan", chosen)
     for name, size in (("half the batch", strategy.batch // 2), ("twice the batch", strategy.batch * 2)):
         other = estimator.fastest_or_none(size - size % machine.gpus)
-        if other is not None:
+        # A single pair has no negatives.
+        if other is not None and not (problem.request.pairs and size < 2):
             yield _alternative(problem, estimator, name, other)
     if strategy.chunk > 1:
         half = replace(strategy, chunk=strategy.chunk // 2, keep=0)

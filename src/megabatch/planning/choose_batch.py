@@ -79,7 +79,7 @@ def choose_batch(problem: Problem, estimator: Estimator) -> BatchChoice:
     if problem.given is not None:
         remarks = tuple(_batch_norm(estimator, problem.given))
         choice = BatchChoice(problem.given, math.ceil(seen / problem.given), "as requested", "given", "high", remarks)
-        against = (*recipes.warnings_for(task, problem.given), *judge(task, problem.given))
+        against = (*recipes.warnings_for(task, problem.given, ranks), *judge(task, problem.given))
         return choice._replace(warnings=against, others=others)
     noise = estimator.calibration.noise
     measured = request.critical is not None or (noise is not None and not noise.coupled)
@@ -91,11 +91,22 @@ def choose_batch(problem: Problem, estimator: Estimator) -> BatchChoice:
         choice = advised(task, request.priority)
         if noise is not None and noise.coupled:
             choice = _moved_by_noise(choice, task, noise, estimator.calibration.origin["noise"])
-    batch = max(ranks, round(choice.batch / ranks) * ranks)
+    batch = max(1, round(choice.batch / ranks)) * ranks
+    if batch > min(data, choice.high or data):
+        # Rounded up, it would leave too few updates, or take more samples than there are.
+        batch = max(1, choice.batch // ranks) * ranks
+    elif choice.low is not None and batch < choice.low <= choice.batch and batch + ranks <= min(data, choice.high or data):
+        # Rounded down, it would be less than the rules advise at least.
+        batch += ranks
     if choice.confidence == "measured" and batch != choice.batch:
         why = f"{choice.why}; rounded from {choice.batch:,} to {batch:,}, a multiple of {ranks} GPUs"
         choice = choice._replace(why=why, confidence="high")
-    warnings = (*choice.warnings, *recipes.warnings_for(task, batch))
+    warnings = (*choice.warnings, *recipes.warnings_for(task, batch, ranks))
+    if ranks > max(choice.batch, choice.high or 0):
+        choice = choice._replace(why=f"one sample on each of {ranks:,} GPUs, not the advised {choice.batch:,}; {choice.why}")
+        if recipes.too_few_updates(task, batch) is None:
+            line = f"{ranks:,} GPUs need a batch of {batch:,}, but {choice.batch:,} suits the samples seen: take fewer GPUs."
+            warnings = (*warnings, line)
     notes = (*choice.notes, *_batch_norm(estimator, batch))
     return choice._replace(batch=batch, updates=math.ceil(seen / batch), notes=notes, warnings=warnings, others=others)
 
@@ -217,8 +228,11 @@ def judge(task: TrainingTask, batch: int) -> tuple[str, ...]:
     advice = advise_batch(task)
     assert advice is not None
     remarks, updates, first = [], math.ceil(task.seen / batch), advice.source.partition("; ")[0]
-    if task.pairs and updates < (needed := updates_needed(task.seen, task.start)) / 2:
-        remarks.append(f"{updates:,} updates are few, about {needed:,} are needed: take a smaller batch or see more samples.")
+    needed = updates_needed(task.seen, task.start)
+    # Fewer still are too few to learn from, which `recipes.warnings_for` says.
+    if task.pairs and evidence.HOPELESS_UPDATES <= updates < needed / 2:
+        remedy = "take a smaller batch or see more samples" if batch > advice.value else "see more samples"
+        remarks.append(f"{updates:,} updates are few, about {needed:,} are needed: {remedy}.")
     if task.pairs and batch > evidence.CEILING:
         remarks.append(
             f"Above {evidence.CEILING:,} quality fell in every published run from scratch ({FACTS['negatives'].source})."

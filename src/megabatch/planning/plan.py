@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from .. import config
 from ..costs.strategy import Strategy
 from ..evidence import Confidence
-from ..objectives import OBJECTIVES
 from ..vocabulary import identity, negatives_per_query
 
 # The key of a run's file that holds a number of the plan.
@@ -93,12 +92,14 @@ class CurvePoint(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan. `run` is the configuration for `megabatch train`, or None if it cannot train this model (language models).
+    """A plan. `run` is the configuration for `megabatch train`, or None if it cannot train so (language models, LoRA adapters).
 
     warnings: why the plan, or the question, is a bad idea. pairs: whether samples are compared with each other.
     negatives: mined hard negatives per query. data, seen: samples, and how many training sees. price: of one GPU per hour.
     others: the nearest published trainings. edits: what the plan changed in the run that it was given.
     text_length: tokens of a text, where texts alone are trained on. open_clip: whether OpenCLIP trains such models.
+    views: whether a sample is compared in two views of itself. lm: whether samples are sequences of a language model.
+    lora: rank of LoRA adapters, which alone are trained.
     usual: the interval of batches in which published and measured trainings of this kind lie; None if the batch was given.
     numbers: every number with its reason, source and confidence. alternatives: other choices with memory, time, updates and cost.
     notes: what to know before the run. changes: what would change the plan. memory, time: the parts of the peak and of a step.
@@ -132,6 +133,9 @@ class Plan:
     device_type: str = "cuda"
     text_length: int | None = None
     open_clip: bool = True
+    views: bool = False
+    lm: bool = False
+    lora: int | None = None
 
     @property
     def batch(self) -> int:
@@ -141,11 +145,6 @@ class Plan:
     def hours(self) -> float:
         """Hours of the whole run."""
         return self.alternatives[0].hours
-
-    @property
-    def views(self) -> bool:
-        """Whether a sample is compared in two views of itself."""
-        return self.run is not None and OBJECTIVES[self.run.loss.objective].views
 
     def negatives_of(self, batch: int) -> int:
         """Return the items that each query of a batch is compared with beside its own, over all GPUs."""

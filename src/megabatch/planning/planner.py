@@ -13,6 +13,7 @@ from ..costs.memory import Prediction
 from ..costs.time import interval
 from ..evidence import FACTS, Confidence, Fact, collisions
 from ..optimizers import OPTIMIZERS
+from ..towers import names_code
 from ..towers.known import find_text_model
 from .alternatives import alternatives, changes, curve
 from .budget import time_warnings, within_budget
@@ -21,7 +22,7 @@ from .choose_batch import choose_batch, task_of
 from .estimator import Estimator, Tools, estimator_for
 from .hyperparameters import GIVEN, Hyperparameters, KnownRate, derive_hyperparameters
 from .plan import BUDGET_GIVEN, Number, Plan, PublishedRun
-from .problem import Problem, problem_of
+from .problem import Problem, is_built_with_weights, problem_of
 from .request import Request, asked_by_run, parse_base
 from .search import Estimate
 
@@ -123,6 +124,9 @@ def plan_for(problem: Problem, estimator: Estimator, progress: Callable[[str], o
         edits=_edits(problem, run),
         device_type=machine.device.type,
         usual=None if choice.low is None or choice.high is None else (choice.low, choice.high),
+        views=problem.objective.views,
+        lm=problem.request.objective == "lm",
+        lora=problem.request.lora,
     )
 
 
@@ -175,7 +179,10 @@ def _with_values_of_file(follows: Hyperparameters, problem: Problem) -> Hyperpar
         own |= {"label_smoothing": base.loss.label_smoothing}
     if base.schedule.warmup != defaults.schedule.warmup:
         warmup = base.schedule.warmup
-        own |= {"warmup": round(warmup if warmup >= 1 else warmup * follows.steps)}
+        steps = round(warmup if warmup >= 1 else warmup * follows.steps)
+        # A file that was written for a longer run: the rate would rise until the end.
+        if steps < follows.steps:
+            own |= {"warmup": steps}
     names = {"betas": "β2", "weight_decay": "weight decay", "ema": "EMA", "label_smoothing": "label smoothing", "warmup": "warm-up"}
     shown = {names[key]: value[1] if key == "betas" else value for key, value in own.items()}
     numbers = [number for number in follows.numbers if number.name not in shown]
@@ -231,16 +238,33 @@ def notes(problem: Problem, estimator: Estimator, follows: Hyperparameters) -> l
     if follows.sweep:
         lines.append(f"Sweep the learning rate: {', '.join(f'{rate:g}' for rate in follows.sweep)}.")
     missing = config.unfilled(problem.base)
-    if missing and request.objective != "lm":
+    if missing and request.trainable:
         lines.append(f"Fill in {', '.join(missing)} in the run's file: `megabatch train` refuses it until then.")
+    lines += _assumed_start(problem)
     if device.type == "cpu" and not estimator.calibration.steps and request.rates is None:
         lines.append(f"This machine has no accelerator: the times rest on an assumption ({device.source}).")
     return lines
 
 
+def _assumed_start(problem: Problem) -> list[str]:
+    """Return what the plan takes for the start of a tower that brings its weights itself, or may do so."""
+    request, tower = problem.request, problem.base.x
+    if not request.trainable or tower.locked or tower.weights:
+        return []
+    if names_code(tower.name):
+        start = "random" if request.start == "scratch" else "pretrained"
+        return [f"{tower.name} decides itself what it starts from: the plan assumes {start} weights (--start says which)."]
+    if is_built_with_weights(tower.name):
+        return [
+            f"The plan assumes a start from the pretrained weights of {tower.name}, because `megabatch train` loads them. For"
+            " random weights, name a folder of the model without a weight file."
+        ]
+    return []
+
+
 def run_of(problem: Problem, estimate: Estimate, follows: Hyperparameters) -> config.Run | None:
-    """Return the base run with everything that was decided, or None for a language model."""
-    if problem.request.objective == "lm":
+    """Return the base run with everything that was decided, or None for what `train` does not train."""
+    if not problem.request.trainable:
         return None
     base, strategy = problem.base, estimate.strategy
     optimizer = replace(

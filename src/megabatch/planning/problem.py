@@ -13,8 +13,9 @@ from ..data import open_source
 from ..data.sampler import split
 from ..objectives import MEAN, OBJECTIVES, ObjectiveSpec
 from ..recipes import Kind, usual_epochs
-from ..towers import find_library
-from .request import Budget, Request, base_run, check_batch, parse_count, sample_budget
+from ..towers import find_library, full_name, names_code
+from ..towers.transformers import PREFIX, sequence_length
+from .request import Budget, Request, Start, base_run, check_batch, check_ranks, parse_count, sample_budget
 
 # Worker processes of each rank that read data for an accelerator.
 WORKERS = 8
@@ -47,16 +48,15 @@ class Problem:
 
 def problem_of(request: Request) -> Problem:
     """Resolve a request. Raises ValueError if its parts do not fit together."""
-    if request.objective == "lm" and request.text_length is not None:
-        request = replace(request, length=request.text_length)
+    if request.objective == "lm":
+        request = replace(request, length=_sequence_length(request))
     if request.start == "scratch" and (request.objective == "finetune" or request.lora is not None):
         # Fine-tuning starts from weights, whatever else is said.
         request = replace(request, start="pretrained")
     machine = _with_nodes(find_machine(request.gpu, request.gpus, request.memory, request.rates), request)
     base = config.with_ranks(base_run(request), machine.gpus)
-    if isinstance(request.model, config.Run) and request.start == "scratch" and (base.x.locked or base.x.weights):
-        # A run states itself whether its image tower is pretrained or locked.
-        request = replace(request, start="locked" if base.x.locked else "pretrained")
+    if request.start == "scratch" and request.objective != "lm":
+        request = replace(request, start=start_of(base))
     if base.data.workers == 0 and machine.device.type != "cpu" and isinstance(request.model, str):
         base = replace(base, data=replace(base.data, workers=WORKERS))
     kind = kind_of(request, base)
@@ -64,8 +64,33 @@ def problem_of(request: Request) -> Problem:
     given = parse_count(request.batch, "batch") if request.per_gpu is None else request.per_gpu * machine.gpus
     if given is not None:
         check_batch(given, budget.data)
+    check_ranks(machine.gpus, budget.data)
     precision = choose_precision(request.precision, machine)
     return Problem(request, machine, base, budget, given, precision, limit=int(request.share * machine.device.memory))
+
+
+def start_of(run: config.Run) -> Start:
+    """Return how the image tower of a run starts when `megabatch train` runs it: as the run states, or as its library builds it."""
+    if run.x.locked:
+        return "locked"
+    return "pretrained" if run.x.weights or is_built_with_weights(run.x.name) else "scratch"
+
+
+def is_built_with_weights(name: str) -> bool:
+    """Return whether a tower's library builds it with pretrained weights. A function may do so too, which is unknown: False."""
+    return not names_code(name) and find_library(name).holds_weights(name.partition(":")[2])
+
+
+def _sequence_length(request: Request) -> int:
+    """Return the tokens of a language model's sequences: as requested, else the default, or fewer if it reads fewer."""
+    wanted = request.text_length
+    if wanted is None and request.length != Request.length:
+        wanted = request.length
+    name = full_name(request.model) if isinstance(request.model, str) else ""
+    if not name.startswith(PREFIX):
+        # A function that builds a model does not say what the model reads.
+        return request.length if wanted is None else wanted
+    return sequence_length(name.removeprefix(PREFIX), wanted, request.length)
 
 
 def kind_of(request: Request, base: config.Run) -> Kind:

@@ -36,7 +36,7 @@ def headline(plan: Plan) -> str:
 def answer(plan: Plan) -> list[str]:
     """Return the answer in three lines: the batch; the rate and the length; hours, cost and memory."""
     rate, warmup, updates = plan.number("learning rate"), plan.number("warm-up"), plan.alternatives[0].updates
-    samples = "sequences" if plan.run is None else "samples"
+    samples = "sequences" if plan.lm else "samples"
     spent = f"{hours_text(plan.hours)} on {plan.machine}"
     if plan.device_type != "cpu":
         spent += f", {_gpu_hours(plan.hours * plan.strategy.ranks)} GPU-hours"
@@ -235,10 +235,19 @@ def plan_report(plan: Plan) -> Report:
 def as_toml(plan: Plan) -> str:
     """Return the file that `megabatch train` runs, with the reason of each planned value above it."""
     if plan.run is None:
-        raise ValueError(
-            "this plan cannot be written as a run: `megabatch train` trains encoders and classifiers; use the numbers of the plan"
-        )
+        raise ValueError(f"this plan cannot be written as a run: {without_run(plan)} It can be written as .json, .md or .html")
     return config.as_toml(plan.run, plan.comments)
+
+
+def without_run(plan: Plan) -> str:
+    """Return why `megabatch train` cannot run a plan, and where its numbers belong."""
+    if plan.lora is None:
+        return "`megabatch train` trains encoders and classifiers, no language models. Give the numbers to your own trainer."
+    return (
+        f"lora is {plan.lora}, and a run's file has no adapters: `megabatch train` would train all weights, at a rate for adapters."
+        f' Give the numbers to a trainer with peft\'s LoraConfig(r={plan.lora}, target_modules="all-linear"): by model.add_adapter'
+        " in Sentence Transformers, by get_peft_model for the Trainer of Hugging Face."
+    )
 
 
 def write(plan: Plan, path: str | Path) -> Path:
@@ -280,7 +289,7 @@ def _numbers(plan: Plan) -> Table:
 
 
 def _others(plan: Plan) -> Table:
-    tokens = plan.run is None
+    tokens = plan.lm
     columns = [
         Column("name", "", kind="text"),
         Column("batch", "tokens a step" if tokens else "batch", samples_text if tokens else whole),

@@ -39,17 +39,20 @@ class Request:
     model: names of towers, such as "open_clip:ViT-L-14", "timm:NAME + text" or "vit + text"; "package.module:function" for a
         language model; a whole Run, whose towers and data are used; None for the embedded default.
     data: number of samples (of tokens for a language model), as 10_000_000 or "10M". unique: different samples among them.
-    seen, epochs: samples that training sees; give one of the two. start: "scratch", "pretrained" or "locked" (the image tower).
+    seen, epochs: samples that training sees; give one of the two. start: "scratch", "pretrained" or "locked" (the image tower);
+        a tower that `train` itself builds with pretrained weights, as transformers:NAME, is "pretrained" instead of "scratch".
     gpu, gpus, memory, rates: as in `hardware.find_machine`. share: fraction of the memory that may be used.
     price: of one GPU per hour. batch: if it is already decided. critical: the measured critical batch.
     base_lr: (rate, batch) to scale from. ema: (decay, batch) to scale from.
     measured: files of fit, profile, noise and sweep, or what these returned. Measurements replace predictions; `batch`, `critical`
         and `base_lr` take precedence over them.
-    length: tokens of a sequence. classes: classes of a classifier. source, out: as in the configuration of a run.
+    length: tokens of a sequence; by default fewer if the model reads fewer. classes: of a classifier. source, out: as in the
+        configuration of a run.
     negatives: mined hard negatives per query. per_gpu: the batch on each GPU, instead of `batch`.
     hours, budget: what training may take, in hours or in money at `price`; the samples seen follow unless `seen` or `epochs` says.
     text_length, image_size: tokens of a text and pixels of an image's side, where the model allows others than its own.
-    lora: rank of LoRA adapters, which alone are trained. checkpointing: whether blocks are recomputed in backward; None: if faster.
+    lora: rank of LoRA adapters, which alone are trained; `train` has none, so that the plan has no run.
+    checkpointing: whether blocks are recomputed in backward; None: if faster.
     nodes, interconnect: machines that the GPUs are spread over evenly, and the network between them.
     """
 
@@ -130,6 +133,11 @@ class Request:
         if run is not None and not objectives.OBJECTIVES[run.loss.objective].contrastive:
             return False
         return self.objective == "contrastive" or (self.objective == "finetune" and self._has_two_towers)
+
+    @property
+    def trainable(self) -> bool:
+        """Whether `megabatch train` can run the plan: it trains no language models, and all weights instead of adapters."""
+        return self.objective != "lm" and self.lora is None
 
     @property
     def _has_two_towers(self) -> bool:
@@ -286,6 +294,15 @@ def check_budget(seen: int, data: int) -> None:
         raise ValueError(f"data is {data}: must be at least 2 samples")
     if seen < 1:
         raise ValueError(f"seen is {seen}: training must see at least 1 sample; give seen=… or epochs=…")
+
+
+def check_ranks(ranks: int, data: int) -> None:
+    """Raise ValueError if the data cannot give each GPU a sample of a batch."""
+    if ranks > data:
+        raise ValueError(
+            f"gpus is {ranks:,} and data is {data:,}: each GPU holds at least one sample of a batch, and a batch cannot hold more"
+            f" samples than there are; take at most {data:,} GPUs"
+        )
 
 
 def check_batch(batch: int, data: int) -> None:

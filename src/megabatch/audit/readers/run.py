@@ -35,14 +35,43 @@ KEYS = {
     "unfilled": "data.source",
     "finetuning": "x.weights",
 }
+# The built-in towers and their options. The towers themselves would import torch; a test compares the two.
+OPTIONS = {
+    "vit": ("size", "patch", "channels", "width", "depth", "heads", "pool", "crop", "flip"),
+    "cnn": ("size", "channels", "width", "depth", "hidden", "patch", "crop", "flip"),
+    "text": ("length", "width", "depth", "heads", "layers", "buckets", "ngrams", "drop"),
+}
+INDEPENDENT = tuple(OPTIONS)
 # Libraries whose towers start from random weights unless `weights` names a file; a folder of transformers may hold weights, and a
 # function of the user may load some.
-INDEPENDENT = ("vit", "cnn", "text")
 RANDOM = ("vit", "cnn", "text", "timm", "open_clip")
 
 
 def read(name: str, text: str, table: Mapping[str, Any], facts: Mapping[str, Any]) -> Reading:
-    return reading_of(config.build(table, origin=name), name, text, facts)
+    run = config.build(table, origin=name)
+    _check_towers(run, name)
+    return reading_of(run, name, text, facts)
+
+
+def _check_towers(run: config.Run, origin: str) -> None:
+    """Raise ValueError if `train` would refuse the name of a tower, or an option of a built-in one.
+
+    Towers of libraries and functions check their options when they are built, which an audit does not do.
+    """
+    for side, tower in (("x", run.x), ("y", run.y)):
+        if ":" in tower.name or (side, tower.name) == ("y", "x"):
+            continue
+        if tower.name not in OPTIONS:
+            raise ValueError(
+                f"{origin}: {side}.name is {tower.name!r}: there is no such tower; name {', '.join(OPTIONS)}, or a model with its"
+                " library, as timm:NAME"
+            )
+        known = OPTIONS[tower.name]
+        for option in tower.options:
+            if option not in known:
+                raise ValueError(
+                    f"{origin}: {side}.options has {option!r}: {tower.name} has no such option; its options are {', '.join(known)}"
+                )
 
 
 def reading_of(run: config.Run, name: str, text: str, facts: Mapping[str, Any]) -> Reading:

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from ...evidence import CEILING, ENOUGH_UPDATES, FEWEST_UPDATES, FLOOR, HOPELESS_UPDATES, POOR_UPDATES
+from ...evidence import (
+    CEILING,
+    ENOUGH_UPDATES,
+    FEWEST_UPDATES,
+    FINETUNE_LARGE,
+    FINETUNE_LARGE_SAMPLES,
+    FLOOR,
+    HOPELESS_UPDATES,
+    POOR_UPDATES,
+    SMALLEST_PAIRS,
+)
 from ...objectives import BY_COST_NAME
-from ...recipes import advise_batch
+from ...recipes import NO_NEGATIVES, Shortage, advise_batch
+from ...recipes import too_few_updates as shortage_of
 from ..facts import SMALLEST_BATCH, TrainingFacts, power_of_two
 from ..rule import Severity, Violation, rule
 from ..tools import TOOLS, large_batch
@@ -16,8 +28,6 @@ from ..tools import TOOLS, large_batch
 SHARE = 16
 # A chunk that is so many times larger than the share of a rank was meant to be the batch.
 SWAPPED = 16
-# Fine-tuning: the largest batch of pairs and of samples that is accepted without looking at the updates.
-FINETUNED_PAIRS, FINETUNED_SAMPLES = 2_048, 256
 
 
 @rule(
@@ -34,16 +44,27 @@ def too_few_updates(t: TrainingFacts) -> Iterator[Violation]:
 
     The samples seen are divided between the size of a batch and the number of updates. Below about 2,000 to 15,000 updates quality
     falls steeply, more so for towers trained from scratch, and more negatives do not make up for it. At the batch that `plan` would
-    take, or below it, the budget is small, which may be intended; above, a smaller batch is better.
+    take, or below it, the budget is small, which may be intended; above, a smaller batch is better. Fewer than a hundred updates
+    are too few to learn from, also for pretrained weights.
     """
     updates, size = t.updates, t.size
-    if not t.contrastive or t.finetuning or updates is None or size is None or updates >= ENOUGH_UPDATES:
+    if not t.contrastive or updates is None or size is None or updates >= ENOUGH_UPDATES:
         return
-    if updates >= FEWEST_UPDATES and size <= FLOOR:
+    if updates < HOPELESS_UPDATES:
+        shortage, smaller = _shortage(t, updates, size)
+        remedy = _sentence(shortage.remedy)
+        if t.steps is not None:
+            yield Violation("error", "batch", f"{shortage.says}.", {"steps": FEWEST_UPDATES})
+        elif smaller:
+            yield Violation("error", "batch", f"{shortage.says}.", smaller[0], remedy, tuple(smaller[1:]))
+        elif shortage.batch < size:
+            yield Violation("warning", "batch", f"{shortage.says}.", {}, remedy)
+        return
+    if t.finetuning or (updates >= FEWEST_UPDATES and size <= FLOOR):
         return
     severity: Severity = "note"
     if updates < POOR_UPDATES or (updates < FEWEST_UPDATES and size > FLOOR):
-        severity = "error" if updates < HOPELESS_UPDATES else "warning"
+        severity = "warning"
     text = f"The run makes {updates:,} updates of {size:,}. Quality falls steeply below {FEWEST_UPDATES:,} to {ENOUGH_UPDATES:,}."
     if t.steps is not None:
         changes = {"steps": FEWEST_UPDATES} if updates < FEWEST_UPDATES else {}
@@ -51,7 +72,7 @@ def too_few_updates(t: TrainingFacts) -> Iterator[Violation]:
         return
     # What a plan would choose, or the largest that leaves enough updates.
     advice = advise_batch(t.tasks()[0])
-    if advice is not None and size <= advice.value and severity != "error":
+    if advice is not None and size <= advice.value:
         if severity == "warning":
             yield Violation("note", "batch", text, {}, "The batch suits this budget: only a longer run makes more updates.")
         return
@@ -59,6 +80,59 @@ def too_few_updates(t: TrainingFacts) -> Iterator[Violation]:
     smaller = [t.at_batch(batch) for batch in batches if batch is not None and SMALLEST_BATCH <= batch < size]
     changes = smaller[0] if smaller else {}
     yield Violation(severity, "batch", text, changes, "Alternatively, train longer at the same batch.", tuple(smaller[1:]))
+
+
+def _sentence(words: str) -> str:
+    return f"{words[0].upper()}{words[1:]}."
+
+
+def _shortage(t: TrainingFacts, updates: int, size: int) -> tuple[Shortage, list[dict[str, Any]]]:
+    """Return what a plan says of so few updates, and changes to smaller batches that the ranks can share."""
+    tasks = [dataclasses.replace(task, seen=updates * size if t.steps is not None else t.seen) for task in t.tasks()]
+    found = [shortage for task in tasks if (shortage := shortage_of(task, size, t.ranks or 1)) is not None]
+    # If the start is unknown: the one that allows the largest batch.
+    shortage = max(found, key=lambda each: each.batch)
+    batches = [shortage.batch, *([] if t.affordable_batch is None else [t.affordable_batch])]
+    return shortage, [changes for changes in map(t.at_batch, batches) if changes["batch"] < size]
+
+
+@rule(
+    "too-little-training",
+    "warning",
+    source="measured on 67k icons, 2M seen: 1,953 updates 27.3, 488 updates 21.5, 122 updates 1.1, 30 updates 0.03 recall@1",
+    remedy="Train longer or on more data.",
+)
+def too_little_training(t: TrainingFacts) -> Iterator[Violation]:
+    """Too little training for any batch.
+
+    A smaller batch than the one that `plan` would take makes more updates, but has too few negatives. Only more samples help.
+    """
+    updates, size = t.updates, t.size
+    if not t.contrastive or updates is None or size is None or t.steps is not None or updates >= HOPELESS_UPDATES:
+        return
+    shortage, _ = _shortage(t, updates, size)
+    if shortage.batch == size:
+        yield Violation("warning", "batch", f"{shortage.says}.", {}, _sentence(shortage.remedy))
+
+
+@rule(
+    "no-negatives",
+    "error",
+    source="arithmetic: the softmax over one candidate is 1, whatever the embeddings are",
+    remedy="Take a batch of 16 pairs or more, or mined hard negatives.",
+)
+def no_negatives(t: TrainingFacts) -> Iterator[Violation]:
+    """A contrastive batch of one pair.
+
+    Without mined negatives, a pair is compared with the other pairs of the batch. A single pair has nothing to be compared with:
+    InfoNCE has no gradient, and the sigmoid loss only draws the two sides together.
+    """
+    # A run of megabatch without hard negatives is refused with a batch of 1 when it is read: this one has some.
+    if not t.contrastive or t.negatives or t.size != 1 or t.tool == "megabatch":
+        return
+    advice = advise_batch(t.tasks()[0])
+    batch = SMALLEST_PAIRS if advice is None else round(advice.value)
+    yield Violation("error", "batch", f"{NO_NEGATIVES}.", t.at_batch(batch), "With mined negatives, state how many (negatives=…).")
 
 
 @rule(
@@ -74,7 +148,7 @@ def batch_below_floor(t: TrainingFacts) -> Iterator[Violation]:
     Quality rises smoothly with the number of negatives in a batch. If the budget allows thousands of updates at 4,096, a smaller
     batch of plain InfoNCE loses quality. The loss does not fail below 4,096, it degrades.
     """
-    if not t.contrastive or t.finetuning or t.size is None or t.seen is None or t.size >= FLOOR:
+    if not t.contrastive or t.finetuning or t.size is None or t.size == 1 or t.seen is None or t.size >= FLOOR:
         return
     at_floor = t.seen // FLOOR
     if at_floor < ENOUGH_UPDATES or (t.data is not None and t.data < SHARE * FLOOR):
@@ -214,7 +288,7 @@ def finetune_batch(t: TrainingFacts) -> Iterator[Violation]:
     size = t.size if t.size is not None else (t.micro or 0) * (t.accumulation or 1)
     if not t.finetuning or t.objective is None:
         return
-    limit = FINETUNED_PAIRS if t.contrastive else FINETUNED_SAMPLES
+    limit = FINETUNE_LARGE if t.contrastive else FINETUNE_LARGE_SAMPLES
     if size > limit and (t.updates is None or t.updates < FEWEST_UPDATES):
         kind = "pairs" if t.contrastive else "samples"
         length = "" if t.updates is None else f" and makes {t.updates:,} updates"
@@ -229,7 +303,9 @@ def finetune_batch(t: TrainingFacts) -> Iterator[Violation]:
 RULES = (
     batch_exceeds_data,
     batch_arithmetic,
+    no_negatives,
     too_few_updates,
+    too_little_training,
     batch_below_floor,
     batch_beyond_saturation,
     batch_from_memory,
