@@ -408,7 +408,8 @@ def test_recall_is_that_of_images_with_any_of_their_captions(tmp_path):
     (tmp_path / "pairs.csv").write_text("image,caption\n" + "\n".join(rows) + "\n")
     options = ["x.name=small_towers:patches", "data.held_out=0.5"]
     out = train(run_of(tmp_path / "pairs.csv", tmp_path / "run", *options, steps=3))
-    found = json.loads((out / "result.json").read_text())["evaluation"]
+    result = json.loads((out / "result.json").read_text())
+    found = result["evaluation"]
     with opened(out, trust_code=True) as parts:
         embedded = embed_source(parts, parts.held_out, 1000)
         owners = [parts.held_out.read(*place).x_image for place in embedded.at]
@@ -416,6 +417,7 @@ def test_recall_is_that_of_images_with_any_of_their_captions(tmp_path):
     images = [owners.index(owner) for owner in owners]
     first = sorted(set(images))
     assert found["pairs"] == len(owners) > 1.5 * len(first) > 15
+    assert result["chance"]["1"] == pytest.approx(1 / len(first))
     for k in (1, 5, 10):
         # Of different images, and of captions of other images, those at least as similar as the best that is right.
         text_hits = [sum(bool(z[i, j] >= z[images[j], j]) for i in first if i != images[j]) < k for j in range(len(owners))]

@@ -116,8 +116,9 @@ def quality_table(evaluation: Row, sides: tuple[str, str]) -> Table | None:
         return None
     pairs = number(evaluation, "pairs")
     if pairs:
-        expected = chance(int(pairs))
-        rows.append({"direction": "chance", "rank": (pairs + 1) / 2, **{f"at_{k}": expected[k] for k in RECALL_AT}})
+        different = _different(evaluation, pairs)
+        expected = chance(int(different))
+        rows.append({"direction": "chance", "rank": (different + 1) / 2, **{f"at_{k}": expected[k] for k in RECALL_AT}})
     recalls = [Column(f"at_{k}", f"recall@{k}", percent_text, bar=True) for k in RECALL_AT]
     columns = [Column("direction", "direction", kind="word"), *recalls, Column("rank", "median rank", "{:,g}".format)]
     return Table(columns, rows, note=f"among {pairs:,.0f} pairs" if pairs else "")
@@ -179,6 +180,11 @@ def _read_json(path: Path) -> Row:
     return contents if isinstance(contents, dict) else {}
 
 
+def _different(evaluation: Row, pairs: float) -> float:
+    """Return the different rows of the side with fewer, as far as the run counted them: what recall by chance depends on."""
+    return number(evaluation, "different") or pairs
+
+
 def _headline(folder: Folder, evaluation: Row) -> str:
     pairs, accuracy, recall = number(evaluation, "pairs"), number(evaluation, "accuracy"), number(evaluation, "y_to_x", "1")
     if accuracy is not None:
@@ -189,7 +195,7 @@ def _headline(folder: Folder, evaluation: Row) -> str:
     if recall is None or not pairs:
         return "Nothing has been evaluated on held-out data yet."
     x, y = folder.sides()
-    expected = chance(int(pairs))[1]
+    expected = chance(int(_different(evaluation, pairs)))[1]
     found = f"{percent_text(recall)} of {pairs:,.0f} held-out {plural(y)} find their own {x} first"
     return f"{found}; chance would be {percent_text(expected)}."
 

@@ -242,7 +242,8 @@ def evaluate_held_out(parts: Assembly, average: Average | None) -> tuple[dict[st
     recall = retrieval(x, y, ids=(embedded.ids[rows[0]], embedded.ids[rows[1]]), workspace=parts.run.compute.workspace)
     recall = recall._replace(pairs=len(embedded.at))
     bad = {"bad": len(embedded.bad), "unreadable": embedded.bad}
-    return {"sides": _sides(parts), **recall.as_json(), **bad}, embedded
+    # What chance depends on: with five captions for each image, any of which counts, the images.
+    return {"sides": _sides(parts), **recall.as_json(), "different": min(len(x), len(y)), **bad}, embedded
 
 
 @torch.no_grad()

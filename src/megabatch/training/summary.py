@@ -80,7 +80,7 @@ def finish(
     if "accuracy" in quality:
         result["chance"] = {"accuracy": 1 / len(parts.classes)}
     if embedded is not None:
-        result["chance"] = {str(k): recall for k, recall in chance(quality["pairs"]).items()}
+        result["chance"] = {str(k): recall for k, recall in chance(quality["different"]).items()}
     write_text(folder / "result.json", json.dumps(result, indent=2))
     if not parts.run.watch.report:
         return
