@@ -60,7 +60,7 @@ def test_without_measurements_nothing_changes():
         plan(RUN, gpu="H200", tools=TOOLS, measured="measured.json")
 
 
-@given(st.integers(0, 14), st.floats(1e-6, 1), st.sampled_from(["samples", "updates", "time"]), st.sampled_from([1, 2]))
+@given(st.integers(1, 14), st.floats(1e-6, 1), st.sampled_from(["samples", "updates", "time"]), st.sampled_from([1, 2]))
 @settings(max_examples=40, deadline=None)
 def test_a_plan_takes_batch_and_rate_of_a_sweep(power, lr, same, gpus):
     result = planned(of(Sweep(gpus * 2**power, lr, same)), gpus=gpus)
