@@ -121,7 +121,7 @@ def clip_loss(
         scale: factor of the similarities, 1 / temperature: a float, or a tensor with one element, which may require a gradient.
             It must be equal on all ranks.
         ids: (N,) integers, one for each row of y; row i of x has the id of row i of y. Pairs with equal ids are no negatives.
-        weights: (M,) weights of the pairs in the mean, not all zero. Default: equal weights.
+        weights: (M,) weights of the pairs in the mean, none negative and not all zero. Default: equal weights.
 
     Which pairs count:
         symmetric: average the loss over rows with that over columns. False: rows only (queries to documents); the rows of y beyond

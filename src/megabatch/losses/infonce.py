@@ -151,7 +151,7 @@ def infonce_loss(
         guide: a guide model's embeddings, which leave out false negatives in every direction.
         queue: (Q, D) embeddings of earlier steps, without a gradient: further negatives of every row of x of every rank (MoCo,
             cross-batch memory). Each rank passes its own part of the queue, of any length.
-        weights: (M,) weights of the samples in the mean, not all zero. Default: equal weights.
+        weights: (M,) weights of the samples in the mean, none negative and not all zero. Default: equal weights.
 
     Which pairs count:
         directions: who is compared with whom. "x_to_y": x_i with every row of y. "y_to_x": y_i with every row of x. "x_to_x": x_i
