@@ -65,6 +65,12 @@ def test_an_override_goes_before_the_file(tmp_path):
     assert (run.batch.size, run.data.source, run.x.options) == (4096, "/a folder/b.csv", {"width": 32})
 
 
+@pytest.mark.parametrize("text", ['{width = 32, pool="mean"}', '{"width": 32, "pool": "mean"}'])
+def test_an_override_may_be_a_table(text):
+    assert config.build(config.EMBEDDED, ["x.name=vit", f"x.options={text}"]).x.options == {"width": 32, "pool": "mean"}
+    assert config.build(LENGTH, ["data.source={a,b}"]).data.source == "{a,b}"
+
+
 def test_a_length_given_on_the_command_line_replaces_the_files():
     run = config.build(config.EMBEDDED, ["schedule.steps=5"])
     assert (run.schedule.steps, run.schedule.samples) == (5, None)

@@ -890,11 +890,18 @@ def _put(table: dict[str, Any], override: str) -> None:
 
 
 def _parsed(text: str) -> Any:
-    """Return a number, true, false, a list or a quoted string; anything else is a string, so that paths need no quotes."""
+    """Return a number, true, false, a list, a table as in JSON or TOML, or a quoted string; anything else is a string, so that
+    paths need no quotes."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:
-        return text
+        if not (text.startswith("{") and text.endswith("}")):
+            return text
+        try:
+            return parse_toml(f"value = {text}", "the table")["value"]
+        except ValueError:
+            # Such as the braces of a path.
+            return text
     except RecursionError:
         raise ValueError(
             f"{_shown(text)}: is nested too deeply; at most {DEEPEST} levels of lists and tables are allowed"
